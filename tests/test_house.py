@@ -63,7 +63,7 @@ POLICY = (
     "engine/blocks/leaves.py", "engine/blocks/ahead.py", "engine/blocks/loans.py", "protocol/loans.py",
     "engine/conductor/__init__.py", "engine/conductor/choice.py", "engine/conductor/directory.py",
     "engine/conductor/estimate.py", "engine/conductor/lines.py", "engine/conductor/overload.py",
-    "engine/overflow.py", "kv/windows.py", "protocol/after_op.py", "protocol/extents.py",
+    "engine/conductor/squares.py", "engine/overflow.py", "kv/windows.py", "protocol/after_op.py", "protocol/extents.py",
 )  # fmt: skip
 
 

@@ -151,8 +151,8 @@ class Engine:
         start = self._trace.now()
         steps = self.scheduler.schedule()
         self.idle = not steps and not self._steps and not self.scheduler.awaits_transfer
-        if steps:
-            self._trace.add(Event.SCHEDULE, start, steps[0].plan)
+        for step in steps if self._trace.native is not None else ():
+            self._trace.add(Event.SCHEDULE, start, step.plan, value=step.pairs)
         done = self._run(steps)
         start = self._trace.now()
         outputs = self._take(done)

@@ -28,6 +28,11 @@ class ScheduledStep:
         for sequence, row in zip(parts, plan.rows, strict=True):
             self.tokens += sequence.tokens_at(row.first, row.count)
 
+    @property
+    def pairs(self) -> int:
+        """Of a row and a token that its attention sees."""
+        return sum(row.count * row.first + row.count * (row.count + 1) // 2 for row in self.plan.rows)
+
 
 @dataclass
 class Round:

@@ -44,6 +44,7 @@ NAMES = {
     Event.GRANT: "grant",
     Event.RESERVE: "wait for a slot",
 }
+_UNITS = {Event.SLICE: "rows", Event.SCHEDULE: "pairs"}
 _FLOW = {Event.SEND_Q: "s", Event.STORED: "t", Event.SEND_O: "t", Event.RECEIVE_O: "f"}
 
 
@@ -113,7 +114,7 @@ def _trace_events(spans: list[Span], base: float) -> Iterator[dict[str, Any]]:
         start, end = (span.start - base) * 1e6, (span.end - base) * 1e6
         args = {"batch": span.batch, "step": span.step}
         args |= {k: v for k, v in (("layer", span.layer), ("peer", span.peer)) if v >= 0}
-        args |= {"rows" if span.event == Event.SLICE else "bytes": span.value} if span.value else {}
+        args |= {_UNITS.get(span.event, "bytes"): span.value} if span.value else {}
         yield {
             "ph": "X", "name": name(span), "cat": span.event.name, **place,
             "ts": round(start, 3), "dur": round(end - start, 3), "args": args,
@@ -138,6 +139,10 @@ def _arrow(span: Span, place: dict[str, int], start: float, sent: set[str]) -> I
         yield {"ph": phase, "name": "Q to O", "cat": "message", "id": key, **place, "ts": round(start, 3), **ends}
 
 
+def _value(args: dict[str, Any]) -> int:
+    return next((args[unit] for unit in (*_UNITS.values(), "bytes") if unit in args), 0)
+
+
 def _spans(events: Iterable[dict[str, Any]], base: float) -> Iterator[Span]:
     devices = {}
     for e in events:
@@ -147,5 +152,5 @@ def _spans(events: Iterable[dict[str, Any]], base: float) -> Iterator[Span]:
             args, start = e["args"], base + e["ts"] / 1e6
             yield Span(
                 devices[e["pid"]], Event[e["cat"]], args["batch"], args["step"], args.get("layer", -1),
-                args.get("peer", -1), args.get("rows", args.get("bytes", 0)), start, start + e["dur"] / 1e6,
+                args.get("peer", -1), _value(args), start, start + e["dur"] / 1e6,
             )  # fmt: skip

@@ -27,7 +27,8 @@ _RECORD = struct.Struct("<BxxxiIiQQdd")  # event, layer, batch, peer, step, valu
 
 class Event(enum.IntEnum):
     """What happened. ``layer`` counts attention calls, for SLICE it is the slice. ``peer``: the worker at the other
-    end of a message. ``value``: rows of a SLICE, bytes of a message.
+    end of a message. ``value``: rows of a SLICE, bytes of a message, pairs of a row and a token
+    that it sees in SCHEDULE.
     """
 
     SCHEDULE = 1  # engine: choose the rows of a step

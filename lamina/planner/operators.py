@@ -30,6 +30,10 @@ class OperatorTables:
             replaced = {(op, device) for op, device, _ in found}
             self._curves = {k: v for k, v in self._curves.items() if k[:2] not in replaced} | found
 
+    def put(self, op: str, device: str, ranks: int, points: Iterable[Point]) -> None:
+        """What was measured of an operator, in place of what there was."""
+        self._curves[op, device, ranks] = sorted(points)
+
     def has(self, op: str, device: str, ranks: int) -> bool:
         """Whether it was measured for so many ranks."""
         return (op, device, ranks) in self._curves

@@ -77,20 +77,36 @@ def replay(
     tokens that there are, and of how many, now and then. Raises UnplayableError for a model with windows, whose
     blocks are not modelled here, for a trace that does not fit, and for one that never fills the deployment.
     """
+    blocks = int(memory.for_kv(costs.model, deployment) / costs.model.kv_bytes_per_token) // BLOCK
+    engine, wire = simulated(costs, deployment, trace, blocks, most, chunk)
+    return _Replay(engine, wire, _Asking(engine, wire.clock, trace, paced=paced)).run(told)
+
+
+def simulated(
+    costs: CostModel,
+    deployment: Deployment,
+    trace: RequestTrace,
+    blocks: int,
+    most: int = 0,
+    chunk: int = 0,
+    times: Callable[[], float] = lambda: 1.0,
+) -> tuple[Engine, LosslessWire]:
+    """An engine whose pools take the time of the cost model, each round so many ``times``, and have so many KV blocks;
+    the rest as of ``replay``.
+    """
     if costs.model.windows != [0]:
         raise UnplayableError(
             f"{costs.model.name} has layers with a window: a replay counts KV blocks of layers without one only"
         )
-    blocks = int(memory.for_kv(costs.model, deployment) / costs.model.kv_bytes_per_token) // BLOCK
     if trace.longest > blocks * BLOCK:
         raise UnplayableError(
             f"--trace: a request of {trace.longest} tokens does not fit {blocks * BLOCK} tokens of KV"
         )
     clock = VirtualClock()
     ready = ready_of(num_layers=costs.model.num_layers, num_blocks=blocks, block_size=BLOCK, max_len=trace.longest + 1)
-    wire = LosslessWire(clock, ready, _seconds(costs, deployment))
-    engine = Engine(wire, _config(deployment, trace, most or blocks, chunk), clock)
-    return _Replay(engine, wire, _Asking(engine, clock, trace, paced=paced)).run(told)
+    seconds = _seconds(costs, deployment)
+    wire = LosslessWire(clock, ready, lambda load: seconds(load) * times())
+    return Engine(wire, _config(deployment, trace, most or blocks, chunk), clock), wire
 
 
 def jittered(trace: RequestTrace, seed: int) -> RequestTrace:

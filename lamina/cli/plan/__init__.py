@@ -16,6 +16,7 @@ from lamina.config import OPTIONS
 from lamina.facts.hardware import DEVICES, Device, device, read_devices
 from lamina.protocol.declare import parse_seconds
 
+from .calibrate import calibrated
 from .flags import add_arguments
 
 if TYPE_CHECKING:
@@ -44,6 +45,13 @@ def run(args: argparse.Namespace) -> int:
             )
     OPTIONS["dtype"].check(args.dtype)
     check_writable(args.html, "--html")
+    if args.calibrate:
+        return calibrated(args)
+    for name in ("trace", "devices"):
+        if not getattr(args, name):
+            raise ValueError(f"--{name} is missing: a plan needs --trace and --devices, or --calibrate")
+    if args.predict:
+        raise ValueError("--predict goes with --calibrate RUN, whose tables it is by")
     stock, rate = _stock(args), _rate(args.rate)
     planner, trace = _planner(args, stock), _trace(args.trace)
     asked = list(deployments(stock, planner.costs.model))

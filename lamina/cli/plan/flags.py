@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_wanted(parser)
     _add_facts(parser)
     _add_played(parser)
+    _add_recorded(parser)
     parser.add_argument("--rows", type=int, default=5, metavar="N", help="deployments to show (5)")
     parser.add_argument("--html", metavar="FILE", help="write a page with plots to FILE; it needs no other file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -24,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_wanted(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is wanted").add_argument
-    add("--trace", required=True, metavar="FILE", help="requests: Azure's CSV or Mooncake's JSON lines, or .gz")
+    add("--trace", metavar="FILE", help="requests: Azure's CSV or Mooncake's JSON lines, or .gz")
     add(
-        "--devices", required=True, metavar="NAME:N,...",
+        "--devices", metavar="NAME:N,...",
         help=f"what can be had, such as h100:8,h20:16: {', '.join(DEVICES)}",
     )  # fmt: skip
     add("--slo-tbt", default="", metavar="TIME", help="mean time between two tokens, at most: 100ms")
@@ -62,3 +63,9 @@ def _add_played(parser: argparse.ArgumentParser) -> None:
         "--rate", default="", metavar="N",
         help="play so many requests a second, or `trace`: as they came; else each as soon as there is room",
     )  # fmt: skip
+
+
+def _add_recorded(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("a recorded run, in place of devices").add_argument
+    add("--calibrate", metavar="RUN", help="fit tables to a trace that a run of this model wrote with --trace")
+    add("--predict", default="", metavar="SHAPES", help="runs to predict by them: 8x2048,32x512, or 8x512:2 for n = 2")

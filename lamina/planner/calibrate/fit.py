@@ -1,0 +1,127 @@
+"""The planner's tables, from a recorded run: of slices by their rows, of attention by its bytes, of what is between.
+
+Each number is a median over steps that are alike, so that a stall of the host spoils none; attention follows a law by
+the conductor's least squares, whose errors count in parts. Tables are of one model on one host, and say so.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+from lamina.engine.conductor.squares import Squares
+from lamina.facts.hardware import Device
+from lamina.planner.cost import BatchLoad, CostModel
+from lamina.planner.deployment import Deployment
+from lamina.planner.model_facts import ModelFacts
+from lamina.planner.operators import OperatorTables
+from lamina.planner.tables import Constants, NetworkLink, baseline
+
+from .recorded import RecordedRun, RecordedStep
+
+COMPUTE, MEMORY = "recorded-compute", "recorded-memory"
+_NOMINAL = 1000.0  # of peaks that nobody states: they cancel out, since tables are of this model
+_LEAST = 3  # steps without prompts
+_INSTANT = 1e-12  # seconds: of what is in the slices already
+_SIZES = 24  # of the table of attention, each twice the one before
+
+
+class Calibration(NamedTuple):
+    """``by_rows``: rows -> seconds of slices, steps that said so. Attention of a layer on one worker: ``floor_s``, and
+    seconds of a byte. ``between_s``: of a step; ``driver_s``: of a round. ``spread``: steps that decoded, over what the
+    tables say of them.
+    """
+
+    costs: CostModel
+    deployment: Deployment
+    by_rows: dict[int, tuple[float, int]]
+    floor_s: float
+    byte_s: float
+    between_s: float
+    driver_s: float
+    chunk: int
+    spread: list[float]
+
+
+def calibrate(run: RecordedRun, model: ModelFacts, constants: Constants, source: str) -> Calibration:
+    """Raises ValueError, behind ``source``, for a run of another model, or with too few steps that only decode."""
+    if run.layers != model.num_layers:
+        raise ValueError(f"{source} is a run of {run.layers} layers, and {model.name} has {model.num_layers}")
+    decoding = [s for s in run.steps if s.decodes and s.whole_s]
+    if len(decoding) < _LEAST:
+        raise ValueError(f"{source} has {len(decoding)} steps without prompts: record longer answers")
+    deployment = Deployment(_device(COMPUTE, source), 1, _device(MEMORY, source), run.memory_workers)
+    tables, by_rows = OperatorTables(), _by_rows(run.steps)
+    weights = sum(p.work(1)[0] for p in model.products)
+    tables.put("linear", COMPUTE, 1, [(rows, took, weights) for rows, (took, _) in by_rows.items()])
+    tables.put("elementwise", COMPUTE, 1, [(1, _INSTANT / model.num_layers, model.hidden_bytes)])
+    floor, byte = _attention(decoding, model, run.memory_workers)
+    group = model.attentions[0].heads // model.attentions[0].kv_heads
+    tables.put("attention", MEMORY, group, [(2.0**i, floor + byte * 2.0**i, 0.0) for i in range(10, 10 + _SIZES)])
+    used = _moved(constants, _chunked(run, model), median(s.driver_s for s in decoding))
+    link = NetworkLink("recorded", _NOMINAL * 1e9, 1.0, 0.0, source)
+    costs = CostModel(model, used, link, baseline("ideal"), tables)
+    between = median(s.between_s for s in decoding)
+    hidden = median(costs.step(deployment, _load(s, model)).network_s for s in decoding)
+    each = max(0.0, (between - hidden) / model.num_layers)
+    costs.link = replace(link, round_trip_s=each)
+    took = ((s.whole_s, costs.round(deployment, [_load(s, model)]).seconds) for s in decoding)
+    spread = [whole / expected for whole, expected in took]
+    return Calibration(costs, deployment, by_rows, floor, byte, between, used["driver_round"], run.chunk, spread)
+
+
+def _by_rows(steps: Sequence[RecordedStep]) -> dict[int, tuple[float, int]]:
+    took = defaultdict[int, list[float]](list)
+    for step in steps:
+        took[step.rows].append(step.model_s)
+    return _growing({rows: (median(each), len(each)) for rows, each in sorted(took.items())})
+
+
+def _growing(by_rows: Mapping[int, tuple[float, int]]) -> dict[int, tuple[float, int]]:
+    """More rows never take less: neighbours that say so have their mean, each weighed by its steps."""
+    pools = list[tuple[list[int], float, int]]()  # rows, their seconds, steps
+    for rows, (took, steps) in by_rows.items():
+        pools.append(([rows], took, steps))
+        while len(pools) > 1 and pools[-2][1] > pools[-1][1]:
+            (before, a, n), (behind, b, m) = pools[-2:]
+            pools[-2:] = [(before + behind, (a * n + b * m) / (n + m), n + m)]
+    return {rows: (took, by_rows[rows][1]) for each, took, _ in pools for rows in each}
+
+
+def _attention(steps: Sequence[RecordedStep], model: ModelFacts, workers: int) -> tuple[float, float]:
+    """Of a layer on one worker: seconds whatever it reads, and of a byte."""
+    each = model.kv_bytes_per_token / model.num_layers / workers
+    unit = max(s.pairs for s in steps) * each
+    squares = Squares(2)
+    for step in steps:
+        took = step.attention_s / model.num_layers
+        squares.add((1.0, step.pairs * each / unit), took, took)
+    floor, of_unit = squares.solution()
+    return floor, of_unit / unit
+
+
+def _chunked(run: RecordedRun, model: ModelFacts) -> float:
+    """FLOP/s of attention where prompts are computed; 0 where none were. Half of such steps are quicker."""
+    flops = sum(a.count * a.flops for a in model.attentions) / run.memory_workers
+    rates = [s.pairs * flops / s.attention_s for s in run.steps if s.rows - s.draws > 1 and s.attention_s]
+    return median(rates) if rates else 0.0
+
+
+def _moved(constants: Constants, flops: float, driver_s: float) -> Constants:
+    share = flops / (_NOMINAL * 1e12) if flops else 1.0
+    values = {**constants.values, "attention_flops_share": share, "driver_round": driver_s, "driver_row": 0.0}
+    return replace(constants, values=values)
+
+
+def _load(step: RecordedStep, model: ModelFacts) -> BatchLoad:
+    return BatchLoad(step.rows, dict.fromkeys(model.windows, float(step.pairs)))
+
+
+def _device(name: str, source: str) -> Device:
+    return Device(
+        name=name, title=name, tflops=_NOMINAL, memory="1000 GiB", memory_gb=1000 * 1.073741824,
+        bandwidth_gbs=1e-3, network_gbs=None, source=source,
+    )  # fmt: skip

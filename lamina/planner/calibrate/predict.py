@@ -1,0 +1,73 @@
+"""Runs predicted by a calibration: the engine's own scheduler, whose steps take what the fitted tables say."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lamina.facts.report import table
+from lamina.planner.replay import BLOCK, CHUNK, simulated
+from lamina.planner.traces import RequestTrace, TracedRequest
+
+from .drive import RunShape, Tempo, drive
+from .fit import Calibration
+
+ANSWER = 128  # tokens of each sequence, of a shape
+_SEED = 0  # of which round takes how much longer than the median
+
+
+def predict(
+    found: Calibration, requests: Sequence[TracedRequest], *, batches: int = 1, together: bool = False, most: int = 0
+) -> Tempo:
+    """Of requests as they come, in a pool with room for all; ``most`` at once, 0 = all. See ``drive``."""
+    trace = RequestTrace("predicted", tuple(requests))
+    blocks = sum(-(-(r.prompt + r.answer + 1) // BLOCK) + 1 for r in requests)
+    where = replace(found.deployment, batches=batches)
+    draw = partial(random.Random(_SEED).choice, found.spread)
+    engine, wire = simulated(found.costs, where, trace, blocks, most or len(requests), found.chunk or CHUNK, draw)
+
+    def sleep(seconds: float) -> None:
+        wire.clock.now += seconds
+
+    return drive(engine, wire.clock, requests, sleep, together=together)
+
+
+def predict_shape(found: Calibration, shape: RunShape, answer: int) -> Tempo:
+    """While all of its sequences decode. Prompts come before, one after the other: an answer has to be long enough."""
+    rounds = shape.sequences * -(-shape.prompt // (found.chunk or CHUNK))
+    return predict(found, shape.requests(rounds + answer), batches=shape.batches, together=True)
+
+
+def calibration_text(found: Calibration, source: str, predicted: dict[str, Tempo]) -> str:
+    """The tables in short, and the predictions."""
+    lines = [f"fitted to {source}: times of this model on that host, while it was as busy as it was then"]
+    rows = [["rows of a step", "slices", "steps"]]
+    shown = sorted(found.by_rows, key=lambda r: -found.by_rows[r][1])[:8]
+    rows += [[f"{r}", f"{found.by_rows[r][0] * 1e3:.2f} ms", f"{found.by_rows[r][1]}"] for r in sorted(shown)]
+    lines += [
+        *table(rows),
+        f"  attention of a layer: {found.floor_s * 1e6:.1f} us, and {found.byte_s * 1e12:.1f} us for 10^6 bytes",
+        f"  a step besides: {found.between_s * 1e3:.2f} ms; the driver, beside it: {found.driver_s * 1e3:.2f} ms",
+    ]
+    if predicted:
+        told = [["predicted", "tokens/s", "TBT p50", "p99"]]
+        told += [
+            [name, f"{t.tokens_s:.1f}", f"{t.tbt_p50_s * 1e3:.2f} ms", f"{t.tbt_p99_s * 1e3:.2f} ms"]
+            for name, t in predicted.items()
+        ]
+        lines += ["", *table(told)]
+    return "\n".join(lines) + "\n"
+
+
+def calibration_json(found: Calibration, source: str, predicted: dict[str, Tempo]) -> dict[str, Any]:
+    """The same; times in seconds."""
+    return {
+        "source": source,
+        "slices": {str(rows): {"seconds": took, "steps": steps} for rows, (took, steps) in found.by_rows.items()},
+        "attention": {"layer_s": found.floor_s, "byte_s": found.byte_s},
+        "between_s": found.between_s, "driver_s": found.driver_s, "chunk": found.chunk,
+        "predicted": {name: tempo._asdict() for name, tempo in predicted.items()},
+    }  # fmt: skip

@@ -1,0 +1,106 @@
+"""The steps of a recorded run: what each of them had to do, and where its time went."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from lamina.observe.trace import ENGINE, Event, Recording, Span
+
+COMPUTE = "compute-0"
+_MODEL = (Event.SLICE, Event.SAMPLE)
+_ATTENTION = (Event.STORED, Event.NEW, Event.WRITE)
+_DRIVER = (Event.SCHEDULE, Event.POSTPROCESS)
+
+
+class RecordedStep(NamedTuple):
+    """Rows of its slices, rows that were drawn behind, pairs of a row and a token that it sees. Seconds: of slices and
+    sampling; of attention, on the memory worker that took the longest; of the driver; ``whole_s``: until the next step
+    began, 0 where none was under way by then.
+    """
+
+    rows: int
+    draws: int
+    pairs: int
+    model_s: float
+    attention_s: float
+    driver_s: float
+    whole_s: float
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it has no rows of prompts."""
+        return self.rows == self.draws
+
+    @property
+    def between_s(self) -> float:
+        """What is neither: messages, and waiting. Below 0 where attention and slices overlapped by more."""
+        return self.whole_s - self.model_s - self.attention_s
+
+
+class RecordedRun(NamedTuple):
+    """Of one compute worker and ``memory_workers``."""
+
+    steps: list[RecordedStep]
+    memory_workers: int
+    layers: int
+
+    @property
+    def chunk(self) -> int:
+        """Rows of prompts in a step, at most; 0: there were none."""
+        return max(step.rows - step.draws for step in self.steps)
+
+
+def steps_of(recording: Recording, where: str) -> RecordedRun:
+    """Raises ValueError, behind ``where``, for a run that says nothing about its operators."""
+    devices = {s.device for s in recording.spans}
+    computes = sorted(d for d in devices if d.startswith("compute-"))
+    if computes != [COMPUTE] or any(s.batch for s in recording.spans):
+        raise ValueError(f"{where}: record a run of one compute worker and one batch, without --pipeline and ranks")
+    of = defaultdict[int, list[Span]](list)
+    for span in recording.spans:
+        of[span.step].append(span)
+    steps = [_step(spans, _begin(of.get(n + 1, []), _end(spans)) - _begin(spans)) for n, spans in sorted(of.items())]
+    whole = [s for s in steps if s is not None]
+    if not whole:
+        raise ValueError(f"{where} has no step whose spans are all there: let it run longer, or less long")
+    layers = max(s.layer for s in recording.spans if s.event == Event.SLICE)
+    return RecordedRun(whole, sum(d.startswith("memory-") for d in devices), layers)
+
+
+def _begin(spans: list[Span], by: float = math.inf) -> float:
+    """Of a step's first slice; minus infinity where it was not even scheduled ``by`` then."""
+    asked = any(s.event == Event.SCHEDULE and s.start < by for s in spans)
+    found = (s.start for s in spans if s.device == COMPUTE and s.event == Event.SLICE and s.layer == 0)
+    return min(found, default=-math.inf) if asked else -math.inf
+
+
+def _end(spans: list[Span]) -> float:
+    return max((s.end for s in spans if s.device == COMPUTE and s.event == Event.SAMPLE), default=0.0)
+
+
+def _step(spans: list[Span], whole_s: float) -> RecordedStep | None:
+    """None where some of its spans were lost."""
+    slices = sorted((s for s in spans if s.device == COMPUTE and s.event == Event.SLICE), key=lambda s: s.layer)
+    pairs = next((s.value for s in spans if s.event == Event.SCHEDULE), 0)
+    by_worker = defaultdict[str, list[Span]](list)
+    for span in spans:
+        if span.event in _ATTENTION and span.device.startswith("memory-"):
+            by_worker[span.device].append(span)
+    if not pairs or not by_worker or not slices or not slices[0].value:
+        return None
+    return RecordedStep(
+        rows=slices[0].value,
+        draws=slices[-1].value,
+        pairs=pairs,
+        model_s=_total(s for s in spans if s.device == COMPUTE and s.event in _MODEL),
+        attention_s=max(map(_total, by_worker.values())),
+        driver_s=_total(s for s in spans if s.device == ENGINE and s.event in _DRIVER),
+        whole_s=whole_s if 0 < whole_s < math.inf else 0.0,
+    )
+
+
+def _total(spans: Iterable[Span]) -> float:
+    return sum(s.end - s.start for s in spans)

@@ -1,0 +1,156 @@
+"""Tables from a recorded run: laws that a run followed are found again, and predict runs of other shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lamina.cli.launch import main
+from lamina.observe.perfetto import write
+from lamina.observe.trace import Event, Recording, Span
+from lamina.planner.calibrate.drive import RunShape, shapes_of
+from lamina.planner.calibrate.fit import Calibration, _growing, calibrate
+from lamina.planner.calibrate.predict import predict_shape
+from lamina.planner.calibrate.recorded import steps_of
+from lamina.planner.model_facts import Attentions, ModelFacts, Products
+from lamina.planner.tables import constants
+
+LAYERS = 4
+MODEL = ModelFacts(
+    name="made", source="by hand", weight_bytes=8_000_000, hidden_bytes=512, between=0.1,
+    products=[Products(LAYERS, 2_000_000, 2, 2_000_000)],
+    attentions=[
+        Attentions(
+            count=LAYERS, heads=8, kv_heads=4, kv_bytes=1024, q_bytes=1024, kv_message_bytes=1024, o_bytes=1024,
+            flops=2048, window=0,
+        )
+    ],
+)  # fmt: skip
+
+
+def slices_s(rows: int) -> float:
+    return 4e-3 + 1e-4 * rows
+
+
+def attention_s(pairs: int) -> float:
+    """Of a layer."""
+    return 20e-6 + pairs * 1024 * 50e-12
+
+
+BETWEEN_S = 2e-3
+
+
+def spans(shapes: list[tuple[int, int, int]], layers: int = LAYERS) -> Iterator[Span]:
+    """Of steps one after the other: rows, rows that are drawn, pairs."""
+    at = 1.0
+    for step, (rows, draws, pairs) in enumerate(shapes):
+
+        def span(device: str, event: Event, layer: int, value: int, seconds: float, step: int = step) -> Span:
+            nonlocal at
+            begin, at = at, at + seconds
+            return Span(device, event, 0, step, layer, -1, value, begin, at)
+
+        yield Span("engine", Event.SCHEDULE, 0, step, -1, -1, pairs, at - 3e-3, at - 2e-3)
+        for layer in range(layers + 1):
+            last = layer == layers
+            yield span("compute-0", Event.SLICE, layer, draws if last else rows, slices_s(rows) / (layers + 1))
+            if not last:
+                yield span("memory-0", Event.STORED, layer, 0, attention_s(pairs))
+        yield span("compute-0", Event.SAMPLE, -1, 0, 1e-9)
+        at += BETWEEN_S
+
+
+def recording(shapes: list[tuple[int, int, int]], layers: int = LAYERS) -> Recording:
+    return Recording(sorted(spans(shapes, layers), key=lambda s: s.start), {}, {}, 0.0)
+
+
+def run_of(count: int, prompt: int) -> list[tuple[int, int, int]]:
+    """A run of ``count`` prompts; sequences end one after the other."""
+    chunks = [(32, 0, 32 * i * 32 + 528) for i in range(prompt // 32)]
+    return chunks + [(n, n, n * (prompt + 20 * (count - n) + i)) for n in range(count, 0, -1) for i in range(20)]
+
+
+def fitted() -> Calibration:
+    return calibrate(steps_of(recording(run_of(8, 512)), "run"), MODEL, constants(), "run")
+
+
+def test_the_laws_of_a_run_are_found_again() -> None:
+    found = fitted()
+    assert found.by_rows[8][0] == pytest.approx(slices_s(8), rel=1e-3)
+    assert found.floor_s == pytest.approx(20e-6, rel=1e-3)
+    assert found.byte_s == pytest.approx(50e-12, rel=1e-3)
+    assert found.between_s == pytest.approx(BETWEEN_S, rel=1e-3)
+    assert found.chunk == 32
+    assert found.spread == pytest.approx([1.0] * len(found.spread), rel=5e-2)
+
+
+@pytest.mark.parametrize("shape", [RunShape(8, 512), RunShape(8, 2048), RunShape(4, 1024)])
+def test_other_shapes_are_predicted(shape: RunShape) -> None:
+    answer = 40
+    rounds = shape.sequences * shape.prompt // 32
+    middle = shape.prompt + rounds + answer // 2 - (shape.sequences - 1) * shape.prompt // 32 // 2
+    wanted = slices_s(shape.sequences) + LAYERS * attention_s(shape.sequences * middle) + BETWEEN_S
+    found = predict_shape(fitted(), shape, answer)
+    assert found.tbt_p50_s == pytest.approx(wanted, rel=0.05)
+    assert found.tokens_s == pytest.approx(shape.sequences / wanted, rel=0.05)
+    assert found == predict_shape(fitted(), shape, answer), "the same run gives the same numbers"
+
+
+def test_a_step_that_nothing_followed_says_nothing_of_its_length() -> None:
+    """Between two runs the engine has nothing to do: that is no part of a step."""
+    first, second = run_of(2, 64), run_of(2, 64)
+    late = [s._replace(step=s.step + len(first), start=s.start + 60, end=s.end + 60) for s in spans(second)]
+    both = Recording([*spans(first), *late], {}, {}, 0.0)
+    assert max(s.whole_s for s in steps_of(both, "run").steps) < 1.0
+
+
+def test_more_rows_never_take_less() -> None:
+    assert _growing({1: (5.0, 1), 2: (4.0, 3), 8: (6.0, 2), 9: (6.5, 1)}) == {
+        1: (4.25, 1), 2: (4.25, 3), 8: (6.0, 2), 9: (6.5, 1)
+    }  # fmt: skip
+    assert [t for t, _ in _growing({1: (3.0, 1), 2: (2.0, 1), 3: (1.0, 1)}).values()] == [2.0] * 3
+
+
+def test_shapes_are_read() -> None:
+    assert shapes_of("8x2048, 32x512:2", "--predict") == [RunShape(8, 2048), RunShape(32, 512, 2)]
+
+
+def test_stalls_show_in_the_99th_percentile() -> None:
+    found = fitted()
+    calm, stalled = (
+        predict_shape(found._replace(spread=s), RunShape(8, 512), 100) for s in ([1.0], [1.0] * 19 + [9.0])
+    )
+    assert stalled.tbt_p50_s == pytest.approx(calm.tbt_p50_s, rel=2e-2)
+    assert stalled.tbt_p99_s > 5 * calm.tbt_p99_s
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--calibrate", "RUN", "--predict", "8"], "--predict '8' is no number of sequences"),
+        (["--calibrate", "RUN", "--predict", "0x8"], "--predict '0x8' is no number of sequences"),
+        (["--calibrate", "/nowhere.json"], "/nowhere.json: No such file"),
+        (["--calibrate", "EMPTY"], "is not a trace of lamina"),
+        (["--calibrate", "RUN"], "is a run of 4 layers, and llama-33b has 60"),
+        (["--calibrate", "PROMPTS"], "0 steps without prompts: record longer answers"),
+        (["--calibrate", "PIPELINE"], "record a run of one compute worker and one batch"),
+        (["--predict", "8x8", "--trace", "x", "--devices", "h100:1"], "--predict goes with --calibrate RUN"),
+        (["--devices", "h100:1"], "--trace is missing: a plan needs --trace and --devices, or --calibrate"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "EMPTY").write_text("{}")
+    many, run = recording(run_of(2, 64)), run_of(2, 64)
+    write(str(tmp_path / "RUN"), many)
+    write(str(tmp_path / "PROMPTS"), recording([s for s in run if s[0] == 32], layers=60))
+    other = [s._replace(device="compute-1") if s.device == "compute-0" else s for s in many.spans]
+    write(str(tmp_path / "PIPELINE"), Recording([*many.spans, *other], {}, {}, 0.0))
+    named = {name: str(tmp_path / name) for name in ("EMPTY", "RUN", "PROMPTS", "PIPELINE")}
+    assert main(["plan", "llama-33b", *(named.get(a, a) for a in arguments)]) == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert told.count("\n") == 1
