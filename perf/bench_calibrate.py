@@ -1,9 +1,8 @@
 """How far off predictions of `lamina-launch plan --calibrate` are: real runs of other shapes, and their predictions.
 
-One engine is recorded at 8 x 512, another runs 8 x 2048, 32 x 512 and a mixed replay, a third has n = 2. All take
-turns, so that noise of the machine hits them alike. The recorded run is then fitted, and the others are predicted.
-Of the real numbers medians over the turns count. Prints one JSON line; --write appends it to
-perf/results/bench_calibrate.jsonl.
+One engine is recorded at 8 x 512, others decode 8 x 2048, 32 x 512 and 8 x 512 with n = 2. All take turns of some steps
+each, so that noise of the machine hits them alike. A mixed replay comes behind, three times. The recorded run is then
+fitted, and the others are predicted. Prints one JSON line; --write appends it to perf/results/bench_calibrate.jsonl.
 
     python perf/bench_calibrate.py --write
 """
@@ -15,6 +14,8 @@ import random
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 from common import cpu_pressure, record
 from reference_model import make
 
-from lamina import LLM
+from lamina import LLM, SamplingParams
 from lamina.observe.perfetto import read
 from lamina.planner import tables
 from lamina.planner.calibrate.drive import RunShape, Tempo, drive
@@ -36,7 +37,7 @@ SHAPE = {
     "num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 4096,
 }  # fmt: skip
-CHUNK = 96
+CHUNK, TURN_STEPS = 96, 8
 OPTIONS: dict[str, Any] = {
     "transport": "shm", "compute_threads": 1, "memory_threads": 1, "memory_workers": 1, "prefill_chunk": CHUNK,
     "max_num_seqs": 32, "max_model_len": 2560, "enable_prefix_caching": False, "kv_memory": "1GiB",
@@ -55,36 +56,67 @@ def mixed(seed: int, count: int = 40) -> list[TracedRequest]:
     return found
 
 
-def run_shape(llm: LLM, shape: RunShape) -> Tempo:
-    rounds = shape.sequences * -(-shape.prompt // CHUNK)
-    return drive(llm.engine, time.monotonic, shape.requests(rounds + ANSWER), time.sleep, together=True)
+class Held:
+    """An engine whose sequences all decode, and take a few steps in each turn."""
+
+    def __init__(self, llm: LLM, shape: RunShape, steps: int) -> None:
+        self._engine, self._batches = llm.engine, shape.batches
+        self._gaps, self._tokens, self._seconds = list[float](), 0, 0.0
+        rounds = shape.sequences * -(-shape.prompt // CHUNK)
+        params = SamplingParams(max_tokens=rounds + steps, ignore_eos=True, temperature=0)
+        begun, self._asked = set[int](), [self._engine.add([1] * shape.prompt, params) for _ in range(shape.sequences)]
+        while len(begun) < shape.sequences:
+            begun |= {output.request_id for output in self._engine.step()}
+
+    def turn(self) -> None:
+        """A round is always in flight: so the first of a turn is not counted, and the last has its time before the turn
+        is over, which it would take from others.
+        """
+        times = defaultdict[int, list[float]](list)
+        for _ in range((TURN_STEPS + 2) * self._batches):
+            for output in self._engine.step():
+                times[output.request_id].append(time.monotonic())
+        for each in times.values():
+            self._gaps += [b - a for a, b in pairwise(each[1:])]
+            self._tokens += len(each) - 2
+        self._seconds += max(t[-1] for t in times.values()) - min(t[1] for t in times.values())
+        time.sleep(max(self._gaps[-len(times) :]))
+
+    def end(self) -> Tempo:
+        """What all turns came to."""
+        for request in self._asked:
+            self._engine.cancel(request)
+        self._engine.settle()
+        gaps = sorted(self._gaps)
+        return Tempo(self._tokens / self._seconds, gaps[len(gaps) // 2], gaps[len(gaps) * 99 // 100])
 
 
-def record_run(llm: LLM) -> None:
+def record_tail(llm: LLM) -> None:
     """Answers of several lengths: so steps of 8 down to 1 rows are recorded, too."""
     rounds = RECORDED.sequences * -(-RECORDED.prompt // CHUNK)
-    asks = [TracedRequest(0.0, RECORDED.prompt, rounds + 64 + 8 * i) for i in range(RECORDED.sequences)]
+    asks = [TracedRequest(0.0, RECORDED.prompt, rounds + 8 + 16 * i) for i in range(RECORDED.sequences)]
     drive(llm.engine, time.monotonic, asks, time.sleep, together=True)
 
 
 def measure(path: Path, trace: Path, turns: int) -> dict[str, Any]:
     """Real and predicted, by run; the error in parts of the real number."""
-    real, asks = defaultdict[str, list[Tempo]](list), mixed(1)
-    with (
-        LLM(str(path), trace=str(trace), **OPTIONS) as recorded,
-        LLM(str(path), **OPTIONS) as one,
-        LLM(str(path), pipeline=2, **OPTIONS) as two,
-    ):
+    real, asks = dict[str, list[Tempo]](), mixed(1)
+    with ExitStack() as stack:
+        recorded = stack.enter_context(LLM(str(path), trace=str(trace), **OPTIONS))
+        others = {s: stack.enter_context(LLM(str(path), pipeline=s.batches, **OPTIONS)) for s in SHAPES}
+        record_tail(recorded)
+        steps = 2 * turns * (TURN_STEPS + 4)
+        held = {s.label: Held(llm, s, steps) for s, llm in ({RECORDED: recorded} | others).items()}
         for _ in range(turns):
-            record_run(recorded)
-            real[RECORDED.label].append(run_shape(one, RECORDED))
-            for shape in SHAPES:
-                real[shape.label].append(run_shape(two if shape.batches == 2 else one, shape))
-            real[MIXED].append(drive(one.engine, time.monotonic, asks, time.sleep, together=False))
+            for each in held.values():
+                each.turn()
+        real = {name: [each.end()] for name, each in held.items()}
+        one = others[SHAPES[0]].engine
+        real[MIXED] = [drive(one, time.monotonic, asks, time.sleep, together=False) for _ in range(3)]
     run = steps_of(read(str(trace)), str(trace))
-    found = calibrate(run, model_facts(str(path)), tables.constants(), "8 x 512")
-    predicted = {shape.label: predict_shape(found, shape, ANSWER) for shape in (RECORDED, *SHAPES)}
-    predicted[MIXED] = predict(found, asks, most=OPTIONS["max_num_seqs"])
+    fitted = calibrate(run, model_facts(str(path)), tables.constants(), RECORDED.label)
+    predicted = {shape.label: predict_shape(fitted, shape, ANSWER) for shape in (RECORDED, *SHAPES)}
+    predicted[MIXED] = predict(fitted, asks, most=OPTIONS["max_num_seqs"])
     return {"steps": len(run.steps), "runs": {name: compare(real[name], predicted[name]) for name in real}}
 
 
@@ -97,7 +129,7 @@ def compare(real: list[Tempo], predicted: Tempo) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     before = cpu_pressure()

@@ -43,11 +43,15 @@ def figure_page(name: str, figure: Figure) -> str:
     units = dict.fromkeys(line.unit for line in figure.lines)
     sections = []
     for unit in units:
-        rows = [(line.what, (line.paper, line.modelled)) for line in figure.lines if line.unit == unit]
-        drawn = bars(rows, ("paper", "modelled"), f" {unit}")
+        told = [line for line in figure.lines if line.unit == unit]
+        if any(line.paper is not None for line in told):
+            drawn = bars([(x.what, (x.paper, x.modelled)) for x in told], ("paper", "modelled"), f" {unit}")
+        else:
+            drawn = bars([(x.what, (x.modelled,)) for x in told], ("modelled",), f" {unit}")
         if figure.curves and unit == figure.curves.unit:
             _, x, series, mark = figure.curves
-            drawn = lines(series, x, unit, logarithmic=True, mark=mark) + drawn
+            note = f"<figcaption>dashed: {mark:g} {escape(unit)}, the paper's</figcaption>" if mark else ""
+            drawn = lines(series, x, unit, logarithmic=True, mark=mark) + note + drawn
         sections.append(f"<h2>{escape(unit or 'numbers')}</h2>{drawn}")
     cannot = f"Not reproduced: {figure.cannot}." if figure.cannot else ""
     return _whole(f"{name} of arXiv 2405.01814: {figure.title}", f"Modelled, not measured. {cannot}", sections)

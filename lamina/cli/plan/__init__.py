@@ -46,6 +46,11 @@ def run(args: argparse.Namespace) -> int:
     OPTIONS["dtype"].check(args.dtype)
     check_writable(args.html, "--html")
     if args.calibrate:
+        for name in ("devices", "html", "operators", "rate"):
+            if getattr(args, name):
+                raise ValueError(
+                    f"--{name} does not go with --calibrate, which fits a run and predicts others: leave it out"
+                )
         return calibrated(args)
     for name in ("trace", "devices"):
         if not getattr(args, name):

@@ -232,6 +232,10 @@ def test_pages_need_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert drawn, file
         assert all(float(r.get("width", "")) > 0 for d in drawn for r in d.iter("rect"))
         assert not re.search(r"(?:src|href)=|<script|url\(|nan|<b>&", text), file
+    bandwidth = (tmp_path / "fig4.html").read_text()
+    assert "</i>paper" not in bandwidth, "a colour that no bar has"
+    assert "dashed: 30 GB/s" in bandwidth
+    assert "</i>paper" in (tmp_path / "fig14.html").read_text()
     plan = (tmp_path / "plan.html").read_text()
     assert "&lt;b&gt;&amp;.csv" in plan
     assert all(escape(line) in plan for line in told.splitlines()[:20])
