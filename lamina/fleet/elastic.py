@@ -1,16 +1,17 @@
 """Memory workers come or go while all others run on: one change of the view, in which KV moves and nothing is loaded.
 
-Who comes is started and has imported all before anybody rests. Then all come to rest, the engine lays its sequences out
-over the workers that there will be, these take their parts of the KV from those that have it, and all meet anew. Who
-goes ends once its KV is confirmed elsewhere. Where a worker dies meanwhile, its KV, and perhaps that of others, is
-computed again: the change stands.
+Who comes is started, has imported all and taken its memory before anybody rests, and who stays has taken memory for one
+layer more, as layer by layer passes from what it has to what it is to have. Then all come to rest, the engine lays its
+sequences out over the workers that there will be, these take their parts of the KV from those that have it, and all
+meet anew. Who goes ends once its KV is confirmed elsewhere. Where a worker dies meanwhile, its KV, and perhaps that of
+others, is computed again: the change stands.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -18,12 +19,12 @@ from msgspec import structs
 
 from lamina.engine.wire import Clock
 from lamina.facts.room import free_bytes, too_little
-from lamina.protocol.control import AskStats, Failed, LinkClosedError, MemoryReady, Stats, Stop
+from lamina.protocol.control import Failed, LinkClosedError, MemoryReady, Stop
 from lamina.protocol.declare import MEASURED
 from lamina.protocol.groups import Capacity, of_all_ranks, partition_of, together
 from lamina.protocol.options import EngineConfig, TopologyOptions
 from lamina.protocol.plan import Bind, Bound, Keep
-from lamina.protocol.recut import Recut, Recutted
+from lamina.protocol.recut import MakeRoom, Recut, Recutted, RoomMade
 
 from .cohort import Cohort
 from .members import JOIN_S, Member, Members
@@ -71,11 +72,12 @@ class Elastic:
         self._change: Change | None = None  # asked for, and not under way yet
         self._leaving: list[Member] = []
         self._coming: dict[Member, str] = {}  # who was started, and where it listens, once it is known
-        self._loaded: set[Member] = set()  # of them
+        self._preparing: dict[Member, Bind] = {}  # who has not its memory yet, and for what
         self._deadline = self._paused_at = 0.0
         self._moves: list[tuple[Member, Recut]] = []  # of the change that is under way, without what is kept
         self._moved_bytes = 0
         self._outcome: Changed | None = None
+        self._gone: dict[Member, float] = {}  # who was dismissed, and when it is to have ended
 
     def plan(self, count: int) -> Change:
         """``count`` memory workers. Raises ValueError where they cannot be, NotInPlaceError."""
@@ -90,6 +92,7 @@ class Elastic:
         asked, had = self._config.devices.kv_bytes(), self._cohort.kv_bytes
         found = [self._binds_of(wanted, r, bind, asked, sum(had[r])) for r, bind in enumerate(binds)]
         more = sum(bind.kv_bytes for rank in found for bind in rank) - sum(map(sum, had))
+        more += sum(b.kv_bytes // len(b.layers) for rank in found for b in rank[: len(had[0])])  # a layer of who stays
         if more > (free := self._free()):
             raise ValueError(too_little(more, free))
         number = topology.tensor_parallel_size
@@ -110,24 +113,31 @@ class Elastic:
             raise NotInPlaceError("its launcher starts no more workers while others run")
         self._change, self._leaving = change, [there[i] for i in gone]
         self._deadline = self._clock() + self._config.deadlines.start_timeout_s
+        stay = [m for m in there if m not in self._leaving]
         try:
-            for index in range(len(there) - len(gone), count):
+            for index in range(len(stay), count):
                 self._coming[self._cohort.start_beside("memory", index)] = ""
         except (OSError, ValueError) as error:
             self._give_up(str(error))
             raise
+        size = change.topology.tensor_parallel_size
+        self._preparing = {m: change.binds[i % size][i // size] for i, m in enumerate([*stay, *self._coming])}
+        for member in stay:
+            self._tell(member, MakeRoom(self._preparing[member]))
 
     def due(self) -> bool:
         """Whether all who are to come are there, and may take part; who cannot ends the change."""
         if self._change is None:
             return False
-        for member in [m for m in self._coming if m not in self._loaded]:
+        for member in list(self._preparing):
             try:
-                self._hear(member)
+                said = self._said_by(member)
             except LinkClosedError:
-                self._give_up(f"{member.name} {member.handle.fate() or 'closed its control link'} as it started")
+                said = f"{member.handle.fate() or 'closed its control link'} as it started"
+            if said:
+                self._give_up(f"{member.name}: {said}")
                 return False
-        if self._loaded == self._coming.keys():
+        if not self._preparing:
             return True
         if self._clock() > self._deadline:
             limit = f"--start-timeout-s {self._config.deadlines.start_timeout_s:g}"
@@ -156,7 +166,7 @@ class Elastic:
             for r in range(size)
             for x in self._orders(before[r::size], after[r::size], partitions[r], change.binds[r])
         ]
-        self._coming, self._loaded = {}, set()
+        self._coming = {}
         log.info("memory workers: %d -> %d", len(before), len(after))
         return change.capacity
 
@@ -168,14 +178,11 @@ class Elastic:
         leaving, self._leaving = (self._leaving, []) if moves else ([], self._leaving)
         try:
             for member, order in moves if keep else []:
-                if member in leaving:
-                    with suppress(LinkClosedError):  # who wants its KV hears of it
-                        member.link.send(structs.replace(order, view=self._members.view, keep=list(keep)))
-                else:
-                    self._members.send(member, structs.replace(order, view=self._members.view, keep=list(keep)))
+                send = self._tell if member in leaving else self._members.send
+                send(member, structs.replace(order, view=self._members.view, keep=list(keep)))
             answers = self._answers([m for m, _ in moves if m not in leaving], leaving) if keep else []
         finally:
-            self._end(leaving)
+            self._dismiss(leaving)
         for error in (a.error for a in answers if a.error):
             log.warning("KV could not be moved, and is computed again: %s", error)
         self._moved_bytes = sum(a.nbytes for a in answers)
@@ -204,13 +211,19 @@ class Elastic:
 
     def take_outcome(self) -> Changed | None:
         """Of the last change, once it is over, and once only."""
+        now = self._clock()
+        for member in [m for m, due in self._gone.items() if now > due or m.handle.fate() is not None]:
+            member.handle.join(0.0)
+            del self._gone[member]
         found, self._outcome = self._outcome, None
         return found
 
     def close(self) -> None:
         """End all who are not members. Idempotent."""
-        self._end([*self._coming, *([] if self._change else self._leaving)])
-        self._coming, self._change, self._leaving = {}, None, []
+        self._dismiss([*self._coming, *([] if self._change else self._leaving)])
+        for member, due in self._gone.items():
+            member.handle.join(max(0.0, due - self._clock()))
+        self._coming, self._change, self._leaving, self._gone = {}, None, [], {}
 
     def _check_in_place(self) -> None:
         config = self._config
@@ -266,32 +279,44 @@ class Elastic:
             for me, member in enumerate(peers)
         ]
 
-    def _hear(self, member: Member) -> None:
-        """Raises LinkClosedError."""
+    def _said_by(self, member: Member) -> str:
+        """What one that prepares has said; why it cannot, or nothing. Raises LinkClosedError."""
+        if member not in self._coming:
+            prepared = [x for x in member.inbox if isinstance(x, RoomMade)]
+            for message in prepared:
+                member.inbox.remove(message)
+            if prepared or member not in self._members.memory:  # who takes the place of one that died begins anew
+                del self._preparing[member]
+            return next((x.error for x in prepared), "")
         message = self._members.hear(member)
         if isinstance(message, MemoryReady):
             self._coming[member] = message.url
-            member.link.send(AskStats())  # which it answers once it has imported what it needs
-        elif isinstance(message, Stats):
-            self._loaded.add(member)
-        elif isinstance(message, Failed):
-            raise LinkClosedError(message.text)
+            member.link.send(MakeRoom(self._preparing[member]))
+        elif isinstance(message, RoomMade):
+            del self._preparing[member]
+            return message.error
+        return message.text if isinstance(message, Failed) else ""
+
+    @staticmethod
+    def _tell(member: Member, message: Any) -> None:
+        with suppress(LinkClosedError):  # whoever listens to it hears of that
+            member.link.send(message)
 
     def _give_up(self, why: str) -> None:
         log.warning("memory workers stay as they are: %s", why)
-        self._end(list(self._coming))
+        self._dismiss(self._coming)
         self._cohort.may_have(len(self._members.memory))
-        self._change, self._leaving, self._coming, self._loaded = None, [], {}, set()
+        for member in self._members.memory:
+            self._tell(member, MakeRoom(None))
+        self._change, self._leaving, self._coming, self._preparing = None, [], {}, {}
         self._outcome = Changed(why)
 
-    @staticmethod
-    def _end(members: Sequence[Member]) -> None:
+    def _dismiss(self, members: Iterable[Member]) -> None:
+        """Have them end; nobody waits until their memory is the host's again."""
         for member in members:
-            with suppress(LinkClosedError):
-                member.link.send(Stop())
+            self._tell(member, Stop())
             member.link.close()
-        for member in members:
-            member.handle.join(JOIN_S)
+            self._gone[member] = self._clock() + JOIN_S
 
 
 def _bounds(binds: Sequence[Bind]) -> list[Bound]:

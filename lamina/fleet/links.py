@@ -21,14 +21,14 @@ from lamina.protocol.control import (
     StepDone,
     Trace,
 )
-from lamina.protocol.recut import Recutted
+from lamina.protocol.recut import Recutted, RoomMade
 from lamina.protocol.tiers import StoredPages, Transferred
 
 from .launchers import WorkerHandle
 
 FROM_WORKERS = (
     MemoryReady | Loaded | ComputeReady | Progress | StepDone | Stats | ClockTime | Rate | Trace
-    | Halted | Broken | Failed | StoredPages | Transferred | Recutted
+    | Halted | Broken | Failed | StoredPages | Transferred | RoomMade | Recutted
 )  # fmt: skip
 
 

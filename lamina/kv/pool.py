@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -13,14 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lamina.kv.slabs import Shape, Slabs, fresh, touch
 from lamina.kv.stored import Scales, StoredRows, head_bytes, is_scaled
 from lamina.protocol.plan import Rows
 from lamina.protocol.tables import BlockTables
 
 Ints = NDArray[np.int64]
 
-HUGE_PAGE = 2 << 20
-MADV_POPULATE_WRITE = 23
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -35,6 +32,11 @@ class LayerStore:
     k: Tensor
     v: Tensor
     scales: Scales | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """K, V, and their scales where they have some."""
+        return [self.k, self.v, *(self.scales or ())]
 
     @property
     def null_block(self) -> int:
@@ -151,33 +153,40 @@ def write_index(tables: BlockTables, group: int, rows: Sequence[Rows], device: t
     return WriteIndex(*both.to(device))
 
 
-def allocate(
-    num_blocks: int, kv_heads: int, block_size: int, qk_dim: int, v_dim: int, dtype: torch.dtype, device: torch.device
-) -> LayerStore:
-    """A zeroed store of one layer, with its null block. Raises MemoryError, naming the size."""
-    zeros = _huge_zeros if device.type == "cpu" else torch.zeros
+def shapes_of(
+    num_blocks: int, kv_heads: int, block_size: int, qk_dim: int, v_dim: int, dtype: torch.dtype
+) -> list[Shape]:
+    """Of the tensors of one layer's store, with its null block: K, V, and their scales where they have some."""
     shape = (num_blocks + 1, kv_heads, block_size)
-    try:
-        k, v = (zeros((*shape, dim), dtype=dtype, device=device) for dim in (qk_dim, v_dim))
-        if not is_scaled(dtype):
-            return LayerStore(k, v)
-        return LayerStore(k, v, Scales(*(zeros(shape, dtype=torch.float32, device=device) for _ in range(2))))
-    except (RuntimeError, OSError, OverflowError) as e:
-        nbytes = prod(shape) * head_bytes(qk_dim, v_dim, dtype)
-        raise MemoryError(f"cannot allocate {nbytes} bytes for the KV blocks of a layer: lower --kv-memory") from e
+    scales: list[Shape] = [(shape, torch.float32)] * 2 if is_scaled(dtype) else []
+    return [((*shape, qk_dim), dtype), ((*shape, v_dim), dtype), *scales]
 
 
-def _huge_zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in huge pages where the kernel has them: with small ones a core reads half as fast (madvise(2)).
-
-    The memory is taken now, not when a token is first written: what is missing shows at the start.
+def allocate(
+    num_blocks: int,
+    kv_heads: int,
+    block_size: int,
+    qk_dim: int,
+    v_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    slabs: Slabs | None = None,
+) -> LayerStore:
+    """A store of one layer, with its null block; ``slabs``: in memory of these. Without them all is zero, and its
+    memory is taken now. Raises MemoryError, naming the size.
     """
-    nbytes = prod(shape) * dtype.itemsize
-    memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
-    with suppress(OSError, ValueError, AttributeError):  # a kernel without: small pages
-        # Not the rest behind the last whole one, for which the kernel would take a huge page too.
-        memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // HUGE_PAGE * HUGE_PAGE)
-    with suppress(OSError, ValueError):  # before Linux 5.14 pages come when first written
-        memory.madvise(MADV_POPULATE_WRITE, start, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-    return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=start).view(shape)
+    shapes = shapes_of(num_blocks, kv_heads, block_size, qk_dim, v_dim, dtype)
+    try:
+        if device.type != "cpu":
+            k, v, *scales = (torch.zeros(shape, dtype=kind, device=device) for shape, kind in shapes)
+        elif slabs is None:
+            k, v, *scales = (fresh(shape, kind) for shape, kind in shapes)
+            touch([k, v, *scales])
+        else:
+            k, v, *scales = (slabs.take(shape, kind) for shape, kind in shapes)
+            for each in (k, v, *scales):
+                each[num_blocks] = 0
+    except (RuntimeError, OSError, OverflowError) as e:
+        nbytes = sum(prod(shape) * kind.itemsize for shape, kind in shapes)
+        raise MemoryError(f"cannot allocate {nbytes} bytes for the KV blocks of a layer: lower --kv-memory") from e
+    return LayerStore(k, v, Scales(*scales) if scales else None)

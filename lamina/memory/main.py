@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lamina import netstack
@@ -29,8 +30,8 @@ from lamina.protocol.control import (
     StartMemory,
     Stop,
 )
-from lamina.protocol.plan import ProtocolError
-from lamina.protocol.recut import Recut, Recutted
+from lamina.protocol.plan import Bind, ProtocolError
+from lamina.protocol.recut import MakeRoom, Recut, Recutted, RoomMade
 from lamina.protocol.tables import NoBlocksError
 from lamina.workers.service import WorkerService
 from lamina.workers.view import ViewDoor
@@ -38,10 +39,12 @@ from lamina.workers.view import ViewDoor
 if TYPE_CHECKING:
     from .worker import MemoryWorker
 
+FROM_DRIVER = StartMemory | Connect | Halt | MakeRoom | Recut | AskStats | AskClock | AskRate | AskTrace | Stop
+
 
 def serve_memory(sock: socket.socket) -> None:
     """Serve one driver, over its control socket, until the link ends or says Stop."""
-    link = ControlLink(sock, StartMemory | Connect | Halt | Recut | AskStats | AskClock | AskRate | AskTrace | Stop)
+    link = ControlLink(sock, FROM_DRIVER)
     try:
         start = link.recv()
     except LinkClosedError:
@@ -75,7 +78,9 @@ class MemoryServer:
                 worker = Background(self._loaded, "lamina-import").result()
                 self._set_threads()
                 door = ViewDoor(listener)
-                while isinstance(order := service.next(block=True), Connect | Halt | Recut):
+                while isinstance(order := service.next(block=True), Connect | Halt | MakeRoom | Recut):
+                    if isinstance(order, MakeRoom):
+                        continue  # it was heeded
                     if isinstance(order, Recut):
                         service.link.send(self._recut(worker, door, order))
                         continue
@@ -104,6 +109,16 @@ class MemoryServer:
             return Recutted(view=order.view, nbytes=worker.recut(door, self._fabric, order))
         except (ChannelError, ProtocolError, ValueError, MemoryError, NoBlocksError) as error:
             return Recutted(view=order.view, error=f"{type(error).__name__}: {error}")
+
+    def _prepare(self, bind: Bind | None) -> None:
+        error = ""
+        try:
+            self._loaded().prepare(bind)
+        except (ProtocolError, ValueError, OSError, MemoryError, RuntimeError) as e:
+            error = f"{type(e).__name__}: {e}"
+        if bind is not None:
+            with suppress(LinkClosedError):
+                self._service.link.send(RoomMade(error))
 
     def _listen(self) -> Listener | None:
         """None where that is impossible, and the driver knows why."""
@@ -146,7 +161,11 @@ class MemoryServer:
             torch.set_num_threads(threads)
 
     def _heed(self, message: object) -> None:
-        """Of a Connect, or a Halt: the view that is served may wait for ever for peers that have gone on."""
+        """Of a Connect, or a Halt: the view that is served may wait for ever for peers that have gone on. Of a
+        MakeRoom: the worker goes on serving.
+        """
+        if isinstance(message, MakeRoom):
+            Background(partial(self._prepare, message.bind), "lamina-prepare")
         if isinstance(message, Connect | Halt):
             self._called = message.view
             if self._worker is not None:

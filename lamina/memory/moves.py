@@ -99,8 +99,8 @@ class Mover:
             self._links[due.pop(channel.peer_name)] = channel
 
     def move(self, layer: int) -> None:
-        """All of a layer that is given and taken here; then the old store has it no more. Raises ChannelError,
-        ProtocolError.
+        """All of a layer that is given and taken here; then the old store's is not needed any more. Raises
+        ChannelError, ProtocolError.
         """
         mine, out, due = (
             list[_StripPart](),
@@ -119,10 +119,8 @@ class Mover:
             elif taker == self._order.me:
                 due[giver] += runs
         for run in mine:
-            self._put(run, self._gather(run))
+            self._put(run, self._gather(run, [None] * len(list(self._shapes(layer)))))
         self._exchange(layer, out, due)
-        if self._old is not None:
-            self._old.layers[layer] = []
 
     def _exchange(
         self, layer: int, out: Mapping[int, deque[_StripPart | MoveTag]], due: Mapping[int, deque[_StripPart | MoveTag]]
@@ -158,8 +156,7 @@ class Mover:
             return False
         item = out.popleft()
         if isinstance(item, _StripPart):
-            for part, source in zip(self._views(item, slot.data), self._gather(item), strict=True):
-                part.copy_(source)
+            self._gather(item, self._views(item, slot.data))
             channel.put_signal(slot, item.tag._replace(checksum=zlib.crc32(slot.data)).pack())
         else:
             channel.put_signal(slot, item.pack())
@@ -228,16 +225,16 @@ class Mover:
             at += nbytes
         return found
 
-    def _gather(self, run: _StripPart) -> list[Tensor]:
+    def _gather(self, run: _StripPart, into: Sequence[Tensor | None]) -> list[Tensor]:
         assert self._old is not None
         stored, ids = _place(self._old, run, run.strip.given), self._block_ids(self._old, run, run.strip.given)
-        return [x.index_select(0, ids) for x in stored]
+        return [torch.index_select(x, 0, ids, out=out) for x, out in zip(stored, into, strict=True)]
 
     def _put(self, run: _StripPart, blocks: Sequence[Tensor]) -> None:
         assert self._new is not None
         stored, ids = _place(self._new, run, run.strip.taken), self._block_ids(self._new, run, run.strip.taken)
         for part, came in zip(stored, blocks, strict=True):
-            part.index_copy_(0, ids, came)
+            part.numpy()[ids.numpy()] = came.numpy()  # ten times as fast as torch, which goes number by number
 
     def _block_ids(self, store: Store, run: _StripPart, piece: int) -> Tensor:
         """[B] int64: layers that are alike have the same strips, and so the same blocks."""

@@ -18,8 +18,9 @@ from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
 from lamina.buffers import tensor_over
 from lamina.facts.room import free_bytes, too_little
-from lamina.kv.pool import LayerStore, allocate
+from lamina.kv.pool import LayerStore, allocate, shapes_of
 from lamina.kv.rotate import rotate_blocks
+from lamina.kv.slabs import Shape, Slabs
 from lamina.kv.stored import head_bytes, stored_dtype
 from lamina.protocol.block_counts import split_memory
 from lamina.protocol.codec import Group, HeldPiece, held_pieces
@@ -66,12 +67,19 @@ class Store:
     """
 
     def __init__(
-        self, bind: Bind, device: torch.device, share: float = FREE_PART, *, bare: bool = False, given: int = 0
+        self,
+        bind: Bind,
+        device: torch.device,
+        share: float = FREE_PART,
+        *,
+        slabs: Slabs | None = None,
+        given: int = 0,
     ) -> None:
-        """``share``: of what the device has free, where the blocks are to take what there is. ``bare``: the layers are
-        still to be made, by ``grow``, while ``given`` bytes of others become free.
+        """``share``: of what the device has free, where the blocks are to take what there is. ``slabs``: the layers
+        are still to be made of these, by ``grow``, while ``given`` bytes of others become free.
         """
         check_bind(bind)
+        self._slabs = slabs
         self.bind = bind
         self.dtype = DTYPES[bind.dtype]
         self.staging = open_staging(device)
@@ -87,7 +95,7 @@ class Store:
         size, stays = bind.kv.block_size, partition.stays
         self.tables = BlockTables(form.windows, form.num_blocks, size, form.lanes, form.stripe, stays)
         self.layers: list[list[StoredPiece]] = []
-        if not bare:
+        if slabs is None:
             for _ in bind.layers:
                 self.grow()
         self.written = WrittenTokens()
@@ -102,7 +110,7 @@ class Store:
         )
 
     def grow(self) -> list[StoredPiece]:
-        """Make the next layer, all zeros. Raises MemoryError."""
+        """Make the next layer. Raises MemoryError."""
         number = len(self.layers)
         shape, held = self.bind.layers[number], self.pieces[number]
         operators = [(p.group, _operator(shape, _spec(shape), p, self.device)) for p in held]
@@ -201,6 +209,7 @@ class Store:
             op.v_dim,
             dtype=self.kv_dtype,
             device=self.device,
+            slabs=self._slabs,
         )
 
 
@@ -237,6 +246,17 @@ def form_of(bind: Bind, kv_bytes: int) -> StoreForm:
         max_len=bind.max_model_len,
     )
     return StoreForm(windows, lanes, stripe, pieces, num_blocks)
+
+
+def shapes_by_layer(bind: Bind) -> list[list[Shape]]:
+    """Of the tensors of the store that ``bind`` asks for. Raises as Store."""
+    check_bind(bind)
+    form, size, dtype = form_of(bind, bind.kv_bytes), bind.kv.block_size, DTYPES[bind.dtype]
+    dtype = stored_dtype(bind.kv.kv_cache_dtype, dtype)
+    return [
+        [x for p in layer for x in shapes_of(form.num_blocks[p.group], p.kv_heads, size, p.qk_dim, p.v_dim, dtype)]
+        for layer in form.pieces
+    ]
 
 
 def layer_window(shape: LayerShape) -> int:

@@ -7,13 +7,16 @@ view begins, it lets go of all channels. The sequences stay: a Bind of the same 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
 import torch
 
+from lamina.background import Background
 from lamina.kv.media import Medium, MediumError, MediumPlace, open_medium
+from lamina.kv.slabs import Slabs, touch
 from lamina.netstack import Channel, ChannelTimeout, Fabric
 from lamina.observe.trace import OFF, Recorder
 from lamina.protocol.control import Connect
@@ -26,7 +29,7 @@ from lamina.workers.view import ViewDoor, ViewFabric, ViewListener
 from .meter import Meter
 from .moves import Mover
 from .session import Session
-from .store import Store, check_bind, read_rate
+from .store import Store, check_bind, read_rate, shapes_by_layer
 from .transfers import Transfers
 
 POLL_S = 1.0  # of a wait that only an event ends: somebody comes
@@ -47,6 +50,8 @@ class MemoryWorker:
         self._meter = Meter()
         self._trace = trace
         self._store: Store | None = None  # outlives the sessions
+        self._slabs = Slabs()  # for the layers of the next one
+        self._preparing = threading.Lock()
         self._medium: Medium | None = None  # so does it
         self._tier: TierPlace | None = None  # where that is
         self._transfers: Transfers | None = None  # of the session
@@ -60,7 +65,7 @@ class MemoryWorker:
         turns (a step in a layer), native_turns of them, refused, dropped (messages of older views); stores (that were
         allocated), connects; stored_bytes that attention read; payload bytes_received, bytes_sent; load_s, save_s,
         fetch_s, kv_loaded_bytes, kv_saved_bytes (pages from and to the medium beside the pool), kv_fetched_pages;
-        move_s, moved_bytes (KV that came from other memory workers).
+        move_s, move_cpu_s, moved_bytes (KV that came from other memory workers).
 
         Safe from any thread.
         """
@@ -125,20 +130,44 @@ class MemoryWorker:
         came. The store from before is gone, however this ends. Raises ChannelError, ProtocolError, and as Store.
         """
         self._end_transfers()
-        old, self._store = self._store, None
-        view = self._enter(order.view, fabric)
+        old, self._store = self._store, None  # nobody settles that one any more
+        view, begun = self._enter(order.view, fabric), time.thread_time()
         try:
             with self._meter.time("move_s"), torch.inference_mode():
                 self._store, nbytes = self._moved(door, view, order, old)
         finally:
+            self._slabs.clear()
             view.close()
+        self._meter.add("move_cpu_s", time.thread_time() - begun)
+        if self._store is not None:
+            Background(partial(self._settle, self._store), "lamina-touch")
         self._meter.add("moved_bytes", nbytes)
         return nbytes
 
+    def prepare(self, bind: Bind | None) -> None:
+        """Take memory for the store of ``bind``, which a ``recut`` may bring: for all of it, or where there is a store,
+        which gives up its own layer by layer, for one layer of each form. None: what was taken goes back. Safe from
+        any thread. Raises as Store.
+        """
+        with self._preparing:
+            self._slabs.clear()
+            self._prepare(bind)
+
+    def _prepare(self, bind: Bind | None) -> None:
+        if bind is not None and self.device == CPU:
+            layers = shapes_by_layer(bind)
+            for shapes in dict.fromkeys(map(tuple, layers)) if self._store is not None else layers:
+                self._slabs.prepare(shapes)
+
+    def _settle(self, store: Store) -> None:
+        """Take the memory of what nobody has written yet."""
+        each = (x for layer in store.layers for piece in layer for x in piece.kv.tensors)
+        touch(each if self.device == CPU else [], lambda: self._store is store)
+
     def _moved(self, door: ViewDoor, view: ViewFabric, order: Recut, old: Store | None) -> tuple[Store | None, int]:
-        new = None
+        new, given = None, old.nbytes if old else 0
         if order.bind is not None:
-            new = Store(order.bind, self.device, self._share, bare=True, given=old.nbytes if old else 0)
+            new = Store(order.bind, self.device, self._share, slabs=self._slabs, given=self._slabs.nbytes + given)
             new.tables.reconcile(order.keep, moved=True)
             self._meter.add("stores", 1)
         mover = Mover(order, old, new)
@@ -147,6 +176,9 @@ class MemoryWorker:
             if new is not None:
                 new.grow()
             mover.move(layer)
+            if old is not None:
+                self._slabs.give([x for piece in old.layers[layer] for x in piece.kv.tensors])
+                old.layers[layer] = []
         if new is not None:
             new.written.reconcile(order.keep)
         return new, mover.nbytes

@@ -19,6 +19,20 @@ from .placement import Place, Placement
 from .plan import Bind, Keep
 
 
+class MakeRoom(msgspec.Struct, frozen=True, tag="make-room"):
+    """Driver -> memory worker, at any time: a Recut to ``bind`` may come; have memory ready. None: it does not come.
+    Answered by RoomMade, but for None.
+    """
+
+    bind: Bind | None
+
+
+class RoomMade(msgspec.Struct, frozen=True, tag="room-made"):
+    """Memory worker -> driver: it has. ``error``: it cannot; why."""
+
+    error: str = ""
+
+
 class Recut(msgspec.Struct, frozen=True, kw_only=True, tag="recut"):
     """Driver -> memory worker at rest, behind Halted: have the store of ``bind`` in place of the one that is there,
     with the KV of ``keep``, which the workers of ``before`` have. Answered by Recutted.

@@ -13,6 +13,7 @@ import pytest
 
 from lamina import LLM, SamplingParams
 from lamina.fleet.elastic import Changed, Elastic, NotInPlaceError
+from lamina.kv import slabs
 from lamina.memory import moves
 from lamina.protocol.plan import Keep
 
@@ -50,7 +51,7 @@ def run(llm: LLM, sizes: Sequence[tuple[int, list[int]]] = ()) -> tuple[list[Any
             change(llm, *left.pop(0))
             busy = True
             while llm.pools.elastic._change and not llm.pools.elastic.due():
-                pass
+                llm.pools._members.check()
     llm.engine.settle()
     llm.engine._ledger.check_integrity()
     return [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids], found
@@ -70,8 +71,16 @@ def counts(llm: LLM, role: str, name: str) -> float:
     ids=["head", "token", "request"],
 )
 def test_kv_moves_to_the_workers_that_there_are_bit_by_bit(
-    options: dict[str, Any], sizes: list[tuple[int, list[int]]], tiny_lm: Path
+    options: dict[str, Any], sizes: list[tuple[int, list[int]]], tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    made, right_move, right = list[Any](), Elastic.move, slabs.fresh
+
+    def move(self: Elastic, keep: Sequence[Keep]) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(slabs, "fresh", lambda shape, dtype: (made.append(shape), right(shape, dtype))[1])
+            return right_move(self, keep)
+
+    monkeypatch.setattr(Elastic, "move", move)
     with open_llm(tiny_lm, transport="loopback", **options) as llm:
         wanted, _ = run(llm)
         rows = counts(llm, "compute", "rows") + counts(llm, "prefill", "rows")
@@ -83,6 +92,8 @@ def test_kv_moves_to_the_workers_that_there_are_bit_by_bit(
         again = counts(llm, "compute", "rows") + counts(llm, "prefill", "rows") - rows
         assert again < rows + len(sizes) * 2 * llm.engine.config.batching.max_num_seqs, "a prompt was computed again"
         assert len(llm.pools._members.memory) == sizes[-1][0]
+        uneven = options["partition"] == "head"  # two heads, three workers: some have a layer that they had no part of
+        assert uneven or not made, "fresh memory was taken while streams paused"
 
 
 @pytest.mark.parametrize("victim", ["stays", *(pytest.param(v, marks=pytest.mark.slow) for v in ("comes", "goes"))])

@@ -1,0 +1,119 @@
+"""Memory of this host for KV blocks, in huge pages, and what a store gives up of it for the next one.
+
+The kernel zeroes each page that a process writes first: of all that a store takes, this takes longest. So memory is
+taken ahead of its use, and the layers of one store take over that of another. What lies in it then are numbers of the
+same dtype: as in a block that another sequence has had.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from math import prod
+
+import torch
+from torch import Tensor
+
+HUGE_PAGE = 2 << 20
+MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since 5.14
+AT_ONCE = 64 << 20  # bytes, before a look whether it is still wanted
+_libc = ctypes.CDLL(None)  # whose calls leave other Python threads running
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+class Slabs:
+    """What no layer has now. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []  # as they were made or used last
+        self._most = 0  # that are kept
+        self._lock = threading.Lock()
+
+    def prepare(self, shapes: Iterable[Shape]) -> None:
+        """Take memory for tensors of these shapes, and touch it. Raises as ``fresh``."""
+        for shape, dtype in shapes:
+            slab = fresh(shape, dtype)
+            touch([slab])
+            with self._lock:
+                self._free.append(slab)
+                self._most += 1
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor with whatever lies there; where nothing that is free is large enough fresh zeros, whose pages come
+        when first written. Raises as ``fresh``.
+        """
+        nbytes = prod(shape) * dtype.itemsize
+        with self._lock:
+            fitting = [x for x in self._free if x.dtype == dtype and _capacity(x) >= nbytes]
+            slab = min(fitting, key=_capacity, default=None)
+            self._free = [x for x in self._free if x is not slab]
+        if slab is None:
+            return fresh(shape, dtype)
+        whole = torch.empty(0, dtype=torch.uint8).set_(slab.untyped_storage())
+        _let_go(whole, nbytes, slab.nbytes)
+        taken: Tensor = whole[:nbytes].view(dtype).view(*shape)
+        return taken
+
+    def give(self, tensors: Sequence[Tensor]) -> None:
+        """For the next ones that are taken. Nobody else may use these. Of more than were prepared, and than these, the
+        smallest go back to the host.
+        """
+        with self._lock:
+            free = sorted([*self._free, *tensors], key=_capacity, reverse=True)
+            self._free = free[: max(self._most, len(tensors))]
+
+    def clear(self) -> None:
+        """All that is free goes back to the host."""
+        with self._lock:
+            self._free, self._most = [], 0
+
+    @property
+    def nbytes(self) -> int:
+        """That is free here."""
+        with self._lock:
+            return sum(x.nbytes for x in self._free)
+
+
+def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros in huge pages where the kernel has them: with small ones a core reads half as fast (madvise(2)). Raises
+    OSError, OverflowError, RuntimeError where the host has no room for such.
+    """
+    nbytes = prod(shape) * dtype.itemsize
+    size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+    with suppress(OSError, ValueError, AttributeError):  # a kernel without: small pages
+        # Not the rest behind the last whole one, for which the kernel would take a huge page too.
+        memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // HUGE_PAGE * HUGE_PAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
+    return whole[:nbytes].view(dtype).view(*shape)
+
+
+def touch(tensors: Iterable[Tensor], wanted: Callable[[], bool] = lambda: True) -> None:
+    """Have the host's memory for tensors of ``fresh``, until nobody has ``wanted`` it any more: what is missing shows
+    now, not when a token is first written. Before Linux 5.14 nothing happens.
+    """
+    for each in tensors:
+        start, stop = each.data_ptr(), each.data_ptr() + -(-each.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        for low in range(start, stop, AT_ONCE):
+            if not wanted():
+                return
+            _madvise(low, min(AT_ONCE, stop - low), MADV_POPULATE_WRITE)
+
+
+def _capacity(slab: Tensor) -> int:
+    return slab.untyped_storage().nbytes()
+
+
+def _let_go(whole: Tensor, low: int, high: int) -> None:
+    """Of what is behind ``low``, and was used up to ``high``, the host has the whole huge pages back."""
+    low, high = (-(-n // HUGE_PAGE) * HUGE_PAGE for n in (low, high))
+    if low < high:
+        _madvise(whole.data_ptr() + low, high - low, mmap.MADV_DONTNEED)
+
+
+def _madvise(start: int, nbytes: int, advice: int) -> None:
+    _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), advice)

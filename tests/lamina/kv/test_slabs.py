@@ -1,0 +1,70 @@
+"""Memory for KV blocks that one store gives up for the next one."""
+
+from __future__ import annotations
+
+import os
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from lamina.kv import slabs as module
+from lamina.kv.pool import allocate
+from lamina.kv.slabs import HUGE_PAGE, Slabs, fresh, touch
+
+CPU = torch.device("cpu")
+MANY = 24 << 20  # numbers of 2 bytes: above what anything else here takes meanwhile
+
+
+def resident() -> int:
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_the_next_layer_lies_where_the_last_one_was() -> None:
+    slabs = Slabs()
+    old = allocate(40, 4, 16, 8, 24, torch.int8, CPU)
+    for each in old.tensors:
+        each.fill_(7)
+    where = {x.data_ptr() for x in old.tensors}
+    slabs.give(old.tensors)
+    assert slabs.nbytes == sum(x.nbytes for x in old.tensors)
+    new = allocate(80, 2, 16, 8, 24, torch.int8, CPU, slabs)
+    assert {x.data_ptr() for x in new.tensors} == where
+    assert slabs.nbytes == 0
+    assert new.scales is not None
+    assert new.scales.k.dtype == torch.float32
+    assert all((x[:80] == 7).all() for x in new.tensors), "numbers of the same dtype lie there, not bytes of others"
+    assert all((x[80] == 0).all() for x in new.tensors), "the null block"
+
+
+def test_a_little_more_fits_and_more_than_that_is_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, right = list[int](), fresh
+    monkeypatch.setattr(module, "fresh", lambda shape, dtype: (made.append(prod(shape)), right(shape, dtype))[1])
+    slabs = Slabs()
+    slabs.prepare([((HUGE_PAGE - 100,), torch.int8), ((50,), torch.int16)])
+    made.clear()
+    assert slabs.take((HUGE_PAGE,), torch.int8).shape == (HUGE_PAGE,)
+    assert not made
+    assert (slabs.take((HUGE_PAGE // 2 + 1,), torch.int16) == 0).all()
+    assert made == [HUGE_PAGE // 2 + 1]
+    assert slabs.take((4, 10), torch.float16).shape == (4, 10)
+    assert len(made) == 2, "what is of another dtype is left alone"
+    slabs.clear()
+    assert slabs.nbytes == 0
+
+
+def test_what_is_touched_is_there_and_what_is_not_needed_goes_back() -> None:
+    slab, before = fresh((MANY,), torch.int16), resident()
+    touch([slab], lambda: False)
+    assert resident() - before < 8 << 20, "nobody wanted it any more"
+    touch([slab])
+    assert resident() - before > 40 << 20
+    slab.fill_(1)
+    slabs = Slabs()
+    slabs.give([slab])
+    taken = slabs.take((MANY // 4,), torch.int16)
+    del slab
+    assert resident() - before < 20 << 20
+    assert (taken == 1).all()
