@@ -42,6 +42,8 @@ struct Pair : ibv_qp {
   ibv_qp_attr attr{};
   std::deque<std::uint64_t> receives;
   bool is_silent = false;  // its peer's NIC answers nothing
+  bool is_late = false;  // what it has sent completes when the test says so:
+  std::deque<ibv_wc> late;
 };
 
 std::mutex mutex;
@@ -70,7 +72,10 @@ void complete(Pair* pair, std::uint64_t id, ibv_wc_status status) {
   done.wr_id = id;
   done.status = status;
   done.opcode = IBV_WC_RDMA_WRITE;
-  complete(pair->send_cq, done, false);
+  if (pair->is_late)
+    pair->late.push_back(done);
+  else
+    complete(pair->send_cq, done, false);
 }
 
 void tell(Pair* pair, ibv_event_type type) {
@@ -346,6 +351,12 @@ void fake_silence(std::uint32_t number) {
   const std::lock_guard<std::mutex> lock(mutex);
   pairs.at(number)->is_silent = true;
 }
+void fake_late(std::uint32_t number, bool is_late) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  Pair* pair = pairs.at(number);
+  pair->is_late = is_late;
+  for (; !is_late && !pair->late.empty(); pair->late.pop_front()) complete(pair->send_cq, pair->late.front(), false);
+}
 void fake_most_memories(std::size_t most) { most_memories = most; }
 // Everything that is open: protection domains, memories, queue pairs.
 void fake_open(std::uint32_t to[3]) {
@@ -368,13 +379,14 @@ void fake_write(std::uint32_t number, std::uint32_t key, std::uint64_t address, 
   post_send(pair, &work, &bad);
   ibv_dereg_mr(own);
 }
-// (key, address, bytes) of the memory that the peer of `number` may be written to at.
-void fake_inbox(std::uint32_t number, std::uint64_t to[3]) {
+// (key, address, bytes) of the memory that the peer of `number` may be written to at, and how much of such it has.
+void fake_inbox(std::uint32_t number, std::uint64_t to[4]) {
   const std::lock_guard<std::mutex> lock(mutex);
   const Pair* peer = pairs.at(pairs.at(number)->attr.dest_qp_num);
+  to[3] = 0;
   for (const auto& [key, memory] : memories)
     if (memory->pd == peer->pd && memory->access & IBV_ACCESS_REMOTE_WRITE)
-      to[0] = key, to[1] = reinterpret_cast<std::uintptr_t>(memory->addr), to[2] = memory->length;
+      to[0] = key, to[1] = reinterpret_cast<std::uintptr_t>(memory->addr), to[2] = memory->length, ++to[3];
 }
 
 }  // extern "C"

@@ -41,8 +41,12 @@ def in_use() -> list[int]:
 
 def number_of(end: Channel) -> int:
     """Its queue pair's; takes a slot."""
-    slot = np.frombuffer(end.reserve(1).data, np.uint8)
-    return int(FAKE.fake_pair(ctypes.c_uint64(slot.__array_interface__["data"][0])))
+    return number_at(end.reserve(1))
+
+
+def number_at(slot: netstack.Slot) -> int:
+    """That of the queue pair whose slot it is."""
+    return int(FAKE.fake_pair(ctypes.c_uint64(np.frombuffer(slot.data, np.uint8).__array_interface__["data"][0])))
 
 
 @dataclass
@@ -60,9 +64,10 @@ class Ends:
         FAKE.fake_write(self.number, key, ctypes.c_uint64(address), data, len(data), ctypes.c_int64(word))
 
     def inbox(self) -> tuple[int, int, int]:
-        """Key, address and bytes of ``b``'s."""
-        place = (ctypes.c_uint64 * 3)()
+        """Key, address and bytes of ``b``'s: all that a peer may write to."""
+        place = (ctypes.c_uint64 * 4)()
         FAKE.fake_inbox(self.number, place)
+        assert place[3] == 1
         return place[0], place[1], place[2]
 
     def message(self, n: int, *, seqno: int | None = None, length: int = 5, credit: int = 0, word: int = -1) -> None:
@@ -195,6 +200,38 @@ def test_credit_rides_on_messages() -> None:
     fabric.close()
 
 
+def test_credit_is_told_where_no_message_goes() -> None:
+    """One way, a window of one: in time, not when the next tenth of a second is over."""
+    fabric = opened()
+    a, b = connect(fabric, geometry=Geometry(slots=1, slot_bytes=64))
+    start = time.monotonic()
+    for n in range(100):
+        send(a, bytes([n]))
+        arrival = b.wait_signal(timeout_s=SOON_S)
+        assert arrival.data == bytes([n])
+        b.release(arrival)
+    assert time.monotonic() - start < 3.0
+    fabric.close()
+
+
+def test_a_slot_that_our_nic_still_reads_is_not_given_again() -> None:
+    """Its message has come and was released; that the write is done was not said yet."""
+    fabric = opened()
+    a, b = connect(fabric, geometry=Geometry(slots=1, slot_bytes=64))
+    slot = a.reserve(1)
+    number = number_at(slot)
+    FAKE.fake_late(number, True)
+    a.put_signal(slot, b"")
+    b.release(b.wait_signal(timeout_s=SOON_S))
+    send(b, b"with the credit")
+    a.release(a.wait_signal(timeout_s=SOON_S))
+    with pytest.raises(netstack.NoResource):
+        a.reserve(1, timeout_s=0.05)
+    FAKE.fake_late(number, False)
+    send(a, b"now")
+    fabric.close()
+
+
 def test_what_an_honest_peer_writes_is_a_message(ends: Ends) -> None:
     for n in range(2 * SMALL.slots):  # more credit than that finds no receive at an end that has put nothing
         ends.message(n)
@@ -234,7 +271,7 @@ def test_what_no_honest_peer_sends_ends_the_channel(ends: Ends, lie: str) -> Non
 def test_only_the_inbox_is_open_to_a_peer(ends: Ends, where: str) -> None:
     other_a, _other_b = connect(ends.fabric, geometry=SMALL)
     key, address, nbytes = ends.inbox()
-    other = (ctypes.c_uint64 * 3)()
+    other = (ctypes.c_uint64 * 4)()
     FAKE.fake_inbox(number_of(other_a), other)
     places = {
         "before it": (key, address - 64),

@@ -208,7 +208,7 @@ class End {
     if (attr.state != IBV_PORT_ACTIVE) return fail("use port %u of %s: it is not active", port_.number, name());
     if (attr.max_msg_sz < kWriteBytes)
       return fail("use %s: its messages have at most %" PRIu32 " bytes", name(), attr.max_msg_sz);
-    if (lib_.query_gid(context_, port_.number, port_.gid_index, &gid))
+    if (port_.gid_index > 255 || lib_.query_gid(context_, port_.number, port_.gid_index, &gid))
       return fail("use GID %d of port %u of %s: it has none", port_.gid_index, port_.number, name());
     std::memcpy(route_.gid, gid.raw, sizeof route_.gid);
     route_.lid = attr.lid;

@@ -48,12 +48,14 @@ class Verbs final : public Engine, private Teller::Client {
 
   // Prepares what wakes sleepers; false with errno.
   bool start() {
+    bool woken = sides_[0].sleeper.usable() && sides_[1].sleeper.usable();
     for (const int fd : {sock_, end_->events_fd(), end_->async_fd()}) {
       epoll_event event{};
       event.events = fd == sock_ ? EPOLLIN | EPOLLRDHUP : EPOLLIN;
-      if (epoll_ctl(events_, EPOLL_CTL_ADD, fd, &event)) return false;
+      woken = woken && !epoll_ctl(events_, EPOLL_CTL_ADD, fd, &event);
     }
-    return sides_[0].sleeper.usable() && sides_[1].sleeper.usable();
+    if (!woken) close(events_);
+    return woken;
   }
 
   Status look(Role role) override {
