@@ -60,6 +60,10 @@ GROUPS = {
          "tests/lamina/test_draws.py", "tests/lamina/test_engine.py", "tests/lamina/test_limits.py",
          "tests/lamina/test_roll_back.py", "tests/lamina/test_prefixes.py"),
     ),
+    "loans": Group(
+        ("lamina/engine/blocks/loans.py", "lamina/protocol/loans.py"),
+        ("tests/lamina/kv/test_loans.py", "tests/lamina/kv/test_loan_policy.py"),
+    ),
     "sampling": Group(
         ("lamina/sampling/sampler.py", "lamina/sampling/history.py", "lamina/sampling/settings.py"),
         ("tests/lamina/test_sampler.py", "tests/lamina/test_history.py", "tests/lamina/test_sampling_settings.py",

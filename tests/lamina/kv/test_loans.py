@@ -25,6 +25,8 @@ from lamina.protocol.tables import BlockTables
 from lamina.request import CompletionOutput, SamplingParams
 
 BLOCK, STRIPE = 1, 4  # tokens of a block, blocks of a stripe
+LLAMA2_7B = [LayerShape(32, 32, 128, 128, AttentionSpec(scale=0.1).encode())] * 32
+LLAMA_8B = LayerShape(32, 8, 128, 128, AttentionSpec(scale=0.1).encode())
 ROOMS = st.lists(st.integers(0, 300), min_size=1, max_size=7)
 
 
@@ -33,7 +35,7 @@ def by_lane(place: Place, stripes: int, workers: int) -> list[list[int]]:
     return [[n for n in range(stripes) if placement.lane(place, n) == lane] for lane in range(workers)]
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(rooms=ROOMS, stripes=st.integers(1, 600), home=st.integers(0, 6))
 def test_every_stripe_has_room_where_it_lies(rooms: list[int], stripes: int, home: int) -> None:
     room, placement = dict(enumerate(rooms)), Placement(len(rooms), 1, stays=True)
@@ -49,7 +51,38 @@ def test_every_stripe_has_room_where_it_lies(rooms: list[int], stripes: int, hom
             assert whole or len(nodes) <= LENT_NODES
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
+@given(
+    rooms=st.lists(st.integers(0, 12), min_size=2, max_size=6), stripes=st.integers(1, 40), at=st.integers(0, 60),
+    count=st.sampled_from([1, 1, 3, 9]),
+)  # fmt: skip
+def test_only_holders_get_q_and_each_stored_token_is_attended_once(
+    rooms: list[int], stripes: int, at: int, count: int
+) -> None:
+    """The new rows' K and V go to whoever keeps them, and to home, which attends them."""
+    place = spread(Place(0), 0, stripes, dict(enumerate(rooms)))
+    if place is None:
+        return
+    placement, first = Placement(len(rooms), STRIPE, stays=True), min(at, stripes * STRIPE - 1)
+    row, others = Rows(1, first, min(count, stripes * STRIPE - first), place), Rows(2, 5, 1, Place(1))
+    home, attended = placement.lane(place, first // STRIPE), list[int]()
+    stored, new = (
+        {placement.lane(place, n // STRIPE) for n in r} for r in (range(first), range(first, row.first + row.count))
+    )
+    for lane in range(len(rooms)):
+        out = layout([others, row], Lanes(tuple(n == lane for n in range(len(rooms)))), 0, placement)
+        ((pieces,),) = [held_pieces([LLAMA_8B], [0], by_spill([8], [1.0] * len(rooms), 8), lane, [])]
+        found = messages(pieces, (counts(out),), 2)
+        assert (row in [*out.q, *out.whole]) == (lane in stored | {home})
+        assert (others in [*out.q, *out.whole]) == (lane == 1)
+        assert (found.q_bytes > 0, found.o_bytes > 0) == (lane in stored | {home, 1},) * 2
+        assert (found.kv_bytes > 0) == (lane in new | {home, 1})
+        attended += (n for node in out.nodes for n in range(node.low, node.high))
+        attended += range(first) if row in out.whole else ()
+    assert sorted(attended) == list(range(first))
+
+
+@settings(max_examples=200, deadline=None)
 @given(rooms=st.lists(st.integers(32, 300), min_size=2, max_size=16))
 def test_the_longest_sequence_has_nearly_all_rooms(rooms: list[int]) -> None:
     room = dict(enumerate(rooms))
@@ -60,6 +93,7 @@ def test_the_longest_sequence_has_nearly_all_rooms(rooms: list[int]) -> None:
     assert spread(Place(home), 0, most + 1, room) is None
 
 
+@settings(deadline=None)
 @given(start=st.integers(0, 500), count=st.integers(0, 500))
 def test_nodes_are_counted_as_they_are_cut(start: int, count: int) -> None:
     """In a tree without an end; a multiple of 1024 has the same nodes as one."""
@@ -75,6 +109,7 @@ def test_a_run_that_would_come_back_in_too_many_parts_is_cut_short() -> None:
     assert stop > 4000
 
 
+@settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 40), min_size=2, max_size=8, unique=True).map(sorted), start=st.integers(0, 40))
 def test_runs_are_lent_and_settled(cuts: list[int], start: int) -> None:
     place, placement = Place(0), Placement(3, 1, stays=True)
@@ -160,10 +195,6 @@ def test_who_fits_at_home_pays_nothing() -> None:
     scheduler.schedule()
     assert [s.place.moved for s in several] == [()] * 6
     assert {s.place.lane for s in several} == {0, 1}
-
-
-LLAMA2_7B = [LayerShape(32, 32, 128, 128, AttentionSpec(scale=0.1).encode())] * 32
-LLAMA_8B = LayerShape(32, 8, 128, 128, AttentionSpec(scale=0.1).encode())
 
 
 def bound(layers: list[LayerShape], workers: int, worker: int, kv_bytes: int, most: int) -> Bound:

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from both_sides import Both
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from memory_peer import bind, shape
 from torch import Tensor
 
 from lamina.memory.store import Store
 from lamina.protocol.layout import held_nodes, most_nodes
+from lamina.protocol.loans import spread
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import FIRST, Deal, Place, Placement, Run
 from lamina.protocol.plan import Kind, New, Rows, StepPlan
@@ -147,6 +148,24 @@ def test_a_sequence_on_loan_has_the_bits_of_one_at_home() -> None:
     creditors = [x.x.sides[1] for x in (home, lent)]
     assert [side.largest[Kind.Q] > 0 for side in creditors] == [False, True]
     assert [side.store.tables.blocks_of([2]) for side in creditors] == [(0, 0)] * 2
+
+
+@settings(max_examples=4, deadline=None)
+@given(rooms=st.lists(st.integers(1, 6), min_size=2, max_size=3), homes=st.tuples(st.integers(0, 1), st.integers(0, 1)))
+@example(rooms=[2, 4], homes=(0, 1))
+def test_random_loans_have_the_bits_of_token_and_request(rooms: list[int], homes: tuple[int, int]) -> None:
+    """As the policy lends them, into so many stripes of room, from whichever home: six are asked for."""
+    workers = len(rooms)
+    room = dict(enumerate(rooms)) | ({0: 6} if sum(rooms) < 6 else {})
+    places = dict(enumerate((spread(Place(home), 0, 6, room) or Place(home) for home in homes), start=1))
+    found = {name: Moving(both(name, [1.0] * workers, "auto")) for name in ("spill", "token", "request")}
+    for number, step in enumerate(STEPS):
+        lent = found["spill"].step(number, [Rows(*row, places[row[0]]) for row in step])
+        for name in ("token", "request"):
+            assert equal(lent, found[name].step(number, [Rows(*row) for row in step])), (number, name)
+    holders = {lane for p in places.values() for lane in (p.lane, *(run.lane for run in p.moved))}
+    for worker, side in enumerate(found["spill"].x.sides):
+        assert (side.largest[Kind.Q] > 0) == (worker in holders)
 
 
 @pytest.mark.parametrize(
