@@ -1,0 +1,167 @@
+"""Modelled: what --partition spill gains where some requests are long (the mixes of arXiv 2401.02669, figure 8).
+
+The shipped Engine, Scheduler and loan policy serve a mix of short and long requests on a virtual clock, with four
+memory workers, by each partition. A long request takes half or more of what one worker holds. Nothing is computed: a
+step takes the time of the planner's cost model for its slices, the reading of whatever worker has the most to read of K
+and V, and the messages, byte by byte as the codec lays them out, over the busiest card of each direction. Prompts take
+no time, as prefill workers elsewhere compute them, nor does what a preempted request has to compute again: preemptions
+are counted. Requests wait at once, so tokens a second are those of a full pool. Prints a table; --write appends JSON
+lines to perf/results/model_spill.jsonl.
+
+    python perf/model_spill.py --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from common import record
+
+from lamina.attention.spec import AttentionSpec
+from lamina.config import make_config
+from lamina.engine.engine import Engine
+from lamina.facts.hardware import DEVICES
+from lamina.planner.cost import CostModel
+from lamina.planner.deployment import Deployment
+from lamina.planner.model_facts import paper_models
+from lamina.planner.tables import baseline, constants, link
+from lamina.protocol.codec import Counts, Group, counts, held_pieces, messages
+from lamina.protocol.control import RunRound
+from lamina.protocol.groups import partition_of
+from lamina.protocol.layout import layout
+from lamina.protocol.options import CHUNK_TOKENS
+from lamina.protocol.placement import Placement
+from lamina.protocol.plan import LayerShape, Rows
+from lamina.request import SamplingParams
+from lamina.sim.clock import VirtualClock
+from lamina.sim.lossless import LosslessWire, ready_of
+
+WORKERS, BLOCK, ITEMSIZE = 4, 32, 2
+SHAPE = LayerShape(64, 8, 128, 128, AttentionSpec(scale=0.1).encode())  # of llama3-70b
+PREFILL_WORKERS = 64  # that take no time
+
+
+class Pool(LosslessWire):
+    """Memory workers that share sequences by a partition, in the time of a step's busiest parts."""
+
+    def __init__(self, clock: VirtualClock, name: str, tokens: int, costs: CostModel, where: Deployment) -> None:
+        """``tokens``: that each worker holds."""
+        longest = WORKERS * tokens if name != "request" else tokens
+        self._costs, self._where, self._groups = costs, where, list[Group]()
+        self._next = 0.0
+        partition = partition_of(name, [SHAPE], [1.0] * WORKERS, longest)
+        self._pieces = [held_pieces([SHAPE], [0], partition, w, self._groups)[0] for w in range(WORKERS)]
+        stripe = partition.stripe * CHUNK_TOKENS
+        self._placement = Placement(partition.num_lanes, stripe, partition.stays)
+        ready = msgspec.structs.replace(
+            ready_of(num_layers=costs.model.num_layers, num_blocks=0, block_size=BLOCK, max_len=tokens),
+            windows=[g.window for g in self._groups], lanes=[g.lanes for g in self._groups], stripe=stripe // BLOCK,
+            stays=partition.stays, num_blocks=[[tokens // BLOCK]] * WORKERS, holders=[[w] for w in range(WORKERS)],
+        )  # fmt: skip
+        super().__init__(clock, ready, lambda load: self._next)
+        self.spent = Counter[str]()
+
+    def submit(self, new: RunRound) -> None:
+        steps = [list(step.plan.rows) for step in new.steps if step.plan.rows]
+        self._next = sum(self._step(rows) for rows in steps)
+        super().submit(new)
+
+    def _step(self, rows: Sequence[Rows]) -> float:
+        costs, where, layers = self._costs, self._where, self._costs.model.num_layers
+        number = sum(row.count for row in rows)
+        parts = [
+            costs.linear(where, number), costs.elementwise(where, number), costs.collective(where, number)
+        ]  # fmt: skip
+        device, (attention,) = DEVICES[where.memory.name], costs.model.attentions  # type: ignore[union-attr]
+        stored, out, back = [], [], []
+        for worker, pieces in enumerate(self._pieces):
+            laid = layout(rows, self._groups[worker].lanes, 0, self._placement)
+            here = tuple(counts(laid) if g == worker else Counts(0) for g in range(WORKERS))
+            found = messages(pieces, here, ITEMSIZE)
+            stored.append(sum(r.first for r in laid.whole) + sum((n.high - n.low) * n.rows.count for n in laid.nodes))
+            out.append(found.q_bytes + found.kv_bytes)
+            back.append(found.o_bytes)
+        reading = layers * costs._reading(device, attention, attention.kv_bytes * max(stored))[0]
+        cards = where.num_compute * costs.link.bandwidth(where.compute)
+        card = costs.link.bandwidth(device)
+        wire = max(sum(out) / cards, sum(back) / cards, max(out) / card, max(back) / card)
+        network = layers * (costs.link.round_trip_s + wire)
+        self.spent += Counter({"model": sum(p.seconds for p in parts), "attention": reading, "network": network})
+        return sum(p.seconds for p in parts) + reading + network
+
+
+def mix(share: float, count: int, tokens: int, seed: int) -> list[tuple[int, int]]:
+    """(prompt, answer) of each request: so many of them long, of half to all of what a worker holds."""
+    rng, found = random.Random(seed), list[tuple[int, int]]()
+    for number in range(count):
+        long = int((number + 1) * share) > int(number * share)
+        answer = rng.randint(64, 512)
+        prompt = rng.randint(tokens // 2, tokens - 1024) if long else rng.randint(256, 2048)
+        found.append((prompt, answer))
+    rng.shuffle(found)
+    return found
+
+
+def serve(
+    name: str, requests: list[tuple[int, int]], tokens: int, costs: CostModel, where: Deployment
+) -> dict[str, Any]:
+    """Tokens a second until the last request has begun, and what a step's time was spent on."""
+    clock = VirtualClock()
+    wire = Pool(clock, name, tokens, costs, where)
+    config = make_config({
+        "transport": "shm", "block_size": BLOCK, "max_num_seqs": 4096, "memory_workers": 1, "prefill_chunk": tokens,
+        "prefill_workers": PREFILL_WORKERS, "enable_prefix_caching": False, "partition": name,
+    })  # fmt: skip
+    engine, given = Engine(wire, config, clock), 0
+    for prompt, answer in requests:
+        engine.add([0] * prompt, SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0))
+    had, running = dict[int, int](), list[int]()
+    while engine.has_work and engine.scheduler.num_waiting:
+        for output in engine.step():
+            length = len(output.outputs[0].token_ids)
+            given += length - had.get(output.request_id, 0)
+            had[output.request_id] = length
+        running.append(engine.scheduler.num_running)
+    return {
+        "partition": name, "tokens_s": given / clock.now, "batch": sum(running) / len(running),
+        "preemptions": engine.scheduler.num_preemptions,
+        "shares": {k: round(v / clock.now, 3) for k, v in wire.spent.items()},
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shares", default="0.01,0.1,0.3", help="of long requests, by comma")
+    parser.add_argument("--requests", type=int, default=600, help="in each mix")
+    parser.add_argument("--tokens", type=int, default=65536, help="that each of four memory workers holds")
+    parser.add_argument("--links", default="400Gbps", help="between the pools, as for lamina-launch plan")
+    parser.add_argument("--seeds", type=int, default=2, help="mixes of each share; their medians are shown")
+    parser.add_argument("--write", action="store_true", help="append to perf/results/model_spill.jsonl")
+    args = parser.parse_args()
+    where = Deployment(DEVICES["h100"], 2, DEVICES["h20"], WORKERS)
+    for rate in args.links.split(","):
+        costs = CostModel(paper_models()["llama3-70b"], constants(), link(rate), baseline("ideal"))
+        for share in map(float, args.shares.split(",")):
+            for seed in range(args.seeds):
+                requests = mix(share, args.requests, args.tokens, seed)
+                each = [serve(name, requests, args.tokens, costs, where) for name in ("spill", "request", "token")]
+                spill, *others = [x["tokens_s"] for x in each]
+                print(f"{rate} {share:.0%} seed {seed}: gain over the better of both {spill / max(others):.3f}")
+                print(*(f"    {x}" for x in each), sep="\n", flush=True)
+                settings = {
+                    "link": rate,
+                    "long_share": share,
+                    "seed": seed,
+                    "requests": args.requests,
+                    "tokens": args.tokens,
+                }
+                record("model_spill", settings, {"modelled": True, "runs": each}, write=args.write)
+
+
+if __name__ == "__main__":
+    main()
