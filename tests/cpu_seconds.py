@@ -1,6 +1,7 @@
 """CPU seconds of each test file, with those of all processes under test: ``python -m pytest -p tests.cpu_seconds``.
 
 Wall time says little on a machine that others use, and a test's own duration leaves out the processes that it starts.
+How long a test waited, its wall time without its CPU time, says something on an idle machine alone.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class CpuSeconds:
     def __init__(self) -> None:
         self._before = 0.0
         self._seconds: dict[str, float] = defaultdict(float)
+        self._wall: dict[str, float] = defaultdict(float)
 
     def pytest_collection_finish(self) -> None:
         self._before = cpu_seconds(os.getpid())
@@ -52,18 +54,23 @@ class CpuSeconds:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] += getattr(report, "cpu_seconds", 0.0)
+        self._wall[report.nodeid] += report.duration
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        files: dict[str, list[float]] = defaultdict(list)
+        files, waits = defaultdict[str, list[float]](list), defaultdict[str, float](float)
         for test, seconds in self._seconds.items():
             files[test.partition("::")[0]].append(seconds)
-        total, here = sum(self._seconds.values()), cpu_seconds(os.getpid())
-        terminalreporter.write_line(f"CPU seconds: {total:.1f} of {len(self._seconds)} tests, {here:.1f} of all here")
+            waits[test.partition("::")[0]] += max(0.0, self._wall[test] - seconds)
+        total, here, show = sum(self._seconds.values()), cpu_seconds(os.getpid()), terminalreporter.write_line
+        show(f"CPU seconds: {total:.1f} of {len(self._seconds)} tests, {here:.1f} of all here")
         for file, each in sorted(files.items(), key=lambda item: -sum(item[1]))[:SHOWN]:
-            terminalreporter.write_line(f"{sum(each):8.1f} {len(each):5} tests, most {max(each):5.1f}  {file}")
+            show(f"{sum(each):8.1f} {len(each):5} tests, most {max(each):5.1f}, waited {waits[file]:5.1f} s  {file}")
         if path := os.environ.get(LINES):
             with Path(path).open("a") as lines:
-                lines.writelines(json.dumps({"test": t, "cpu_s": round(s, 3)}) + "\n" for t, s in self._seconds.items())
+                lines.writelines(
+                    json.dumps({"test": t, "cpu_s": round(s, 3), "wall_s": round(self._wall[t], 3)}) + "\n"
+                    for t, s in self._seconds.items()
+                )
 
 
 def pytest_configure(config: pytest.Config) -> None:
