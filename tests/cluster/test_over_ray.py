@@ -130,7 +130,7 @@ def test_a_servers_engine_is_replaced_too(cluster: FakeCluster, tmp_path: Path) 
     """Its wardens go with it; another one finds room for its own."""
     body = {"prompt": "def f(", "max_tokens": 120, "ignore_eos": True, "stream": True, "temperature": 0.8, "seed": 5}
     flags = ("--ray-address", cluster.address, "--memory-workers", "2", "--placement", "spread", "--deterministic")
-    server = Running(tmp_path / "server", *flags, env=cluster.environment)
+    server = Running(tmp_path / "server", *flags, env=cluster.environment, fresh=True)
 
     def told(http: httpx.Client, *, hit: bool) -> str:
         lines: list[str] = []
@@ -286,7 +286,7 @@ def test_health_tells_of_a_node_that_is_gone(tmp_path: Path) -> None:
     server = None
     try:
         flags = ("--ray-address", cluster.address, "--memory-workers", "2", "--placement", "spread")
-        server = Running(tmp_path / "server", *flags, env=cluster.environment)
+        server = Running(tmp_path / "server", *flags, env=cluster.environment, fresh=True)
         answers: Callable[[], int] = lambda: httpx.get(f"{server.url}/health", timeout=10).status_code  # noqa: E731
         assert answers() == 200
         cluster.remove(2)

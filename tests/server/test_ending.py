@@ -20,11 +20,11 @@ COUNTED = {**BODY, "stream_options": {"include_usage": True}}
 
 
 def test_a_signal_lets_streams_finish_and_takes_no_more(tmp_path: Path) -> None:
-    """Over TLS, so that this is tried too."""
+    """Over TLS, so that this is tried too, and of a process as a user's."""
     tls = certificate(tmp_path)
     flags = (f"--ssl-keyfile={tls['ssl_keyfile']}", f"--ssl-certfile={tls['ssl_certfile']}")
     more = ("--transport=loopback", "--shutdown-timeout=60")
-    server = Running(tmp_path / "log", *flags, *more, env={"LAMINA_API_KEY": "k"})
+    server = Running(tmp_path / "log", *flags, *more, env={"LAMINA_API_KEY": "k"}, fresh=True)
     assert server.url.startswith("https://")
 
     async def work() -> tuple[list[str], httpx.Response, httpx.Response]:
