@@ -1,4 +1,6 @@
-"""``lamina-launch drain URL``: a server that runs takes nothing new, and what is under way ends."""
+"""``lamina-launch drain URL``: a server that runs takes nothing new, and what is under way ends. With
+``--memory-worker I`` that worker alone gives its KV to the others and ends, and streams go on.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,12 @@ LOOK_S = 0.2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
     add_server(parser)
+    parser.add_argument(
+        "--memory-worker",
+        type=int,
+        metavar="I",
+        help="have this one alone give its KV to the others, and end; the server takes requests as before",
+    )
     parser.add_argument("--undo", action="store_true", help="take new requests again")
     parser.add_argument(
         "--timeout-s",
@@ -30,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     ``ask``.
     """
     check_url(args.url)
+    if args.memory_worker is not None:
+        return _dismiss(args)
     if args.dry_run:
         print(f"would have {args.url} {'take new requests again' if args.undo else 'take no new requests'}")
         return 0
@@ -43,3 +53,16 @@ def run(args: argparse.Namespace) -> int:
         left = ask(args, "/drain", {"on": True}, ASK_S)["completions"]
     print(f"it takes no new requests; {counted(left, 'completion')} under way")
     return int(bool(left) and args.timeout_s > 0)
+
+
+def _dismiss(args: argparse.Namespace) -> int:
+    worker = args.memory_worker
+    if args.undo:
+        raise ValueError("--undo: a memory worker that has gone does not come back: ask `scale` for another one")
+    if args.dry_run:
+        print(f"would have memory worker {worker} of {args.url} give its KV to the others, and end")
+        return 0
+    answer = ask(args, "/drain", {"memory_worker": worker}, args.timeout_s or ASK_S)
+    left, pause_s = answer["memory_workers"], answer["pause_s"]
+    print(f"memory worker {worker} has gone; {left} left; streams paused for {pause_s:.2f} s")
+    return 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -42,9 +43,10 @@ class ScaleRequest(Strict):
 
 
 class DrainRequest(Strict):
-    """POST /drain."""
+    """POST /drain. ``memory_worker``: that one alone, for good; the server goes on."""
 
     on: bool = True
+    memory_worker: Int | None = Field(None, ge=0)
 
 
 SIZES = tuple(ScaleRequest.model_fields)
@@ -71,23 +73,42 @@ async def scale(request: Request) -> Response:
     return json_response({"before": had, "after": _sizes(wanted), "pause_s": await _change(service, wanted)})
 
 
-@router.post("/drain", openapi_extra=described(DrainRequest), responses=answers(401, 503, body=True))
+@router.post("/drain", openapi_extra=described(DrainRequest), responses=answers(401, 409, 503, body=True))
 async def drain(request: Request) -> Response:
-    """Take no new requests, or take them again (``on`` false). What is under way goes on; says how much that is."""
+    """Take no new requests, or take them again (``on`` false). What is under way goes on; says how much that is. Or
+    have one memory worker give all its KV to the others, and end; streams pause meanwhile.
+    """
     service: Service = request.app.state.service
     _check_key(service.config.admin_key, request.headers.get("authorization", ""))
     body = await parse(DrainRequest, request)
     if unknown := sorted(set(body.model_extra or {})):
-        raise ApiError(400, f"unknown field {unknown[0]!r}; known: on", param=unknown[0])
+        raise ApiError(400, f"unknown field {unknown[0]!r}; known: on, memory_worker", param=unknown[0])
+    if body.memory_worker is not None:
+        return json_response(await _dismiss(service, body.memory_worker))
     service.admission.closed = body.on
     return json_response({"draining": body.on, "completions": service.admission.completions})
 
 
-async def _change(service: Service, wanted: EngineConfig) -> float:
+async def _dismiss(service: Service, worker: int) -> dict[str, Any]:
+    before = service.client.config
+    count = before.topology.memory_workers if before else 0
+    if before is None or not 0 <= worker < count or count == 1:
+        there = "one memory worker, which cannot go" if count == 1 else f"memory workers 0 to {count - 1}"
+        raise ApiError(400, f"--memory-worker {worker}: there is {there}", param="memory_worker", code="invalid_value")
+    try:
+        wanted = await asyncio.to_thread(
+            _wanted, service.root, before, {"memory_workers": count - 1}, service.client.ready
+        )
+    except ValueError as error:
+        raise ApiError(400, f"--memory-worker {worker}: {error}", code="invalid_value") from None
+    return {"memory_workers": count - 1, "pause_s": await _change(service, wanted, [worker])}
+
+
+async def _change(service: Service, wanted: EngineConfig, leaving: Sequence[int] = ()) -> float:
     if service.admission.draining:
         raise ApiError(503, "the server is shutting down", code="shutting_down")
     try:
-        return round(await service.client.change(wanted), 3)
+        return round(await service.client.change(wanted, leaving), 3)
     except BusyError as error:
         raise ApiError(409, str(error), code="busy") from None
     except EngineGoneError as error:

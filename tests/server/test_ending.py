@@ -45,6 +45,7 @@ def test_a_signal_lets_streams_finish_and_takes_no_more(tmp_path: Path) -> None:
         texts, refused, health = asyncio.run(work())
         assert all('"completion_tokens":60' in t and t.endswith("data: [DONE]\n\n") for t in texts), texts
         assert refused.status_code == health.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
         assert server.wait(30) == 0
     finally:
         server.kill()
@@ -86,7 +87,7 @@ def test_ill_while_a_worker_hangs_and_ends_when_one_is_lost(tmp_path: Path) -> N
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("signals", [(signal.SIGINT, signal.SIGINT), (signal.SIGKILL,)])
+@pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGKILL,)])
 def test_a_second_signal_or_kill_9_ends_a_busy_server_at_once(
     signals: tuple[signal.Signals, ...], tmp_path: Path
 ) -> None:

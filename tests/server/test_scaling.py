@@ -35,11 +35,16 @@ def client(scalable: Running) -> Iterator[httpx.Client]:
 
 
 def scale(server: Running, *flags: str, key: str = KEY) -> int:
-    return main(["scale", server.url, *flags, "--admin-key", key])
+    command = "drain" if "--memory-worker" in flags else "scale"
+    return main([command, server.url, *flags, "--admin-key", key])
+
+
+def is_memory_worker(pid: int) -> bool:
+    return b"lamina.memory.main:" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def memory_workers(server: Running) -> int:
-    return sum(b"lamina.memory.main:" in Path(f"/proc/{p}/cmdline").read_bytes() for p in server.descendants())
+    return sum(map(is_memory_worker, server.descendants()))
 
 
 def test_streams_go_on_with_more_and_fewer_memory_workers(
@@ -62,10 +67,14 @@ def test_streams_go_on_with_more_and_fewer_memory_workers(
     wanted = stream(())
     assert stream(("--memory-workers", "2")) == wanted
     assert memory_workers(scalable) == 2
-    assert stream(("--memory-workers", "1")) == wanted
+    first = min(p for p in scalable.descendants() if is_memory_worker(p))
+    assert stream(("--memory-worker", "0")) == wanted
     assert memory_workers(scalable) == 1
+    assert eventually(lambda: not alive([first]), 30), "the one that was named goes"
     assert status == [0, 0]
-    assert "--memory-workers 1 -> --memory-workers 2; streams paused for" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "--memory-workers 1 -> --memory-workers 2; streams paused for" in said
+    assert "memory worker 0 has gone; 1 left; streams paused for" in said
     assert eventually(lambda: health(client) == (200, "ok"), 60)
     assert client.get("/metrics").status_code == 200
 
@@ -75,6 +84,8 @@ def test_streams_go_on_with_more_and_fewer_memory_workers(
     [
         (["--tensor-parallel-size", "3"], KEY, "--tensor-parallel-size 3"),
         (["--memory-workers", "0"], KEY, "memory_workers"),
+        (["--memory-worker", "0"], KEY, "--memory-worker 0: there is one memory worker, which cannot go"),
+        (["--memory-worker", "0", "--undo"], KEY, "--undo"),
         (["--memory-workers", "2"], "a-client", "the operator's key is needed"),
         ([], KEY, "nothing is to change"),
     ],

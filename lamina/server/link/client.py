@@ -28,6 +28,7 @@ from .messages import (
     Ready,
     Refused,
     Reset,
+    Scale,
     Scaled,
     SessionsAre,
     Start,
@@ -196,10 +197,10 @@ class EngineClient:
         """Of the engine, or of the one that takes its place; None where the first one is the last."""
         return self._restarts.config if self._restarts else None
 
-    async def change(self, config: EngineConfig) -> float:
+    async def change(self, config: EngineConfig, leaving: Sequence[int] = ()) -> float:
         """Have an engine with ``config`` take the place of this one: all open prompts go on there, from their tokens.
-        Returns the seconds without an engine. Raises BusyError, EngineGoneError, and PlanFailedError where no engine
-        starts so: then one goes on as it was before.
+        ``leaving``: memory workers that go, in place or not at all. Returns the seconds without an engine. Raises
+        BusyError, EngineGoneError, and PlanFailedError where no engine starts so: then one goes on as it was before.
         """
         if self.failure is not None:
             raise EngineGoneError(self.failure)
@@ -209,8 +210,11 @@ class EngineClient:
         sizes = msgspec.structs.replace(config.topology, memory_workers=had.topology.memory_workers)
         if self._resizing.under_way:
             raise BusyError("its memory workers come or go already: ask again once they have")
-        if sizes == had.topology and (pause_s := await asyncio.shield(self._change_in_place(config))) is not None:
-            return pause_s
+        if sizes == had.topology:
+            wanted = Scale(config.topology.memory_workers, list(leaving))
+            pause_s = await asyncio.shield(self._change_in_place(config, wanted))
+            if pause_s is not None:
+                return pause_s
         if not self._is_ready:
             raise BusyError("the engine is being replaced: ask again once /health says ok")
         planned, engine = self._restarts.plan(config), self._handle
@@ -218,13 +222,13 @@ class EngineClient:
         asyncio.get_running_loop().call_later(JOIN_S, self._hurry, engine)
         return await asyncio.shield(planned)
 
-    async def _change_in_place(self, config: EngineConfig) -> float | None:
+    async def _change_in_place(self, config: EngineConfig, wanted: Scale) -> float | None:
         """Only memory workers come or go: seconds in which no step was done. None where all are to start anew. Raises
         PlanFailedError.
         """
         assert self._restarts is not None
-        done = await self._resizing.ask(self._send, config.topology.memory_workers)
-        if not done.in_place:
+        done = await self._resizing.ask(self._send, wanted)
+        if not done.in_place and not wanted.leaving:
             log.info("all workers start anew, as %s", done.error)
             return None
         if done.error:

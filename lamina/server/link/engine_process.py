@@ -220,7 +220,7 @@ class _Loop:
         elif isinstance(message, Reset):
             self._engine.reset_prefix_cache()
         elif isinstance(message, Scale):
-            self._scale(message.memory_workers)
+            self._scale(message)
         elif isinstance(message, AskSessions):
             self._tell_sessions(message)
         elif isinstance(message, Exception):
@@ -235,12 +235,12 @@ class _Loop:
             self._engine.drop_session(SessionName(asked.tenant, asked.drop))
         self._outbox.put(SessionsAre(asked.number, found))
 
-    def _scale(self, memory_workers: int) -> None:
+    def _scale(self, wanted: Scale) -> None:
         elastic = self._pools.elastic
         try:
-            change = elastic.plan(memory_workers)
+            change = elastic.plan(wanted.memory_workers)
             self._engine.check_room(change.capacity)
-            elastic.begin(change)
+            elastic.begin(change, wanted.leaving)
         except (ValueError, OSError) as error:
             self._outbox.put(Scaled(error=str(error), in_place=not isinstance(error, NotInPlaceError)))
 

@@ -81,9 +81,12 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class Scale(msgspec.Struct, frozen=True, tag="scale"):
-    """Server -> engine: go on with so many memory workers, and all others as they are. Answered by Scaled."""
+    """Server -> engine: go on with so many memory workers, and all others as they are. ``leaving``: those that go, else
+    the last ones do. Answered by Scaled.
+    """
 
     memory_workers: int
+    leaving: list[int] = []
 
 
 class Scaled(msgspec.Struct, frozen=True, kw_only=True, tag="scaled"):

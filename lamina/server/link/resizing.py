@@ -19,11 +19,11 @@ class Resizing:
         """Whether there is one."""
         return self._open is not None
 
-    async def ask(self, send: Callable[[Scale], None], memory_workers: int) -> Scaled:
+    async def ask(self, send: Callable[[Scale], None], wanted: Scale) -> Scaled:
         """What became of it; the end of the engine is an answer, too."""
         self._open = asyncio.get_running_loop().create_future()
         try:
-            send(Scale(memory_workers))
+            send(wanted)
             return await self._open
         finally:
             self._open = None
