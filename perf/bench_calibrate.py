@@ -1,7 +1,7 @@
 """How far off predictions of `lamina-launch plan --calibrate` are: real runs of other shapes, and their predictions.
 
 One engine is recorded at 8 x 512, others decode 8 x 2048, 32 x 512 and 8 x 512 with n = 2. All take turns of some steps
-each, so that noise of the machine hits them alike. A mixed replay comes behind, three times. The recorded run is then
+each, so that noise of the machine hits them alike. A mixed replay comes behind, twice. The recorded run is then
 fitted, and the others are predicted. Prints one JSON line; --write appends it to perf/results/bench_calibrate.jsonl.
 
     python perf/bench_calibrate.py --write
@@ -112,7 +112,7 @@ def measure(path: Path, trace: Path, turns: int) -> dict[str, Any]:
                 each.turn()
         real = {name: [each.end()] for name, each in held.items()}
         one = others[SHAPES[0]].engine
-        real[MIXED] = [drive(one, time.monotonic, asks, time.sleep, together=False) for _ in range(3)]
+        real[MIXED] = [drive(one, time.monotonic, asks, time.sleep, together=False) for _ in range(2)]
     run = steps_of(read(str(trace)), str(trace))
     fitted = calibrate(run, model_facts(str(path)), tables.constants(), RECORDED.label)
     predicted = {shape.label: predict_shape(fitted, shape, ANSWER) for shape in (RECORDED, *SHAPES)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -13,6 +14,9 @@ COMPUTE = "compute-0"
 _MODEL = (Event.SLICE, Event.SAMPLE)
 _ATTENTION = (Event.STORED, Event.NEW, Event.WRITE)
 _DRIVER = (Event.SCHEDULE, Event.POSTPROCESS)
+_IDLE_S = (
+    0.2  # from tokens to the next round: a driver with something to do does not wait so long, on a busy host either
+)
 
 
 class RecordedStep(NamedTuple):
@@ -62,7 +66,8 @@ def steps_of(recording: Recording, where: str) -> RecordedRun:
     of = defaultdict[int, list[Span]](list)
     for span in recording.spans:
         of[span.step].append(span)
-    steps = [_step(spans, _begin(of.get(n + 1, []), _end(spans)) - _begin(spans)) for n, spans in sorted(of.items())]
+    told = sorted(s.end for s in recording.spans if s.event == Event.POSTPROCESS)
+    steps = [_step(spans, _whole(spans, of.get(n + 1, []), told)) for n, spans in sorted(of.items())]
     whole = [s for s in steps if s is not None]
     if not whole:
         raise ValueError(f"{where} has no step whose spans are all there: let it run longer, or less long")
@@ -70,15 +75,19 @@ def steps_of(recording: Recording, where: str) -> RecordedRun:
     return RecordedRun(whole, sum(d.startswith("memory-") for d in devices), layers)
 
 
-def _begin(spans: list[Span], by: float = math.inf) -> float:
-    """Of a step's first slice; minus infinity where it was not even scheduled ``by`` then."""
-    asked = any(s.event == Event.SCHEDULE and s.start < by for s in spans)
-    found = (s.start for s in spans if s.device == COMPUTE and s.event == Event.SLICE and s.layer == 0)
-    return min(found, default=-math.inf) if asked else -math.inf
+def _whole(spans: list[Span], behind: list[Span], told: list[float]) -> float:
+    """From a step's first slice to that of the step ``behind``; 0 where the driver had nothing to do before it asked
+    for that one. ``told``: when it had taken in the tokens of each step; one may be under way while it asks for more.
+    """
+    asked = min((s.start for s in behind if s.event == Event.SCHEDULE), default=math.inf)
+    before = told[bisect(told, asked) - 1] if told and told[0] <= asked else asked
+    first, last = _begin(spans), _begin(behind)
+    return last - first if asked - before < _IDLE_S and -math.inf < first < last else 0.0
 
 
-def _end(spans: list[Span]) -> float:
-    return max((s.end for s in spans if s.device == COMPUTE and s.event == Event.SAMPLE), default=0.0)
+def _begin(spans: list[Span]) -> float:
+    begins = (s.start for s in spans if s.device == COMPUTE and s.event == Event.SLICE and s.layer == 0)
+    return min(begins, default=-math.inf)
 
 
 def _step(spans: list[Span], whole_s: float) -> RecordedStep | None:
@@ -98,7 +107,7 @@ def _step(spans: list[Span], whole_s: float) -> RecordedStep | None:
         model_s=_total(s for s in spans if s.device == COMPUTE and s.event in _MODEL),
         attention_s=max(map(_total, by_worker.values())),
         driver_s=_total(s for s in spans if s.device == ENGINE and s.event in _DRIVER),
-        whole_s=whole_s if 0 < whole_s < math.inf else 0.0,
+        whole_s=whole_s,
     )
 
 
