@@ -56,7 +56,7 @@ def mixed(seed: int, count: int = 40) -> list[TracedRequest]:
     return found
 
 
-class Held:
+class PausedEngine:
     """An engine whose sequences all decode, and take a few steps in each turn."""
 
     def __init__(self, llm: LLM, shape: RunShape, steps: int) -> None:
@@ -106,7 +106,7 @@ def measure(path: Path, trace: Path, turns: int) -> dict[str, Any]:
         others = {s: stack.enter_context(LLM(str(path), pipeline=s.batches, **OPTIONS)) for s in SHAPES}
         record_tail(recorded)
         steps = 2 * turns * (TURN_STEPS + 4)
-        held = {s.label: Held(llm, s, steps) for s, llm in ({RECORDED: recorded} | others).items()}
+        held = {s.label: PausedEngine(llm, s, steps) for s, llm in ({RECORDED: recorded} | others).items()}
         for _ in range(turns):
             for each in held.values():
                 each.turn()
