@@ -24,19 +24,14 @@ class Loans:
         self._size = ledger.block_size
         first = self._room(ledger.num_blocks)  # one lane of each worker
         self._owners = {lane: next(at for at in first if self._same(at, lane)) for lane in range(ledger.num_lanes)}
-        self.num_lent = 0  # stripes, since the start
 
     def place(self, begun: Place | None, length: int, kept: int, blocks: Iterable[int]) -> Place | None:
         """For a new sequence of ``length`` tokens into ``blocks``; None where it does not fit. ``begun``: where its
         first ``kept`` tokens are; None: nowhere.
         """
-        room = self._room(blocks)
-        home = max(room, key=lambda lane: room[lane]) if begun is None else self._owners[begun.lane]
-        first, stop = self._stripes(kept), self._stripes(length)
-        found = spread(Place(home) if begun is None else settled(begun, first), first, stop, room)
-        if found is not None:
-            self.num_lent += sum(run.stop - max(run.start, first) for run in found.moved if run.stop > first)
-        return found
+        room, first = self._room(blocks), self._stripes(kept)
+        place = Place(max(room, key=lambda lane: room[lane])) if begun is None else settled(begun, first)
+        return spread(place, first, self._stripes(length), room)
 
     def settled(self, place: Place, length: int) -> Place:
         """Where the first ``length`` tokens of a sequence at ``place`` are."""
@@ -70,7 +65,6 @@ class Loans:
                 return False
             last = place.moved[-1].lane if place.moved else place.lane
             owner = max(fit, key=lambda lane: (room[lane] > 0, lane == place.lane, lane == last, room[lane]))
-            self.num_lent += owner != place.lane
             sequence.place = lend(settled(place, number), number, number + 1, owner)
         for group, lanes in enumerate(self._ledger.lanes):
             if owner in lanes and not self._ledger.windows[group]:
