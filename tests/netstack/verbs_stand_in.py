@@ -163,7 +163,11 @@ def main() -> None:
     with ThreadPoolExecutor(1) as pool:
         for _ in range(2):
             accepted = pool.submit(listener.accept, timeout_s=10.0)
-            near = fabric.connect(listener.url, netstack.Terms(outbound=inbox, inbound=inbox))
+            try:
+                near = fabric.connect(listener.url, netstack.Terms(outbound=inbox, inbound=inbox))
+            except netstack.HandshakeError:
+                listener.close()  # who accepts waits for the next one
+                raise
             near.put_signal(near.reserve(1 << 17), b"", source)
             accepted.result().close()
             near.close()
