@@ -33,7 +33,7 @@ def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dt
     """The backend for queries of ``dtype``. Its first use on a machine takes some seconds, for compiling."""
     if device.type != "cpu":
         raise ValueError(f"attention backend 'numba' computes on CPUs, not on {device}")
-    return Numba(dtype, store_dtype)
+    return Numba(store_dtype)
 
 
 class _NumbaRows:
@@ -57,10 +57,10 @@ class _NumbaRows:
 class Numba(AttentionBackend):
     """The ``AttentionBackend`` of numba kernels on the CPU."""
 
-    def __init__(self, dtype: torch.dtype, store_dtype: torch.dtype) -> None:
+    def __init__(self, store_dtype: torch.dtype) -> None:
         self._reference = Reference(torch.device("cpu"), _merge)
         self._helpers = ThreadPoolExecutor(thread_name_prefix="lamina-attention")  # starts a thread when it needs one
-        self._compile(dtype, store_dtype)
+        self._compile(store_dtype)
 
     def prepare(self, rows: RowTable) -> _NumbaRows:
         return _NumbaRows(rows, self._reference)
@@ -84,7 +84,8 @@ class Numba(AttentionBackend):
         if prepared.others is not None:
             rows = prepared.other_rows
             out.o[rows], out.lse[rows] = self._reference.attend_new(op, prepared.others, q[rows], kv.pick(rows))
-        arrays, spec = (*(_array(x) for x in (q, kv.k, kv.v)), *_scales(kv.scales, 2)), op.spec
+        queries, spec = q.to(torch.float32).numpy(), op.spec  # one kernel for queries of all dtypes
+        arrays = (queries, _array(kv.k), _array(kv.v), *_scales(kv.scales, 2))
         scale, softcap = np.float32(spec.scale), np.float32(spec.softcap)
         numba_kernels.attend_self(*arrays, prepared.arrays[0], scale, softcap, out.o.numpy(), out.lse.numpy())
         return out
@@ -103,14 +104,14 @@ class Numba(AttentionBackend):
         for run in helped:
             run.result()
 
-    def _compile(self, dtype: torch.dtype, store_dtype: torch.dtype) -> None:
-        query, stored = (_array(torch.empty(1, 1, 1, 1, dtype=x)) for x in (dtype, store_dtype))
+    def _compile(self, store_dtype: torch.dtype) -> None:
+        stored = _array(torch.empty(1, 1, 1, 1, dtype=store_dtype))
         numbers, integers = np.empty((1, 1, 1), np.float32), np.empty((1, 1), np.int64)
         tensors, zero = (numbers, stored, stored, *_scales(None, 3)), np.float32(0.0)
         inputs = (*tensors, *[integers[0]] * 5, integers, numbers[0, 0])
         self._run(inputs, zero, [0, 0], (numbers, numbers[0]))
         numba_kernels.merge(np.zeros((2, 1, 1), np.float32), np.zeros((2, 1), np.float32), 0, 1)
-        rows = (query[0], stored[0], stored[0], *_scales(None, 2), integers[0, :0])
+        rows = (numbers, stored[0], stored[0], *_scales(None, 2), integers[0, :0])
         numba_kernels.attend_self(*rows, zero, zero, numbers, numbers[0])
 
 

@@ -259,14 +259,15 @@ def attend_self(
 ) -> None:
     """The rows ``rows``, each over itself alone: o is v, lse is the score.
 
-    q [R, Hq, D], k [R, H, D], v [R, H, Dv] as stored, their scales [R, H] or [0, 0], out [R, Hq, Dv], lse_out [R, Hq].
+    q [R, Hq, D] in float32, k [R, H, D], v [R, H, Dv] as stored, their scales [R, H] or [0, 0], out [R, Hq, Dv],
+    lse_out [R, Hq].
     """
     groups = q.shape[1] // k.shape[1]
     for r in rows:
         for h in range(q.shape[1]):
             score = _f32(0.0)
             for i in range(q.shape[2]):
-                score += scale * _widen(q[r, h, i]) * _widen(k[r, h // groups, i])
+                score += scale * q[r, h, i] * _widen(k[r, h // groups, i])
             unit = _f32(1.0)
             if len(k_scale):
                 score *= k_scale[r, h // groups]
