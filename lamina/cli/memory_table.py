@@ -240,6 +240,7 @@ def _blocks(facts: _RankFacts, config: EngineConfig, partition: Partition, worke
         block_size=config.kv.block_size,
         max_rows=config.batching.max_rows,
         max_len=facts.max_len,
+        sparsity=config.kv,
     )
 
 

@@ -17,6 +17,8 @@ from lamina.protocol.loans import longest, rooms
 from lamina.protocol.partition import Partition
 from lamina.protocol.placement import Placement
 from lamina.protocol.plan import Bound, LayerShape
+from lamina.protocol.sparse import most_kept, sparse_layers
+from lamina.protocol.sparsity_options import SparsityOptions
 
 SLOTS_OF_A_BATCH = 3  # PLAN, Q and KV are in flight together; one more slot so that the next PLAN need not wait
 LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind
@@ -85,12 +87,13 @@ def blocks_bytes(
     block_size: int,
     max_rows: int,
     max_len: int,
+    sparsity: SparsityOptions,
 ) -> int:
     """What the KV blocks of ``worker`` take of ``kv_bytes``, in a store of ``dtype``, null blocks included. Raises
     ValueError where that cannot hold one sequence.
     """
     groups, windows = list[Group](), [AttentionSpec.decode(layer.spec).window for layer in layers]
-    held = held_pieces(layers, windows, partition, worker, groups)
+    held = held_pieces(layers, windows, partition, worker, groups, sparse_layers(layers, windows, sparsity))
     sizes = [0] * len(groups)  # of a block
     for piece in (p for pieces in held for p in pieces):
         sizes[piece.group] += block_size * piece.kv_heads * head_bytes(piece.qk_dim, piece.v_dim, dtype)
@@ -104,6 +107,7 @@ def blocks_bytes(
         block_size=block_size,
         max_rows=max_rows,
         max_len=max_len,
+        most_kept=[most_kept(sparsity) * group.sparse for group in groups],
     )
     return sum((n + 1) * nbytes for n, nbytes in zip(counts, sizes, strict=True))
 

@@ -68,3 +68,15 @@ def check_session(params: SamplingParams, config: EngineConfig) -> None:
         raise ValueError(f"n must be 1 with session_id, not {params.n}: a session goes on behind one answer")
     if not config.keeps_prefixes:
         raise ValueError("session_id needs KV that outlives its request: start with --enable-prefix-caching")
+    if is_sparse(params, config):
+        raise ValueError("session_id needs all KV of a turn, for the next one: ask for kv_sparsity none with it")
+
+
+def is_sparse(params: SamplingParams, config: EngineConfig) -> bool:
+    """Whether a request keeps some of its KV alone. Raises ValueError where it asks for what the engine has not."""
+    if params.kv_sparsity not in (None, "none", config.kv.kv_sparsity):
+        raise ValueError(
+            f"kv_sparsity {params.kv_sparsity}: this engine has --kv-sparsity {config.kv.kv_sparsity}: start it with "
+            f"--kv-sparsity {params.kv_sparsity}, or ask for none"
+        )
+    return config.kv.evicts and params.kv_sparsity != "none"

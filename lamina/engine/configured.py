@@ -11,6 +11,7 @@ from lamina.protocol.groups import usable_blocks
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.tables import BlockTables
 
+from .blocks.evictions import Evictions
 from .blocks.prefixes import Prefixes
 from .blocks.swaps import Swaps
 from .blocks.tier import Tier
@@ -23,7 +24,7 @@ NONCE_BYTES = 16
 def blocks_of(info: ComputeReady) -> BlockTables:
     """The memory workers' blocks, all free."""
     return BlockTables(
-        info.windows, usable_blocks(info.num_blocks), info.block_size, info.lanes, info.stripe, info.stays
+        info.windows, usable_blocks(info.num_blocks), info.block_size, info.lanes, info.stripe, info.stays, info.sparse
     )
 
 
@@ -54,6 +55,7 @@ def scheduler_of(
         prefixes=_prefixes(config, ledger),
         tier=tier,
         swaps=_swaps(config, tier),
+        evictions=_evictions(config, info),
         keep_first=config.overflow.keep_first,
         view=info.view,
     )
@@ -64,6 +66,12 @@ def _prefixes(config: EngineConfig, ledger: BlockTables) -> Prefixes:
     batching, fixed = config.batching, config.model.deterministic
     page = math.lcm(ledger.block_size, batching.prefill_chunk if fixed else 1)
     return Prefixes(ledger, page if config.keeps_prefixes else 0, prompts_only=fixed)
+
+
+def _evictions(config: EngineConfig, info: ComputeReady) -> Evictions | None:
+    if not config.kv.evicts:
+        return None
+    return Evictions(config.kv, info.block_size, len({w for group in info.holders for w in group}))
 
 
 def _tier(config: EngineConfig, ledger: BlockTables, info: ComputeReady) -> Tier | None:

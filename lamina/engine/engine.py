@@ -14,10 +14,11 @@ from lamina.protocol.control import ALL_BANNED, ComputeReady, Draw, Drawn, RunRo
 from lamina.protocol.groups import Capacity
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.plan import Keep
+from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import Transferred
 from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes, SamplingParams, Told
 
-from .checks import NOT_FINITE, check_ids, check_session, too_long, why_banned
+from .checks import NOT_FINITE, check_ids, check_session, is_sparse, too_long, why_banned
 from .configured import blocks_of, check_room, scheduler_of
 from .draws import draw_of, scores_of, seed_of
 from .kept import KeptKV
@@ -99,7 +100,7 @@ class Engine:
             prompt = self._overflow.left(prompt, discarded)
         sequences = [self._sequence(request_id, prompt, params, seed_of(seed, i), i) for i in range(params.n)]
         for sequence in sequences:
-            sequence.held, sequence.salt = held, salt
+            sequence.held, sequence.salt, sequence.sparse = held, salt, is_sparse(params, self.config)
             sequence.session, sequence.discarded = known, discarded
         outputs = [s.output for s in sequences]
         output = RequestOutput(request_id, text, list(given), outputs, RequestTimes(self._clock()))
@@ -140,6 +141,7 @@ class Engine:
         if len(prompt) >= limit and (self._overflow is None or params.prompt_logprobs is not None):
             raise ValueError(too_long(len(prompt), limit))
         check_ids(prompt, params, vocab)
+        is_sparse(params, self.config)
         if params.min_tokens and self._stops(params).issuperset(range(vocab)):
             raise ValueError(
                 f"min_tokens {params.min_tokens} bans the stop tokens until then, and stop_token_ids with the end "
@@ -206,9 +208,7 @@ class Engine:
             self.scheduler.forget_finished()
 
     def rest(self) -> list[RequestOutput]:
-        """Take in the steps and transfers in flight and begin no others; returns the requests that got tokens. Raises
-        WorkerError.
-        """
+        """Take in what is in flight and begin nothing; returns the requests that got tokens. Raises WorkerError."""
         touched = dict[int, RequestOutput]()
         while self._steps or self.scheduler.moving:
             touched |= {output.request_id: output for output in self._take(self.wire.wait())}
@@ -287,13 +287,13 @@ class Engine:
         """Raises ValueError where memory workers of ``capacity`` have no room for the KV of all that runs."""
         check_room(self.scheduler, msgspec.structs.replace(self.info, **capacity._asdict()))
 
-    def _take(self, done: StepDone | Transferred | ViewChanged | None) -> list[RequestOutput]:
+    def _take(self, done: StepDone | Transferred | Scored | ViewChanged | None) -> list[RequestOutput]:
         if isinstance(done, ViewChanged):
             return self._change(done)
-        return self._moved(done) if isinstance(done, Transferred) else self._postprocess(done)
+        return self._moved(done) if isinstance(done, Transferred | Scored) else self._postprocess(done)
 
-    def _moved(self, said: Transferred) -> list[RequestOutput]:
-        """A memory worker has saved or loaded KV, or has not; the requests that ended by that."""
+    def _moved(self, said: Transferred | Scored) -> list[RequestOutput]:
+        """A memory worker has saved, loaded or scored KV, or has not; the requests that ended by that."""
         found = self.scheduler.moved(said)
         if self._timing and found is not None and found.loaded is not None:
             self._timing.loaded(found.loaded, self._clock())
@@ -317,7 +317,7 @@ class Engine:
             outputs.append(request.output)
         return outputs
 
-    def _run(self, steps: list[ScheduledStep]) -> StepDone | Transferred | ViewChanged | None:
+    def _run(self, steps: list[ScheduledStep]) -> StepDone | Transferred | Scored | ViewChanged | None:
         """Send a round off; then wait for the next step that is done, unless another round can be queued first."""
         if steps:
             self.wire.submit(RunRound(round=self._next_round, steps=[self._prepare(s) for s in steps]))

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from lamina.protocol.plan import Keep, SequenceOp, StepPlan, Truncate
+from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import Transferred
 
+from .blocks.evictions import Evictions
 from .blocks.leaves import Leaves
 from .blocks.ledger import Blocks, Ledger
 from .blocks.newcomers import Batch, Cuts, Newcomers, deal, settle
@@ -56,6 +58,7 @@ class Scheduler:
         prefixes: Prefixes | None = None,
         tier: Tier | None = None,
         swaps: Swaps | None = None,
+        evictions: Evictions | None = None,
         keep_first: int = 0,
         view: int = 0,
     ) -> None:
@@ -63,7 +66,8 @@ class Scheduler:
         ``num_layers``: attention operators, over which the steps rotate. ``num_replicas``: 0 = as many as the batches
         need. ``prefill``: who computes the prompts; None = the batches do. ``prefixes``: what is kept of finished
         sequences; None = nothing. ``tier``: where it is kept besides; None = nowhere; ``swaps``: so too that of
-        preempted ones. ``keep_first``: tokens of a session that are never discarded. ``view``: of the first plans.
+        preempted ones. ``evictions``: how sparse sequences lose blocks; None = there are none. ``keep_first``: tokens
+        of a session that are never discarded. ``view``: of the first plans.
         """
         self.view = view
         self._ledger = ledger
@@ -76,7 +80,7 @@ class Scheduler:
         self._prefill = prefill or Prefill(0, prefill_chunk, num_batches)
         self.prefixes = prefixes or Prefixes(ledger, 0)
         self.sessions, self.leaves = self.prefixes.sessions, Leaves(self.prefixes, ledger, tier, keep_first)
-        self.tier, self.swaps = tier, swaps
+        self.tier, self.swaps, self.evictions = tier, swaps, evictions
         self._newcomers = Newcomers(
             ledger, self._room, self._cuts, self._prefill, self.prefixes, tier, swaps, max_num_seqs, self.leaves
         )
@@ -136,16 +140,24 @@ class Scheduler:
 
     @property
     def moving(self) -> bool:
-        """Whether KV is being saved or loaded."""
-        return self.tier is not None and self.tier.moving
+        """Whether KV is being saved, loaded or scored."""
+        moves, scores = self.tier and self.tier.moving, self.evictions and self.evictions.waiting
+        return bool(moves or scores)
 
     @property
     def awaits_transfer(self) -> bool:
         """Whether somebody has to wait for that, if nothing else is under way."""
-        return self.moving and (self.num_waiting > 0 or any(s.num_loading or s.wants_rows for s in self._running))
+        waits = (s.num_loading or s.awaits_scores or s.wants_rows for s in self._running)
+        return self.moving and (self.num_waiting > 0 or any(waits))
 
-    def moved(self, said: Transferred) -> Moved | None:
-        """A memory worker has ended a transfer. What has become of all of its sequence, if it was the last."""
+    def moved(self, said: Transferred | Scored) -> Moved | None:
+        """A memory worker has ended a transfer. What has become of all of its sequence, if it was the last. Or it has
+        told how much the blocks of one are attended.
+        """
+        if isinstance(said, Scored):
+            if self.evictions:
+                self.evictions.report(said)
+            return None
         found = self.tier.report(said) if self.tier else None
         if found is not None and found.loaded is not None:
             self._forget_swapped(found.loaded)
@@ -171,7 +183,7 @@ class Scheduler:
 
     def _standing(self) -> Standing | None:
         """None where rounds may differ for a reason that no sequence shows."""
-        changes = self._ops or self._chunks or self.moving or self._num_batches != len(self.batches)
+        changes = self._ops or self._chunks or self.moving or self.evictions or self._num_batches != len(self.batches)
         if len(self._in_flight) != 1 or changes:
             return None
         (mine,) = self._in_flight
@@ -198,6 +210,7 @@ class Scheduler:
         self._ops = []
         for batch in self.batches:
             self._drop_finished(batch)
+            batch.ops += self.evictions.prunes(batch.running) if self.evictions else []
         if self._waiting or (self.tier and self.tier.ahead):
             self._newcomers.admit(self._waiting, self.batches, [self._cuts.wanted(b) for b in self.batches])
         steps = [s for s in map(self._next, self.batches) if s is not None]
@@ -253,6 +266,8 @@ class Scheduler:
         self.prefixes.forget_all()  # memory workers do so too
         if self.tier:
             self.tier.cancel()
+        if self.evictions:
+            self.evictions.forget()
         self._ops = []
         keep, waiting = list[Keep](), list(self._waiting)
         for batch in self.batches:
@@ -322,8 +337,11 @@ class Scheduler:
             plan = self._grant(batch, picked) or plan
         if not picked and not batch.ops:
             return None
+        if self.evictions:
+            batch.ops += self.evictions.scores(picked)
         if self.tier:
             batch.ops = self.tier.numbered(batch.ops)
+        if self.evictions or self.tier:
             plan = self._plan(batch, picked)
         self._ledger.apply(plan)
         batch.ops = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lamina.kv.sparsity import BlockScores
 from lamina.protocol.placement import FIRST, Place
 from lamina.request import CompletionOutput, SamplingParams
 
@@ -31,6 +32,9 @@ class Sequence:
     place: Place = FIRST  # of its KV on the memory workers
     num_scheduled: int = 0  # positions whose KV is stored or on its way
     num_cached: int = 0  # of these, those whose KV was there when it was admitted
+    sparse: bool = False  # in most layers it keeps some of its KV alone: nobody else may begin with that
+    scores: BlockScores | None = None  # of a sparse one that has had rows, under this id
+    awaits_scores: bool = False  # so it has no rows before memory workers have told and its blocks are dropped
     num_loading: int = 0  # whose KV is being loaded; it has no rows before that is done
     num_drawing: int = 0  # tokens being drawn by steps in flight
     prefill_worker: int | None = None  # that computes its prompt; it has no rows of its own before that is done
@@ -66,12 +70,12 @@ class Sequence:
 
     @property
     def wants_rows(self) -> bool:
-        """False while a prefill worker has it or its KV is being loaded, once the last token that it may have is known
-        or being drawn, and where its next token is not drawn but chosen, until it is.
+        """False while a prefill worker has it, its KV is being loaded or its blocks are scored, once the last token
+        that it may have is known or being drawn, and where its next token is not drawn but chosen, until it is.
         """
         promised = len(self.tokens) + self.num_drawing
         ended = self.finished or promised >= self.max_len or (self.held and self.num_drawing > 0)
-        waits = self.prefill_worker is not None or self.num_loading > 0
+        waits = self.prefill_worker is not None or self.num_loading > 0 or self.awaits_scores
         return not ended and not waits and self.num_scheduled < promised
 
     @property
@@ -115,6 +119,7 @@ class Sequence:
         """Forget all that is in flight; ``kept`` tokens of its KV are there. Behind prefill workers it begins anew."""
         self._want_logits_again()
         whole = self.prefill_worker is None and kept >= self.num_cached  # others may hold the blocks that it began with
+        whole = whole and not self.sparse  # what it has lost is needed to compute the rest again
         self.num_scheduled = min(self.num_scheduled, kept) if whole else 0
         self.num_drawing = self.num_prefilling = self.num_loading = 0
         self.outdated = False
@@ -126,6 +131,7 @@ class Sequence:
         self.id = -1
         self.num_scheduled = self.num_cached = self.num_loading = 0
         self.num_told = -1
+        self.scores, self.awaits_scores = None, False
 
     def _want_logits_again(self) -> None:
         """Behind the last token: nobody has chosen by the old ones."""

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from lamina.protocol.control import ComputeReady, RunRound, StepDone
 from lamina.protocol.groups import Capacity
 from lamina.protocol.plan import Keep
+from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import Transferred
 
 
@@ -44,9 +45,10 @@ class Wire(Protocol):
         """Queue a chunk of a prompt for a prefill worker; a RunRound of one step. Else as ``submit``."""
         ...
 
-    def wait(self) -> StepDone | Transferred | ViewChanged:
+    def wait(self) -> StepDone | Transferred | Scored | ViewChanged:
         """The next step that is done, of compute or prefill workers, or the next transfer that has ended on a memory
-        worker; some must be in flight. Raises WorkerError when a worker is lost and cannot be replaced.
+        worker, or what one tells of scores; some must be in flight. Raises WorkerError when a worker is lost and cannot
+        be replaced.
         """
         ...
 

@@ -231,6 +231,8 @@ class Elastic:
             raise NotInPlaceError("--context-overflow cuts sessions at stripes")
         if config.tier.medium:
             raise NotInPlaceError("KV is kept beside the pool")
+        if config.kv.evicts:
+            raise NotInPlaceError("--kv-sparsity evict has sequences that cannot be moved")
         if config.devices.memory_device != "cpu":
             raise NotInPlaceError(f"KV is on --memory-device {config.devices.memory_device}")
         if any(bind.partition.stays for bind in self._cohort.binds):
@@ -324,4 +326,7 @@ def _bounds(binds: Sequence[Bind]) -> list[Bound]:
     from lamina.memory.store import form_of  # it needs torch, which whoever only starts workers does without
 
     forms = [form_of(bind, bind.kv_bytes) for bind in binds]
-    return [Bound(windows=f.windows, lanes=f.lanes, stripe=f.stripe, num_blocks=f.num_blocks) for f in forms]
+    return [
+        Bound(windows=f.windows, lanes=f.lanes, sparse=f.sparse, stripe=f.stripe, num_blocks=f.num_blocks)
+        for f in forms
+    ]

@@ -22,13 +22,14 @@ from lamina.protocol.control import (
     Trace,
 )
 from lamina.protocol.recut import Recutted, RoomMade
+from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import StoredPages, Transferred
 
 from .launchers import WorkerHandle
 
 FROM_WORKERS = (
     MemoryReady | Loaded | ComputeReady | Progress | StepDone | Stats | ClockTime | Rate | Trace
-    | Halted | Broken | Failed | StoredPages | Transferred | RoomMade | Recutted
+    | Halted | Broken | Failed | StoredPages | Transferred | Scored | RoomMade | Recutted
 )  # fmt: skip
 
 

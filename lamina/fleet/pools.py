@@ -17,6 +17,7 @@ from lamina.observe.trace import Event, Recorder
 from lamina.protocol.control import AskClock, AskStats, ClockTime, ComputeReady, RunRound, Stats, StepDone
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.plan import Keep
+from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import Transferred
 
 from .arrivals import Arrivals
@@ -25,7 +26,7 @@ from .counters import Counters
 from .elastic import Elastic
 from .members import JOIN_AFTER_LOSS_S, JOIN_S, BadInputError, LostError, Member, Members
 from .supervise import Supervisor
-from .tiers import num_transfers
+from .tiers import num_reports
 
 STATS_S = 5.0
 GRACE_S = 1.0  # a worker that waits for another one in vain knows more than we do: let it speak first
@@ -79,7 +80,7 @@ class Pools:
     def _expect_nothing(self) -> None:
         self._counters = Counters(self._members, self._clock)
         self._arrivals = Arrivals()
-        self._transfers, self._moved_at = 0, 0.0  # reports of memory workers that are to come, and the last one's time
+        self._reports, self._moved_at = 0, 0.0  # reports of memory workers that are to come, and the last one's time
         self._chunks = [0] * self._config.topology.prefill_workers  # in flight, by prefill worker
         self._since = [0.0 for _ in self._chunks]  # when the first of them began to be the next one that is done
 
@@ -115,7 +116,7 @@ class Pools:
     def submit(self, new: RunRound) -> None:
         """Queue a round for the compute workers. Where one is lost, ``wait`` says so."""
         self._arrivals.expect(new)
-        self._expect_transfers(num_transfers(new) * len(self._members.memory))
+        self._expect_reports(num_reports(new) * len(self._members.memory))
         with self._or_note():
             for member in self._members.compute:
                 self._members.send(member, new)
@@ -128,17 +129,17 @@ class Pools:
         with self._or_note():
             self._members.send(self._members.prefill[worker], new)
 
-    def _expect_transfers(self, reports: int) -> None:
-        if reports and not self._transfers:
+    def _expect_reports(self, reports: int) -> None:
+        if reports and not self._reports:
             self._moved_at = self._clock()
-        self._transfers += reports
+        self._reports += reports
 
-    def wait(self) -> StepDone | Transferred | ViewChanged:
-        """The next step or transfer that has ended, or the loss of a worker. Raises WorkerError when one cannot be
-        replaced.
+    def wait(self) -> StepDone | Transferred | Scored | ViewChanged:
+        """The next step, transfer or score that has ended, or the loss of a worker. Raises WorkerError when one cannot
+        be replaced.
         """
         start = self.tracer.recorder.now()
-        done: StepDone | Transferred | None = None
+        done: StepDone | Transferred | Scored | None = None
         with self._lock:
             if self._loss is None and not self.elastic.due():
                 with self._or_note():
@@ -210,11 +211,11 @@ class Pools:
         finally:
             self.recovering = False
 
-    def _next_done(self) -> StepDone | Transferred:
+    def _next_done(self) -> StepDone | Transferred | Scored:
         while (done := self._arrivals.take()) is None:
             done = self._receive()
-            if isinstance(done, Transferred):
-                self._transfers, self._moved_at = self._transfers - 1, self._clock()
+            if isinstance(done, Transferred | Scored):
+                self._reports, self._moved_at = self._reports - 1, self._clock()
                 return done
             if done.batch >= self._batches:  # of a prefill worker, whose only link keeps the order
                 break
@@ -225,23 +226,23 @@ class Pools:
     def _receive(self) -> Any:
         limit, steps = self._config.deadlines.step_timeout_s, len(self._arrivals)
         owing = self._prefilling
-        what = "a step" if steps else "a chunk of a prompt" if owing else "KV to be saved or loaded"
-        if steps or not (owing or self._transfers):
+        what = "a step" if steps else "a chunk of a prompt" if owing else "KV to be saved, loaded or scored"
+        if steps or not (owing or self._reports):
             owing = self._members.compute + owing
-        if self._transfers:
+        if self._reports:
             owing = owing + self._members.memory
         said = f"for {what} (--step-timeout-s {limit:g})"
-        return self._members.wait_for(owing, StepDone | Transferred, limit + GRACE_S, said)
+        return self._members.wait_for(owing, StepDone | Transferred | Scored, limit + GRACE_S, said)
 
     def _note(self, done: StepDone) -> None:
         """Steps of compute workers must not hide that a prefill worker hangs. One that has answered does not, however
         long the driver has not listened.
         """
         now, limit, first = self._clock(), self._config.deadlines.step_timeout_s, self._batches
-        if self._transfers and now - self._moved_at > limit + GRACE_S:
+        if self._reports and now - self._moved_at > limit + GRACE_S:
             silent = [m for m in self._members.memory if not self._members.has_news(m)]
             if silent:
-                raise self._members.late(silent, f"to save or load KV (--step-timeout-s {limit:g})")
+                raise self._members.late(silent, f"to save, load or score KV (--step-timeout-s {limit:g})")
         if done.batch >= first:
             self._chunks[done.batch - first] -= 1
             self._since[done.batch - first] = now
@@ -293,7 +294,7 @@ class Pools:
             return list(self._members)
         steps = len(self._arrivals) > 0
         computing = self._members.compute * steps + self._prefilling
-        return self._members.memory + computing if computing or self._transfers else computing
+        return self._members.memory + computing if computing or self._reports else computing
 
     @property
     def _prefilling(self) -> list[Member]:

@@ -47,5 +47,5 @@ def as_one(ranks: Sequence[ComputeReady], topology: TopologyOptions) -> ComputeR
         )  # fmt: skip
     if len(ranks) > 1:
         log.info("--collective %s: %s", topology.collective, ranks[0].summary["collective"])
-    capacities = [Capacity(r.windows, r.lanes, r.stripe, r.stays, r.num_blocks, r.holders) for r in ranks]
+    capacities = [Capacity(r.windows, r.lanes, r.stripe, r.stays, r.sparse, r.num_blocks, r.holders) for r in ranks]
     return msgspec.structs.replace(ranks[0], **of_all_ranks(capacities)._asdict())

@@ -12,7 +12,7 @@ from lamina.kv.pages import PAGE
 from lamina.kv.store.folder import StoreFolder, store_secret
 from lamina.protocol.control import ComputeReady, RunRound
 from lamina.protocol.options import EngineConfig
-from lamina.protocol.plan import Export, Import
+from lamina.protocol.plan import Export, Import, Score
 from lamina.protocol.tier_options import TierOptions
 from lamina.protocol.tiers import StoredPages, TierFacts, TierPlace
 
@@ -71,6 +71,6 @@ def _secret_of(options: TierOptions) -> bytes:
         folder.close()
 
 
-def num_transfers(new: RunRound) -> int:
-    """That a round begins on each memory worker."""
-    return sum(isinstance(op, Export | Import) for step in new.steps for op in step.plan.ops)
+def num_reports(new: RunRound) -> int:
+    """Of each memory worker, on what a round begins: transfers, and scores."""
+    return sum(isinstance(op, Export | Import | Score) for step in new.steps for op in step.plan.ops)

@@ -80,6 +80,7 @@ class RowTable:
 
     Sequence i of the step has rows ``row[i] .. row[i] + count[i]``, at positions from ``first[i]``. Column j of its
     block table holds the tokens from ``origin[i] + j * block_size``; columns that no query sees hold the null block.
+    Of a sequence that has lost blocks (protocol.sparse_ops) nothing but what is kept is counted: positions close ranks.
     """
 
     window: int
@@ -128,6 +129,8 @@ def row_table(
     first = np.array([r.first for r in rows], np.int64)
     count = np.array([r.count for r in rows], np.int64)
     low, stop = np.array(list(zip(*(ranges or [(0, r.first) for r in rows]), strict=True)), np.int64).reshape(2, -1)
+    gone = np.array([len(tables.dropped(group, r.sequence)) * size for r in rows], np.int64)
+    first, low, stop = first - gone, np.maximum(low - gone, 0), stop - gone
     seen = np.clip(first - window + 1 if window else low, low, stop)
     origin = seen // align * align
     width = -(-(stop - origin).max(initial=0) // align) * (align // size)
@@ -136,7 +139,7 @@ def row_table(
         if seen[i] < stop[i]:
             lo, hi = int(seen[i]) // size, -(-int(stop[i]) // size)
             at = lo - int(origin[i]) // size
-            table[i, at : at + hi - lo] = tables.block_ids(group, r.sequence, lo, hi)
+            table[i, at : at + hi - lo] = tables.block_ids(group, r.sequence, lo, hi + int(gone[i]) // size)
     return RowTable(window, size, null, np.cumsum(count) - count, first, count, seen, stop, origin, table)
 
 

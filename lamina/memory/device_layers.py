@@ -64,6 +64,7 @@ class DeviceLayers:
             step.finish(layer, stored, q, rows, out[:cut], out[cut:])
             self.wire.send(due[2], out)
         step.write(layer, rows)
+        step.score(layer, q)
 
     def _receive(self, line: Tensor, nbytes: int) -> Tensor:
         if not nbytes:

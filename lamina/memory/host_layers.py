@@ -76,6 +76,7 @@ class HostLayers:
             meter.add("bytes_sent", messages.o_bytes)
         with meter.time("write_s"):
             step.write(layer, rows)
+            step.score(layer, q)
         trace.add(Event.WRITE, start, step.plan, layer)
         for arrival in (q_arrival, kv_arrival):
             if arrival:

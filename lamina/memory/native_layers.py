@@ -51,7 +51,10 @@ class NativeLayers(HostLayers):
     """The Layers of a session whose messages are in host memory. Only where ``can_be_native``."""
 
     def run(self, steps: Sequence[Step]) -> None:
-        """All layers of a round."""
+        """All layers of a round; those that are scored in Python, since the loop hands out no Q."""
+        if any(step.scoring for step in steps):
+            super().run(steps)
+            return
         loop, grants = self._loop, self._grants
         loop.begin(tuple(self._native(step) for step in steps))
         try:

@@ -30,6 +30,7 @@ from lamina.protocol.plan import (
     encode,
 )
 from lamina.protocol.resolve import LayerPath, layer_path
+from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tables import NoBlocksError, PlanError
 from lamina.workers.wire import LayerWire, can_be_direct
 
@@ -83,6 +84,7 @@ class Session:
         self._store = self._bind(open_store)
         self._device_layers: DeviceLayers | None = None
         self.transfers: Transfers | None = None  # set before ``run``, where pages are kept beside the pool
+        self.report: Callable[[Scored], None] = lambda scored: None  # to the driver; set before ``run``
 
     @property
     def missing(self) -> int:
@@ -138,7 +140,10 @@ class Session:
         """Serve rounds until a channel ends. All have joined."""
         layers = self._device_layers or self._host_layers()
         while True:
-            layers.run(self._round(layers))
+            steps = self._round(layers)
+            layers.run(steps)
+            for scored in (x for step in steps for x in step.scoring.answers()):
+                self.report(scored)
 
     def _host_layers(self) -> Layers:
         replicas = self._channels[: self._store.bind.replicas]

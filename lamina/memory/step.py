@@ -16,6 +16,7 @@ from lamina.protocol.codec import Messages
 from lamina.protocol.layout import Layout
 from lamina.protocol.plan import Rows, StepPlan
 
+from .scoring import Scoring
 from .store import Store, StoredPiece
 from .write import WritePlace, Writes, Written, layouts_of
 
@@ -37,6 +38,7 @@ class Step:
         layouts = layouts_of(store, plan.rows)
         self._writes = Writes(store, layouts)
         self.groups = [GroupStep(store, g, x) for g, x in enumerate(layouts)]
+        self.scoring = Scoring(store, plan)
         self._stored_bytes: dict[int, int] = {}  # by layer, of those that are alike one
 
     @property
@@ -78,6 +80,11 @@ class Step:
     def write(self, layer: int, rows: list[Written]) -> None:
         """Store them at their positions."""
         self._writes.write(layer, rows)
+
+    def score(self, layer: int, q: Tensor) -> None:
+        """Add what the layer says, once its rows are written, to what the plan asks for. ``q``: of a message."""
+        if self.scoring:
+            self.scoring.add([(piece, whole) for piece, _, (whole, _) in self._q(layer, q)])
 
     def finish(
         self, layer: int, stored: list[Stored], q: Tensor, kv: list[Written], partial: Tensor, final: Tensor

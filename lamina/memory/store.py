@@ -39,6 +39,7 @@ from lamina.protocol.plan import (
     Shift,
     StepPlan,
 )
+from lamina.protocol.sparse import most_kept, sparse_layers
 from lamina.protocol.tables import BlockTables, PlanError
 from lamina.workers.devices import CPU, FREE_PART
 from lamina.workers.staging import NOTHING, open_staging
@@ -93,7 +94,7 @@ class Store:
         self.pieces = form.pieces
         self.alike = [self.pieces.index(x) for x in self.pieces]  # layer -> the first one that has the same
         size, stays = bind.kv.block_size, partition.stays
-        self.tables = BlockTables(form.windows, form.num_blocks, size, form.lanes, form.stripe, stays)
+        self.tables = BlockTables(form.windows, form.num_blocks, size, form.lanes, form.stripe, stays, form.sparse)
         self.layers: list[list[StoredPiece]] = []
         if slabs is None:
             for _ in bind.layers:
@@ -104,6 +105,7 @@ class Store:
             lanes=form.lanes,
             stripe=form.stripe,
             stays=stays,
+            sparse=form.sparse,
             num_blocks=form.num_blocks,
             backend=name_of(self.backend),
             kv_bytes=kv_bytes,
@@ -218,6 +220,7 @@ class StoreForm(NamedTuple):
 
     windows: list[int]
     lanes: list[Lanes]
+    sparse: list[bool]
     stripe: int  # in blocks
     pieces: list[tuple[HeldPiece, ...]]  # by layer
     num_blocks: list[int]  # by group
@@ -226,13 +229,17 @@ class StoreForm(NamedTuple):
 def form_of(bind: Bind, kv_bytes: int) -> StoreForm:
     """Of the store that ``bind`` asks for, in ``kv_bytes`` of memory. Raises as Store."""
     groups, size = list[Group](), bind.kv.block_size
-    pieces = held_pieces(bind.layers, [layer_window(x) for x in bind.layers], bind.partition, bind.worker, groups)
+    seen = [layer_window(x) for x in bind.layers]
+    layers = sparse_layers(bind.layers, seen, bind.kv)
+    pieces = held_pieces(bind.layers, seen, bind.partition, bind.worker, groups, layers)
     if not groups:
         raise ProtocolError(f"the partition has nothing for memory worker {bind.worker}")
     block_bytes, kv_dtype = [0] * len(groups), stored_dtype(bind.kv.kv_cache_dtype, DTYPES[bind.dtype])
     for piece in (p for layer in pieces for p in layer):
         block_bytes[piece.group] += size * piece.kv_heads * head_bytes(piece.qk_dim, piece.v_dim, kv_dtype)
-    windows, lanes = [g.window for g in groups], [g.lanes for g in groups]
+    windows, lanes, sparse = [g.window for g in groups], [g.lanes for g in groups], [g.sparse for g in groups]
+    if any(g.sparse and not g.lanes.all for g in groups):
+        raise ValueError(f"--kv-sparsity evict: memory worker {bind.worker} has not all tokens of its heads")
     stripe = bind.partition.stripe * CHUNK_TOKENS // size
     num_blocks = split_memory(
         kv_bytes,
@@ -244,8 +251,9 @@ def form_of(bind: Bind, kv_bytes: int) -> StoreForm:
         block_size=size,
         max_rows=bind.max_rows,
         max_len=bind.max_model_len,
+        most_kept=[most_kept(bind.kv) * g.sparse for g in groups],
     )
-    return StoreForm(windows, lanes, stripe, pieces, num_blocks)
+    return StoreForm(windows, lanes, sparse, stripe, pieces, num_blocks)
 
 
 def shapes_by_layer(bind: Bind) -> list[list[Shape]]:

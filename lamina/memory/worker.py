@@ -22,6 +22,7 @@ from lamina.observe.trace import OFF, Recorder
 from lamina.protocol.control import Connect
 from lamina.protocol.plan import Bind, ProtocolError
 from lamina.protocol.recut import Recut
+from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import MOST_LISTED, StoredPages, TierPlace, Transferred
 from lamina.workers.devices import CPU, FREE_PART
 from lamina.workers.view import ViewDoor, ViewFabric, ViewListener
@@ -43,7 +44,7 @@ class MemoryWorker:
         device: torch.device = CPU,
         trace: Recorder = OFF,
         share: float = FREE_PART,
-        report: Callable[[StoredPages | Transferred], None] = lambda message: None,
+        report: Callable[[StoredPages | Transferred | Scored], None] = lambda message: None,
     ) -> None:
         """``share``: see Store. ``report``: to the driver, from any thread."""
         self.device, self._share, self._report = device, share, report
@@ -102,7 +103,7 @@ class MemoryWorker:
             with torch.inference_mode():
                 open_store = partial(self._open_store, meeting)
                 session = Session(_first(listener), open_store, self._meter, self._trace, meeting.view, meeting.joining)
-                session.transfers = self._transfers
+                session.transfers, session.report = self._transfers, self._report
                 while session.missing:
                     self._join(session, listener)
                 session.run()

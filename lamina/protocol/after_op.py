@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .extents import Extent, Extents, PlanError
-from .plan import BlockOp, Expect, Export, Fork, Free, Grant, Import, New, SequenceOp, Shift, Truncate
+from .plan import BlockOp, Expect, Export, Fork, Free, Grant, Import, New, Prune, SequenceOp, Shift, Truncate
 
 
 def after_op(
@@ -27,7 +27,9 @@ def after_op(
         case Fork():
             if known(op.sequence) is not None:
                 raise PlanError(f"new sequence {op.sequence} exists already")
-            if existing(known(op.source), op.source).length < op.length:
+            source = existing(known(op.source), op.source)
+            extents.check_whole(source, op)
+            if source.length < op.length:
                 raise PlanError(f"cannot fork {op.length} tokens of sequence {op.source}: it has fewer")
             return forked(op)
         case Free():
@@ -35,15 +37,19 @@ def after_op(
             return None
         case Truncate():
             extent = existing(known(op.sequence), op.sequence)
+            extents.check_whole(extent, op)
             if not 0 <= op.length <= extent.length:
                 raise PlanError(f"cannot truncate sequence {op.sequence} of {extent.length} tokens to {op.length}")
             return replace(extent, length=op.length) if op.length else extents.empty
         case Shift():
             return shifted(op)
+        case Prune():
+            return extents.pruned(existing(known(op.sequence), op.sequence), op)
         case Grant() | Import():
             return extents.advance(existing(known(op.sequence), op.sequence), op.rows)
         case Export():
             extent = existing(known(op.sequence), op.sequence)
+            extents.check_whole(extent, op)
             if not 0 <= op.first < op.first + op.count <= extent.length:
                 raise PlanError(
                     f"cannot save tokens {op.first}..{op.first + op.count} of sequence {op.sequence} of "

@@ -28,13 +28,16 @@ def split_memory(
     block_size: int,
     max_rows: int,
     max_len: int,
+    most_kept: Sequence[int] = (),
 ) -> list[int]:
     """Blocks for every group out of ``kv_bytes``; ``block_bytes[g]`` is the size of one block in all layers of group g.
 
     A group's store has one block more, the null block, which counts against ``kv_bytes`` too. Every group can hold one
     sequence of ``max_len`` tokens; where others lend (``stays``), a stripe of it. What is left is shared out for
     sequences of a quarter of that length, spread evenly over the lanes: with longer ones the groups without a window
-    run out first, with shorter ones the others.
+    run out first, with shorter ones the others. ``most_kept[g]``: tokens that a sequence has there once blocks were
+    dropped, 0 = all; where there are such groups, what is left is for sequences of full length, since long ones are
+    what they are for, and each has room for one prompt on its way.
     Raises ValueError where ``kv_bytes`` cannot hold one sequence.
     """
 
@@ -54,8 +57,10 @@ def split_memory(
             f"{kv_bytes} bytes of KV memory cannot hold one sequence of {max_len} tokens, which needs {need} bytes on "
             f"each memory worker: raise --kv-memory or lower --max-model-len"
         )
-    quarter, dealt = most(-(-max_len // 4), everything), stripe > 0 and not stays
-    typical = [n * (1.0 if dealt else x.portion) for n, x in zip(quarter, lanes, strict=True)]
+    kept = most_kept if any(most_kept) else [0] * len(lanes)
+    usual, dealt = most(max_len if any(kept) else -(-max_len // 4), everything), stripe > 0 and not stays
+    usual = [min(n, -(-k // block_size)) if k else n for n, k in zip(usual, kept, strict=True)]
+    typical = [n * (1.0 if dealt else x.portion) for n, x in zip(usual, lanes, strict=True)]
     more = (kv_bytes - need) / sum(n * b for n, b in zip(typical, block_bytes, strict=True))
     return [n + int(t * more) for n, t in zip(counts, typical, strict=True)]
 

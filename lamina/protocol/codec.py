@@ -27,10 +27,13 @@ FP32_BYTES = 4
 
 
 class Group(NamedTuple):
-    """Pieces of one window length, in tokens, and the same lanes have the same rows in every step."""
+    """Pieces of one window length, in tokens, and the same lanes have the same rows in every step. Those of ``sparse``
+    layers have blocks of their own.
+    """
 
     window: int
     lanes: Lanes
+    sparse: bool = False
 
 
 class HeldPiece(NamedTuple):
@@ -53,16 +56,21 @@ class HeldPiece(NamedTuple):
 
 
 def held_pieces(
-    layers: Sequence[LayerShape], windows: Sequence[int], partition: Partition, worker: int, groups: list[Group]
+    layers: Sequence[LayerShape],
+    windows: Sequence[int],
+    partition: Partition,
+    worker: int,
+    groups: list[Group],
+    sparse: Sequence[bool] = (),
 ) -> list[tuple[HeldPiece, ...]]:
-    """The pieces of ``worker`` by layer, each in the order of heads. ``windows``: by layer. ``groups`` grows by those
-    that are new.
+    """The pieces of ``worker`` by layer, each in the order of heads. ``windows``, ``sparse``: by layer; the rows of
+    messages are the same without the latter. ``groups`` grows by those that are new.
     """
     found = list[tuple[HeldPiece, ...]]()
     for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
         here = list[HeldPiece]()
         for piece in partition.pieces(index, worker):
-            group = Group(window, piece.lanes)
+            group = Group(window, piece.lanes, bool(sparse) and sparse[index])
             if group not in groups:
                 groups.append(group)
             each, dims = layer.q_heads // layer.kv_heads, (layer.qk_dim, layer.v_dim)

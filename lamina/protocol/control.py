@@ -202,6 +202,7 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
     lanes: list[Lanes]
     stripe: int
     stays: bool = False
+    sparse: list[bool] = []
     num_blocks: list[list[int]]  # group -> blocks, by holder
     holders: list[list[int]]  # group -> memory workers
     block_size: int

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from .block_counts import blocks_of_one
 from .partition import Lanes
 from .placement import FIRST, Deal, Place, Placement
-from .plan import Keep, Rows, Shift
+from .plan import Keep, Prune, Rows, Shift
 
 
 class PlanError(ValueError):
@@ -27,13 +29,23 @@ class Extent:
     first: int  # first position of its last rows: a replay of them must still find its window
     starts: tuple[int, ...]
     place: Place = FIRST
+    dropped: tuple[int, ...] = ()  # of these, blocks that sparse groups keep no more, ascending
 
 
 class Extents:
     """The arithmetic of extents where group g keeps what lies in ``lanes[g]``, and sees ``windows[g]`` tokens."""
 
-    def __init__(self, windows: Sequence[int], block_size: int, lanes: Sequence[Lanes], placement: Placement) -> None:
+    def __init__(
+        self,
+        windows: Sequence[int],
+        block_size: int,
+        lanes: Sequence[Lanes],
+        placement: Placement,
+        sparse: Sequence[bool] = (),
+    ) -> None:
+        """``sparse[g]``: whether blocks may be dropped; such a group has no window, and all lanes. Empty: none."""
         self._windows, self._block_size = windows, block_size
+        self._sparse = tuple(sparse) or (False,) * len(windows)
         self._lanes, self._placement = lanes, placement
         self._deals = [Deal(x, placement) for x in lanes]
         self._windowed = any(windows)
@@ -54,10 +66,13 @@ class Extents:
         if extent is None:
             return (0,) * len(self._windows)
         stop = -(-extent.length // self._block_size)
-        return tuple(
+        held = (
             deal.kept(extent.place, stop) - deal.kept(extent.place, min(start, stop))
             for deal, start in zip(self._deals, extent.starts, strict=True)
         )
+        if not extent.dropped:
+            return tuple(held)
+        return tuple(n - len(extent.dropped) * sparse for n, sparse in zip(held, self._sparse, strict=True))
 
     def behind(self, extent: Extent, length: int) -> list[int]:
         """Blocks behind the first ``length`` tokens, which are whole blocks."""
@@ -74,6 +89,7 @@ class Extents:
 
     def shifted(self, extent: Extent, op: Shift) -> Extent:
         """Once ``op`` has taken out tokens and moved what is behind them. Raises PlanError."""
+        self.check_whole(extent, op)
         size = self._block_size
         unit = size * max(1, self._placement.stripe * self._placement.num_lanes)
         if op.first < 0 or op.count < 1 or op.first % size or op.count % unit or extent.place.moved:
@@ -91,11 +107,15 @@ class Extents:
     def index(self, group: int, extent: Extent, number: int) -> int:
         """Of the block ``number`` of a sequence, counted from its token 0, in the table of what ``group`` keeps."""
         deal = self._deals[group]
-        return deal.kept(extent.place, number) - deal.kept(extent.place, extent.starts[group])
+        at = deal.kept(extent.place, number) - deal.kept(extent.place, extent.starts[group])
+        return at - bisect_left(extent.dropped, number) if extent.dropped and self._sparse[group] else at
 
     def numbers(self, group: int, extent: Extent) -> list[int]:
         """The blocks of a sequence that a group keeps, counted from its token 0."""
         numbers, stripe = range(extent.starts[group], -(-extent.length // self._block_size)), self._placement.stripe
+        if extent.dropped and self._sparse[group]:
+            gone = set(extent.dropped)
+            return [n for n in numbers if n not in gone]
         if not stripe:
             return list(numbers) if extent.place.lane in self._lanes[group] else []
         stripes = range(numbers.start // stripe, -(-numbers.stop // stripe))
@@ -104,7 +124,7 @@ class Extents:
 
     def covers(self, extent: Extent, part: Extent) -> bool:
         """Whether who holds ``extent`` holds all of ``part``, of the same sequence, which may lie elsewhere."""
-        if extent.length < part.length:
+        if extent.length < part.length or extent.dropped != part.dropped:
             return False
         if extent.place == part.place:
             held = zip(self.held(part), extent.starts, part.starts, strict=True)
@@ -124,12 +144,17 @@ class Extents:
         if row.first > extent.length:
             raise PlanError(f"sequence {row.sequence} has {extent.length} tokens, its rows start at {row.first}")
         starts, place = extent.starts, extent.place
+        if extent.dropped and row.first // self._block_size <= extent.dropped[-1]:
+            raise PlanError(
+                f"sequence {row.sequence}: position {row.first} is not behind block {extent.dropped[-1]}, which was "
+                f"dropped: free it and build it again"
+            )
         if self._windowed:
             starts = self._starts(extent, row)
         if row.place != place:
             self.check_place(row)
             place = row.place
-        return Extent(row.first + row.count, row.first, starts, place)
+        return Extent(row.first + row.count, row.first, starts, place, extent.dropped)
 
     def in_block(self, extent: Extent, row: Rows) -> bool:
         """Whether ``row`` goes on in the last block that is held, where no window gives any back: a quick look, by
@@ -151,6 +176,24 @@ class Extents:
             unseen = min(extent.first, row.first) - window + 1 if window else 0
             starts.append(max(start, unseen // self._block_size))
         return tuple(starts)
+
+    def pruned(self, extent: Extent, op: Prune) -> Extent:
+        """Once ``op`` has dropped blocks. Raises PlanError."""
+        if not any(self._sparse):
+            raise PlanError(f"sequence {op.sequence} is to lose blocks, and no layer is sparse")
+        whole, gone = extent.length // self._block_size, set(extent.dropped)
+        ascend = all(a < b for a, b in pairwise([-1, *op.blocks]))
+        if not op.blocks or not ascend or op.blocks[-1] >= whole or not gone.isdisjoint(op.blocks):
+            raise PlanError(
+                f"sequence {op.sequence} of {whole} whole blocks, {len(gone)} of them dropped, cannot lose {op.blocks}"
+            )
+        return replace(extent, dropped=tuple(sorted(gone.union(op.blocks))))
+
+    @staticmethod
+    def check_whole(extent: Extent, op: object) -> None:
+        """Raises PlanError where some of a sequence was dropped: it is no source of anything."""
+        if extent.dropped:
+            raise PlanError(f"{len(extent.dropped)} blocks were dropped of a sequence, and then comes {op}")
 
     def check_place(self, row: Rows) -> None:
         """Raises PlanError where a sequence cannot lie so."""

@@ -19,6 +19,7 @@ class Capacity(NamedTuple):
     lanes: list[Lanes]
     stripe: int
     stays: bool
+    sparse: list[bool]
     num_blocks: list[list[int]]  # group -> blocks, by holder
     holders: list[list[int]]  # group -> memory workers
 
@@ -38,7 +39,13 @@ def together(bounds: Sequence[Bound], number: Callable[[int], int] = int) -> Cap
     """What the memory workers of one rank, in their order, have said. ``number``: of the order, among all workers."""
     alone = [
         Capacity(
-            b.windows, b.lanes, b.stripe, b.stays, [[n] for n in b.num_blocks], [[number(worker)] for _ in b.windows]
+            b.windows,
+            b.lanes,
+            b.stripe,
+            b.stays,
+            b.sparse,
+            [[n] for n in b.num_blocks],
+            [[number(worker)] for _ in b.windows],
         )
         for worker, b in enumerate(bounds)
     ]
@@ -47,17 +54,20 @@ def together(bounds: Sequence[Bound], number: Callable[[int], int] = int) -> Cap
 
 def of_all_ranks(ranks: Sequence[Capacity]) -> Capacity:
     """The capacity of all ranks' memory workers, from those of each: they hold the same tokens, of other heads."""
-    found: dict[tuple[int, Lanes], tuple[list[int], list[int]]] = {}
+    found: dict[tuple[int, Lanes, bool], tuple[list[int], list[int]]] = {}
     for each in ranks:
-        for window, lanes, counts, holders in zip(each.windows, each.lanes, each.num_blocks, each.holders, strict=True):
-            blocks, workers = found.setdefault((window, lanes), ([], []))
+        sparse = each.sparse or [False] * len(each.windows)
+        keys = zip(each.windows, each.lanes, sparse, strict=True)
+        for key, counts, holders in zip(keys, each.num_blocks, each.holders, strict=True):
+            blocks, workers = found.setdefault(key, ([], []))
             blocks += counts
             workers += holders
     return Capacity(
-        [window for window, _ in found],
-        [lanes for _, lanes in found],
+        [window for window, _, _ in found],
+        [lanes for _, lanes, _ in found],
         ranks[0].stripe,
         ranks[0].stays,
+        [sparse for _, _, sparse in found],
         [blocks for blocks, _ in found.values()],
         [workers for _, workers in found.values()],
     )

@@ -30,9 +30,10 @@ class HeldBlocks:
         lanes: Sequence[Lanes] | None = None,
         stripe: int = 0,
         stays: bool = False,
+        sparse: Sequence[bool] = (),
     ) -> None:
         """``windows[g]`` in tokens (0 = all), ``num_blocks[g]`` KV blocks for group g; ``lanes`` None = all of them in
-        every group. ``stays``: see Placement.
+        every group. ``stays``: see Placement; ``sparse``: see Extents.
         """
         lanes = [Lanes()] * len(windows) if lanes is None else lanes
         same = len(windows) == len(num_blocks) == len(lanes) > 0
@@ -44,7 +45,10 @@ class HeldBlocks:
         self.lanes = tuple(lanes)
         self.stripe = stripe
         self.placement = Placement(num_lanes(lanes), stripe, stays)
-        self._extents = Extents(self.windows, block_size, self.lanes, self.placement)
+        self.sparse = tuple(sparse) or (False,) * len(windows)
+        if any(each and (w or not x.all) for each, w, x in zip(self.sparse, windows, lanes, strict=True)):
+            raise ValueError("block tables of sparse layers with a window, or of some lanes")
+        self._extents = Extents(self.windows, block_size, self.lanes, self.placement, self.sparse)
         self._sequences: dict[int, Extent] = {}
         self._last: dict[int, StepPlan] = {}  # batch -> its last plan
         self._tables: list[dict[int, array[int]]] = [{} for _ in windows]
@@ -79,9 +83,16 @@ class HeldBlocks:
         return self._extent(self._sequences, sequence).starts[group], self._tables[group][sequence]
 
     def block_ids(self, group: int, sequence: int, low: int, high: int) -> array[int]:
-        """The ids of blocks ``low .. high`` of the sequence, counted from its token 0, which are all kept."""
-        at = self._extents.index(group, self._extent(self._sequences, sequence), low)
-        return self._tables[group][sequence][at : at + high - low]
+        """The ids of blocks ``low .. high`` of the sequence, counted from its token 0, but for those that it has lost;
+        all others are kept.
+        """
+        extent = self._extent(self._sequences, sequence)
+        at, stop = (self._extents.index(group, extent, n) for n in (low, high))
+        return self._tables[group][sequence][at:stop]
+
+    def dropped(self, group: int, sequence: int) -> tuple[int, ...]:
+        """The blocks of the sequence that the group keeps no more, counted from its token 0, ascending."""
+        return self._extent(self._sequences, sequence).dropped if self.sparse[group] else ()
 
     def most_blocks(self, place: Place, length: int, max_rows: int) -> list[int]:
         """The most blocks by group that one sequence at ``place``, of up to ``length`` tokens, holds."""

@@ -33,6 +33,7 @@ from .declare import (
 )
 from .overflow_options import OverflowOptions
 from .partition import PARTITIONS
+from .sparsity_options import SparsityOptions
 from .tier_options import TierOptions
 
 _T = TypeVar("_T")
@@ -68,7 +69,7 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     cuda_graphs: Annotated[bool, "on GPUs, slices of up to 256 rows run as CUDA graphs"] = True
 
 
-class KVOptions(Options, frozen=True, kw_only=True):
+class KVOptions(SparsityOptions, frozen=True, kw_only=True):
     """How memory workers store K and V and attend them."""
 
     kv_cache_dtype: Annotated[
@@ -86,6 +87,7 @@ class KVOptions(Options, frozen=True, kw_only=True):
         super().__post_init__()
         if CHUNK_TOKENS % self.block_size:
             raise ValueError(f"--block-size must divide {CHUNK_TOKENS}, not {self.block_size}: use 16, 32 or 64")
+        self.check_budget(self.block_size)
 
 
 class BatchingOptions(Options, frozen=True, kw_only=True):

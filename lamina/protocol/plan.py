@@ -39,8 +39,10 @@ import msgspec
 from .options import KVOptions
 from .partition import Lanes, Partition
 from .placement import FIRST, Place
+from .sparse_ops import Prune as Prune
+from .sparse_ops import Score as Score
 
-VERSION = 9
+VERSION = 10
 # Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
 GRANTS_AHEAD = 2
 MOST_PAGES = 64  # of a transfer
@@ -223,9 +225,9 @@ class Expect(msgspec.Struct, frozen=True, array_like=True, tag="expect"):
 
 
 Transfer = Export | Import
-BlockOp = New | Fork | Free | Truncate | Shift | Grant | Transfer  # what concerns blocks of the pool
+BlockOp = New | Fork | Free | Truncate | Shift | Grant | Transfer | Prune  # what concerns blocks of the pool
 MediumOp = Drop | Expect  # what concerns the medium alone
-SequenceOp = BlockOp | MediumOp
+SequenceOp = BlockOp | MediumOp | Score
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True):
@@ -328,10 +330,13 @@ class Direct(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to Bind: the capacity of every group (pieces of one window length and the same lanes)."""
+    """The answer to Bind: the capacity of every group (pieces of one window length and the same lanes, of sparse layers
+    or of others).
+    """
 
     windows: list[int]  # group -> window in tokens, 0 = all tokens
     lanes: list[Lanes]  # group -> whose KV it keeps
+    sparse: list[bool] = []  # group -> whether it is of sparse layers; empty: none is
     stripe: int  # KV blocks of a sequence that stay together; 0 = all
     stays: bool = False  # all do, but for stripes on loan
     num_blocks: list[int]  # group -> KV blocks
@@ -379,7 +384,8 @@ def decode_bound(data: bytes | memoryview) -> Bound:
         bound = _bound_decoder.decode(data)
     except msgspec.MsgspecError as e:
         raise ProtocolError(f"not a Bound: {e}") from e
-    if not len(bound.windows) == len(bound.lanes) == len(bound.num_blocks) or not all(x.pattern for x in bound.lanes):
+    sizes = {len(x) for x in (bound.windows, bound.lanes, bound.num_blocks, bound.sparse or bound.windows)}
+    if len(sizes) > 1 or not all(x.pattern for x in bound.lanes):
         raise ProtocolError(f"not a Bound: groups of {bound.windows}, {bound.lanes}, {bound.num_blocks}")
     return bound
 

@@ -30,6 +30,7 @@ def check_together(config: EngineConfig) -> None:
     _check_weights(config)
     _check_ranks(config)
     _check_prefixes(config)
+    _check_sparsity(config)
     _check_devices(config)
     _check_spares(config)
 
@@ -67,7 +68,12 @@ def check_model(config: EngineConfig, model: ModelLimits) -> int:
             f"use {' or '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
         )
     if heads:
-        PARTITIONS[topology.partition]([heads // size], topology.of_rank(topology.weights, 0), 1)
+        shared = PARTITIONS[topology.partition]([heads // size], topology.of_rank(topology.weights, 0), 1)
+        if config.kv.evicts and any(len(share.owners) > 1 for table in shared.tables for share in table):
+            raise ValueError(
+                f"--kv-sparsity evict scores blocks where all tokens of a head are, and {heads} KV heads cannot be "
+                f"dealt out whole: use --memory-workers, or --memory-weights, by which they can"
+            )
     # One sequence takes this for certain: a byte for each element, and no more tokens than the narrowest window has.
     need, workers = model.token_elements * min(max_len, model.window or max_len), topology.memory_workers
     if 0 < config.devices.kv_bytes() * workers < need:
@@ -199,6 +205,23 @@ def _check_overflow(config: EngineConfig) -> None:
         raise ValueError(f"{truncate} is not for ranks yet: leave out --tensor-parallel-size")
     if config.topology.prefill_workers:
         raise ValueError(f"{truncate} is not for prefill workers, whose KV nobody moves: leave out --prefill-workers")
+
+
+def _check_sparsity(config: EngineConfig) -> None:
+    if not config.kv.evicts:
+        return
+    evict = "--kv-sparsity evict"
+    if config.topology.partition != "head":
+        raise ValueError(
+            f"{evict} scores blocks where all tokens of a head are: use --partition head, not "
+            f"{config.topology.partition}"
+        )
+    if config.topology.prefill_workers:
+        raise ValueError(
+            f"{evict} is not for prefill workers, whose queries nobody scores: leave out --prefill-workers"
+        )
+    if config.overflow.truncates:
+        raise ValueError(f"{evict} leaves nothing for a session to go on with: leave out --context-overflow truncate")
 
 
 def _check_ranks(config: EngineConfig) -> None:

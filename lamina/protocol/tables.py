@@ -16,7 +16,7 @@ from .extents import Extent
 from .extents import NoBlocksError as NoBlocksError
 from .extents import PlanError as PlanError
 from .held_blocks import After, HeldBlocks
-from .plan import Fork, Free, Grant, Import, Keep, MediumOp, Rows, Shift, StepPlan
+from .plan import Fork, Free, Grant, Import, Keep, MediumOp, Prune, Rows, Score, Shift, StepPlan
 
 NOT_HERE = -1  # a block that is to be taken
 
@@ -134,6 +134,9 @@ class BlockTables(HeldBlocks):
         for op in plan.ops:
             if isinstance(op, MediumOp):
                 continue
+            if isinstance(op, Score):
+                self._check_score(plan, op)
+                continue
             if not isinstance(op, Shift | Free) and not shifted.keys().isdisjoint(touched(op)):
                 raise PlanError(f"a sequence is shifted in step {plan.step}: it may be freed, and no {op}")
             if op.sequence in forked and not isinstance(op, Free):
@@ -146,6 +149,8 @@ class BlockTables(HeldBlocks):
                 shared |= dict.fromkeys((op.sequence, op.source), op.length)
             elif isinstance(op, Grant | Import):
                 self._check_alone(op.rows, shared)
+            elif isinstance(op, Prune) and op.sequence in shared:
+                raise PlanError(f"sequence {op.sequence} is forked and loses blocks in step {plan.step}")
         seen: set[int] = set(shifted)
         shares = bool(shared) or any(pool.shares for pool in self._pools)
         for row in plan.rows:
@@ -163,6 +168,13 @@ class BlockTables(HeldBlocks):
         forks = [op for op in plan.ops if isinstance(op, Fork) and op.sequence in changes]
         self._check_room(plan.step, {s: e for s, e in changes.items() if e is None or s not in shifted}, forks)
         return changes, forks
+
+    def _check_score(self, plan: StepPlan, op: Score) -> None:
+        """Raises PlanError where the rows of a sequence cannot be scored."""
+        rows = [r.count for r in plan.rows if r.sequence == op.sequence]
+        twice = sum(isinstance(x, Score) and x.sequence == op.sequence for x in plan.ops) > 1
+        if not any(self.sparse) or twice or not rows or not 1 <= op.rows <= rows[0]:
+            raise PlanError(f"step {plan.step} has {rows or 'no'} rows of sequence {op.sequence}: no {op} can be")
 
     def _check_room(self, step: int, changes: Mapping[int, Extent | None], forks: Sequence[Fork]) -> None:
         """Raises NoBlocksError where the blocks do not suffice for ``changes``."""
@@ -215,7 +227,8 @@ class BlockTables(HeldBlocks):
         old, size = self._sequences.get(sequence), self.block_size
         if old is None or extent is None:
             return False
-        same = old.starts == extent.starts and -(-old.length // size) == -(-extent.length // size)
+        same = old.starts == extent.starts and old.dropped == extent.dropped
+        same = same and -(-old.length // size) == -(-extent.length // size)
         return same and (old.place is extent.place or old.place == extent.place)
 
     def _forked(self, fork: Fork) -> Extent:
@@ -288,7 +301,7 @@ class BlockTables(HeldBlocks):
         old, ids = self._sequences[sequence], self._tables[group][sequence]
         if extent is None or extent.starts[group] < old.starts[group]:  # gone, or a new one of the same id
             return ids, array("q")
-        if extent.place != old.place:
+        if extent.place != old.place or extent.dropped != old.dropped:
             here = dict(zip(self._extents.numbers(group, old), ids, strict=True))
             numbers = self._extents.numbers(group, extent)
             gone = array("q", (here[n] for n in sorted(here.keys() - set(numbers))))
@@ -300,9 +313,10 @@ class BlockTables(HeldBlocks):
     def _take(self, sequence: int, extent: Extent) -> None:
         """Fill the tables of ``sequence`` up to ``extent``; the blocks are there."""
         old = self._sequences.get(sequence)
+        moved = old is not None and (old.place, old.dropped) != (extent.place, extent.dropped)
         for g, (pool, tables) in enumerate(zip(self._pools, self._tables, strict=True)):
             ids = tables.setdefault(sequence, array("q"))
-            if old is not None and old.place != extent.place:
+            if moved:
                 ids[:] = array("q", (pool.take() if x == NOT_HERE else x for x in ids))
             for _ in range(self._extents.held(extent)[g] - len(ids)):
                 ids.append(pool.take())

@@ -56,6 +56,7 @@ class SamplingParams:
     skip_special_tokens: bool = True  # in the text
     detokenize: bool = True  # False: no text, only tokens
     truncate_prompt_tokens: int | None = None  # of the prompt's last ones; -1 = as many as fit; None = all
+    kv_sparsity: str | None = None  # of its KV: "none" keeps all, whatever the engine does; None = as that is started
     bad_words_token_ids: list[list[int]] | None = (
         None  # what ``bad_words`` are; None = whoever has a tokenizer finds it
     )
@@ -88,6 +89,8 @@ class SamplingParams:
             f"repetition_penalty must lie in 0.01..100, not {self.repetition_penalty}",
         )
         self._check_order()
+        sparsities = ("none", "evict")
+        _check(self.kv_sparsity in (None, *sparsities), f"kv_sparsity must be none or evict, not {self.kv_sparsity!r}")
         _check(0.0 <= self.min_p <= 1.0, f"min_p must lie in 0..1, not {self.min_p}")
         for token, bias in (self.logit_bias or {}).items():
             _check(-100.0 <= bias <= 100.0, f"logit_bias of token {token} must lie in -100..100, not {bias}")

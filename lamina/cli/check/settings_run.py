@@ -20,6 +20,7 @@ from lamina.models.load import load
 from lamina.protocol.control import ComputeReady, RunRound, StepDone
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.plan import Keep
+from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import Transferred
 from lamina.request import RequestOutput, SamplingParams
 
@@ -176,7 +177,7 @@ class RecordedWire:
                 number = {r.sequence: self._arrived.setdefault(r.sequence, len(self._arrived)) for r in plan.rows}
                 self.plans.append((plan.batch, tuple((number[r.sequence], r.first, r.count) for r in plan.rows)))
 
-    def wait(self) -> StepDone | Transferred | ViewChanged:
+    def wait(self) -> StepDone | Transferred | Scored | ViewChanged:
         return self._wire.wait()
 
     def look(self) -> ViewChanged | None:

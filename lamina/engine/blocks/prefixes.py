@@ -102,7 +102,7 @@ class Prefixes:
     def start(self, sequence: Sequence, hit: Hit | None) -> SequenceOp:
         """The op that starts an admitted sequence, which has its id and place."""
         self.num_queried += sequence.num_promised
-        if self._page and sequence.discarded:
+        if self._page and (sequence.discarded or sequence.sparse):
             self._add(sequence, [])
         elif self._page:
             self._add(sequence, list(self._pages(sequence.tokens, len(sequence.prompt))))
@@ -116,6 +116,8 @@ class Prefixes:
     def end(self, sequence: Sequence) -> list[SequenceOp]:
         """Retain a finished sequence, in place of those whose pages it has too; or free it."""
         self.drop(sequence)
+        if sequence.sparse:
+            return [Free(sequence.id)]
         if sequence.discarded:
             return self._end_apart(sequence)
         limit = len(sequence.prompt) if self._prompts_only else len(sequence.tokens)

@@ -55,7 +55,7 @@ class Relief:
 
     def _preempt(self, batch: Batch, victim: Sequence) -> None:
         batch.running.remove(victim)
-        if self._swaps and not victim.finished and victim.num_scheduled > victim.num_cached:
+        if self._swaps and not victim.sparse and not victim.finished and victim.num_scheduled > victim.num_cached:
             batch.ops += self._swaps.save(victim)
         batch.ops.append(Free(victim.id))
         self._prefill.drop(victim)

@@ -21,7 +21,7 @@ MOST_NAMED = 8  # wrong keys, in one error
 _PLAIN = (
     "temperature", "top_k", "min_p", "n", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
     "skip_special_tokens", "ignore_eos", "allowed_token_ids", "bad_words", "presence_penalty", "frequency_penalty",
-    "repetition_penalty",
+    "repetition_penalty", "kv_sparsity",
 )  # fmt: skip
 
 

@@ -160,6 +160,7 @@ def test_blocks_are_counted_as_a_store_has_them(
             block_size=each.kv.block_size,
             max_rows=each.max_rows,
             max_len=each.max_model_len,
+            sparsity=each.kv,
         )
         assert counted == have
         assert 0.9 * kv_bytes < counted <= kv_bytes

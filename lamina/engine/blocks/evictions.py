@@ -1,0 +1,89 @@
+"""When a sequence loses blocks: behind its prompt, and again now and then. Pure policy: no torch, no I/O, no clock.
+
+The last rows before that are scored by all memory workers. A sequence whose last such row is under way has no rows
+until their reports are there and its blocks are dropped, so the plans of one sequence do not depend on who is fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from lamina.engine.sequence import Sequence
+from lamina.kv.sparsity import DECODE_ROWS, PROMPT_ROWS, BlockScores, Budget
+from lamina.protocol.plan import Prune, Score
+from lamina.protocol.sparse_ops import Scored
+from lamina.protocol.sparsity_options import SCORE_TOKENS, SparsityOptions
+
+
+class Evictions:
+    """Of all sequences that are sparse."""
+
+    def __init__(self, options: SparsityOptions, block_size: int, num_workers: int) -> None:
+        """``num_workers``: memory workers, each of which tells the scores of its heads."""
+        self._budget = Budget(options.kv_budget, options.kv_sink, options.kv_recent, block_size)
+        self._num_workers = num_workers
+        self._asked: dict[int, Sequence] = {}  # sequences with reports to come, by number
+        self._due: list[Prune] = []  # for the next round
+        self.num_dropped = 0  # blocks, in each sparse layer
+
+    @property
+    def waiting(self) -> bool:
+        """Whether reports are to come."""
+        return bool(self._asked)
+
+    def scores(self, picked: Mapping[Sequence, int]) -> list[Score]:
+        """For a plan with the next rows of ``picked``, so many each."""
+        ops = list[Score]()
+        for sequence, count in picked.items():
+            if not sequence.sparse:
+                continue
+            known = sequence.scores = sequence.scores or self._begin(sequence)
+            first, stop = sequence.num_scheduled, sequence.num_scheduled + count
+            rows = stop - max(first, known.due - known.window)
+            if rows > 0:
+                ops.append(Score(sequence.id, rows))
+                known.rows += rows
+                known.left += self._num_workers
+                self._asked[sequence.id] = sequence
+                sequence.awaits_scores = stop >= known.due
+        return ops
+
+    def _begin(self, sequence: Sequence) -> BlockScores:
+        """Of one that has its first rows: all that is known of it counts as its prompt."""
+        known = len(sequence.tokens)
+        if known > self._budget.tokens:
+            return BlockScores(known, PROMPT_ROWS)
+        return BlockScores(self._budget.tokens + SCORE_TOKENS, DECODE_ROWS)
+
+    def report(self, said: Scored) -> None:
+        """A memory worker has told. Of sequences that are gone, or have begun anew, nobody wants to know."""
+        sequence = self._asked.get(said.sequence)
+        if sequence is None or (known := sequence.scores) is None or sequence.id != said.sequence:
+            self._asked.pop(said.sequence, None)
+            return
+        known.add(said.scores)
+        known.left -= 1
+        if known.left:
+            return
+        del self._asked[said.sequence]
+        if sequence.awaits_scores:
+            blocks = known.drop(sequence.num_scheduled, self._budget)
+            known.due, known.window = sequence.num_scheduled + SCORE_TOKENS, DECODE_ROWS
+            sequence.awaits_scores = False
+            if blocks:
+                self._due.append(Prune(sequence.id, blocks))
+
+    def prunes(self, running: Iterable[Sequence]) -> list[Prune]:
+        """For the next plan of a batch, of those that run in it."""
+        if not self._due:
+            return []
+        numbers = {s.id for s in running}
+        ops = [op for op in self._due if op.sequence in numbers]
+        self._due = [op for op in self._due if op.sequence not in numbers]
+        self.num_dropped += sum(len(op.blocks) for op in ops)
+        return ops
+
+    def forget(self) -> None:
+        """Behind a loss: no report will come, and whatever was dropped is computed again."""
+        self._asked.clear()
+        self._due.clear()

@@ -1,0 +1,68 @@
+"""Which blocks of a sequence are kept: scores to blocks. Pure policy: no torch, no I/O, no clock.
+
+Blocks are kept whole, and alike in all heads and layers that drop some. A block counts as much as the best of it and
+its neighbours: what is asked for next often lies beside what was attended (pooling, arXiv 2404.14469 section 4). The
+first ones (sinks, arXiv 2309.17453) and the most recent ones are always kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+PROMPT_ROWS = 32  # the last ones of a prompt, which are scored
+DECODE_ROWS = 8  # the same before blocks are dropped again
+
+
+class Budget(NamedTuple):
+    """What a sequence keeps in each sparse layer, in tokens; whole blocks of ``block_size``."""
+
+    tokens: int
+    sink: int
+    recent: int
+    block_size: int
+
+
+@dataclass
+class BlockScores:
+    """Of a sequence, since it has begun: what is known of its blocks, and what was dropped."""
+
+    due: int  # tokens that it has when blocks are dropped next
+    window: int  # rows before that which are scored
+    left: int = 0  # reports to come
+    rows: int = 0  # that were scored since blocks were dropped
+    fresh: list[int] = field(default_factory=list)  # sums over these rows, by block
+    before: list[int] = field(default_factory=list)  # scores by which blocks were dropped last
+    dropped: list[int] = field(default_factory=list)  # ascending
+
+    def add(self, scores: Sequence[int]) -> None:
+        """What one memory worker has told of its heads."""
+        self.fresh += [0] * (len(scores) - len(self.fresh))
+        for number, score in enumerate(scores):
+            self.fresh[number] += score
+
+    def drop(self, length: int, budget: Budget) -> list[int]:
+        """The blocks that the sequence of ``length`` tokens loses now; what was scored before counts half."""
+        size = -(-length // budget.block_size)
+        now, old = (x + [0] * (size - len(x)) for x in (self.fresh, self.before))
+        self.before = [a // max(1, self.rows) + b // 2 for a, b in zip(now, old, strict=True)]
+        gone = choose(self.before, self.dropped, length, budget)
+        self.dropped = sorted([*self.dropped, *gone])
+        self.fresh, self.rows = [], 0
+        return gone
+
+
+def choose(scores: Sequence[int], dropped: Collection[int], length: int, budget: Budget) -> list[int]:
+    """The blocks that a sequence of ``length`` tokens loses, ascending. ``scores``: by block; ``dropped``: those that
+    it has lost before.
+    """
+    size, gone = budget.block_size, set(dropped)
+    kept = [n for n in range(-(-length // size)) if n not in gone]
+    free = {n: scores[n] for n in kept if n * size >= budget.sink and (n + 1) * size <= length - budget.recent}
+    room = budget.tokens // size - (len(kept) - len(free))
+    if len(free) <= room:
+        return []
+    pooled = {n: max(free.get(m, 0) for m in (n - 1, n, n + 1)) for n in free}
+    best = sorted(free, key=lambda n: (pooled[n], scores[n], n), reverse=True)[: max(0, room)]
+    return sorted(free.keys() - set(best))

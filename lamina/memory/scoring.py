@@ -1,0 +1,81 @@
+"""The scores that a plan asks for: what the last rows of its sequences attend in the sparse layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lamina.attention.scores import block_scores
+from lamina.protocol.plan import Rows, Score, StepPlan
+from lamina.protocol.sparse_ops import Scored
+
+from .store import Store, StoredPiece
+
+
+@dataclass
+class _Tally:
+    """Of one sequence, in one group."""
+
+    sequence: int
+    group: int
+    rows: slice  # of the step
+    blocks: Tensor  # [B] ids
+    numbers: Tensor  # [B] of these blocks, counted from the sequence's token 0
+    seen: Tensor  # [R] tokens of these blocks
+    total: Tensor  # [blocks of the sequence] int64
+
+
+class Scoring:
+    """Of one step, whose sequences lie here with all their tokens."""
+
+    def __init__(self, store: Store, plan: StepPlan) -> None:
+        self._view, self._step, self._tallies = plan.view, plan.step, list[_Tally]()
+        rows, starts = {r.sequence: r for r in plan.rows}, _starts(plan.rows)
+        for op in plan.ops:
+            if isinstance(op, Score):
+                stop = starts[op.sequence] + rows[op.sequence].count
+                self._tallies += _tallies(store, rows[op.sequence], op.rows, slice(stop - op.rows, stop))
+
+    def __bool__(self) -> bool:
+        return bool(self._tallies)
+
+    def add(self, pieces: Sequence[tuple[StoredPiece, Tensor]]) -> None:
+        """A layer's: each piece, in which the step's rows are written, and the Q of all rows for it."""
+        for piece, q in pieces:
+            for tally in self._tallies:
+                if tally.group == piece.group:
+                    scores = block_scores(piece.operator, piece.kv, tally.blocks, q[tally.rows], tally.seen)
+                    tally.total[tally.numbers] += scores
+
+    def answers(self) -> Iterator[Scored]:
+        """Once all layers are done."""
+        totals = dict[int, Tensor]()
+        for tally in self._tallies:
+            totals[tally.sequence] = totals.get(tally.sequence, 0) + tally.total
+        for sequence, total in totals.items():
+            yield Scored(view=self._view, step=self._step, sequence=sequence, scores=total.tolist())
+
+
+def _tallies(store: Store, rows: Rows, count: int, of: slice) -> Iterator[_Tally]:
+    tables, device = store.tables, store.device
+    size, stop = tables.block_size, rows.first + rows.count
+    for group in (g for g, sparse in enumerate(tables.sparse) if sparse):
+        _, ids = tables.table(group, rows.sequence)
+        gone = set(tables.dropped(group, rows.sequence))
+        numbers = [n for n in range(-(-stop // size)) if n not in gone]
+        seen = torch.arange(stop - count + 1, stop + 1, device=device) - len(gone) * size
+        blocks, kept = (torch.tensor(list(x), dtype=torch.int64, device=device) for x in (ids, numbers))
+        total = torch.zeros(-(-stop // size), dtype=torch.int64, device=device)
+        yield _Tally(rows.sequence, group, of, blocks, kept, seen, total)
+
+
+def _starts(rows: Sequence[Rows]) -> dict[int, int]:
+    """Sequence -> its first row in the step."""
+    found, at = dict[int, int](), 0
+    for row in rows:
+        found[row.sequence] = at
+        at += row.count
+    return found

@@ -1,0 +1,32 @@
+"""Which layers keep some of a sequence's KV only, and how much of it. No torch here: the driver needs it too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .plan import LayerShape
+from .sparsity_options import SCORE_TOKENS, SparsityOptions
+
+
+def sparse_layers(layers: Sequence[LayerShape], windows: Sequence[int], options: SparsityOptions) -> list[bool]:
+    """By layer. Blocks that are dropped close ranks, so a layer in which distances count keeps all: one with a window,
+    which keeps little anyway, or with ALiBi. ``windows``: by layer, in tokens. Raises ValueError where none is left.
+    """
+    if not options.evicts:
+        return [False] * len(layers)
+    free = [not window and not layer.slopes for layer, window in zip(layers, windows, strict=True)]
+    sparse = [number >= options.kv_full_layers and each for number, each in enumerate(free)]
+    if any(sparse):
+        return sparse
+    if not any(free):
+        raise ValueError("--kv-sparsity evict: all layers of this model have a window or ALiBi: leave it out")
+    most = max(number for number, each in enumerate(free) if each)
+    raise ValueError(
+        f"--kv-full-layers {options.kv_full_layers} leaves none of {len(layers)} layers to --kv-sparsity evict: use "
+        f"{most} or fewer"
+    )
+
+
+def most_kept(options: SparsityOptions) -> int:
+    """Tokens that a sequence has at most in each sparse layer, once blocks were dropped for the first time."""
+    return options.kv_budget + SCORE_TOKENS

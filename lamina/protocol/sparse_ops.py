@@ -1,0 +1,41 @@
+"""What plans say of sequences that keep some of their blocks only, and what memory workers answer.
+
+A block is *dropped*: its memory is free, and nobody sees it again. Positions of other tokens stay what they are, K was
+rotated by them; a sparse layer's attention sees what is kept as if it were all, side by side.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+SCORE_BITS = 24  # behind the binary point: a row's attention over all that it sees adds up to 1 << SCORE_BITS, about
+
+
+class Prune(msgspec.Struct, frozen=True, array_like=True, tag="prune"):
+    """Drop whole blocks of a sequence in all sparse layers, for good. ``blocks``: counted from its token 0, which it
+    has there, in ascending order. From now on it can be freed, have rows behind them and lose more, and nothing else.
+    """
+
+    sequence: int
+    blocks: list[int]
+
+
+class Score(msgspec.Struct, frozen=True, array_like=True, tag="score"):
+    """Tell, once this step is done, how much the last ``rows`` rows that it has of a sequence attend each of its
+    blocks. Answered by Scored, once by every memory worker.
+    """
+
+    sequence: int
+    rows: int
+
+
+class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):
+    """Memory worker -> driver. ``scores``: by block of the sequence, those of the step included, 0 of those that were
+    dropped: what the rows' softmax gives its tokens, summed over the worker's query heads of all sparse layers, with
+    SCORE_BITS bits. Each (row, head, layer) is rounded by itself: so sums are alike however heads are dealt out.
+    """
+
+    view: int
+    step: int
+    sequence: int
+    scores: list[int]

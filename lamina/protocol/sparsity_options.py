@@ -1,0 +1,50 @@
+"""The options of sequences that keep some of their KV only (docs/sparsity.md)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from .declare import OneOf, Options
+
+SPARSITIES = ("none", "evict")
+SCORE_TOKENS = 128  # behind the prompt: so many tokens come before blocks are scored and dropped again
+
+
+class SparsityOptions(Options, frozen=True, kw_only=True):
+    """Which blocks of a sequence are kept in which layers."""
+
+    kv_sparsity: Annotated[
+        str,
+        OneOf(SPARSITIES),
+        "of a sequence's KV: keep all (none), or in most layers the blocks alone that its last queries attend most "
+        "(evict): more sequences fit, and answers may differ. A request may ask for none",
+    ] = "none"
+    kv_budget: Annotated[int, Meta(ge=1), "with evict: tokens that a sequence keeps in each of these layers"] = 1024
+    kv_full_layers: Annotated[int, Meta(ge=0), "with evict: the first layers, in which all is kept"] = 1
+    kv_sink: Annotated[int, Meta(ge=0), "with evict: tokens at the beginning that are always kept, in whole blocks"] = 4
+    kv_recent: Annotated[int, Meta(ge=0), "with evict: the last tokens, which are always kept, in whole blocks"] = 64
+
+    @property
+    def evicts(self) -> bool:
+        """Whether blocks are dropped at all."""
+        return self.kv_sparsity == "evict"
+
+    def check_budget(self, block_size: int) -> None:
+        """Raises ValueError where options are for nothing, or the budget has no room for a choice."""
+        if not self.evicts:
+            own = SparsityOptions()
+            for name in ("kv_budget", "kv_full_layers", "kv_sink", "kv_recent"):
+                if getattr(self, name) != getattr(own, name):
+                    raise ValueError(
+                        f"--{name.replace('_', '-')} is for --kv-sparsity evict: say that too, or leave it out"
+                    )
+            return
+        always = -(-self.kv_sink // block_size) + -(-self.kv_recent // block_size) + 1  # the last block may be begun
+        if self.kv_budget < (always + 1) * block_size:
+            raise ValueError(
+                f"--kv-budget {self.kv_budget} has no room beside --kv-sink {self.kv_sink} and --kv-recent "
+                f"{self.kv_recent}, which take {always} blocks of {block_size} tokens: use at least "
+                f"{(always + 1) * block_size}"
+            )

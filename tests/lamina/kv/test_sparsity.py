@@ -1,0 +1,165 @@
+"""Which blocks a sparse sequence keeps, how they are scored, and which plans are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.attention import Operator
+from lamina.attention.scores import block_scores
+from lamina.attention.spec import AttentionSpec
+from lamina.kv.pool import allocate
+from lamina.kv.sparsity import BlockScores, Budget, choose
+from lamina.protocol.plan import Fork, Free, New, Prune, Rows, Score, StepPlan, Truncate
+from lamina.protocol.sparse_ops import SCORE_BITS
+from lamina.protocol.sparsity_options import SparsityOptions
+from lamina.protocol.tables import BlockTables, PlanError
+
+SIZE = 16
+BUDGET = Budget(tokens=8 * SIZE, sink=4, recent=2 * SIZE, block_size=SIZE)
+
+
+def test_the_best_blocks_stay_and_their_neighbours_count() -> None:
+    """Of 12 blocks the first and the last two stay in any case, and five of the others."""
+    scores = [0, 1, 0, 90, 0, 2, 0, 3, 0, 80, 0, 0]
+    assert choose(scores, [], 12 * SIZE, BUDGET) == [1, 5, 6, 7]
+    assert choose(scores, [5, 6], 12 * SIZE, BUDGET) == [1, 7]
+    assert choose(scores, [], 8 * SIZE, BUDGET) == []
+
+
+@given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=40), st.integers(0, 15), st.data())
+def test_sinks_and_recent_tokens_always_stay(scores: list[int], more: int, data: st.DataObject) -> None:
+    length = len(scores) * SIZE - more
+    dropped = data.draw(st.lists(st.integers(1, max(1, len(scores) - 4)), unique=True)) if len(scores) > 4 else []
+    gone = choose(scores, dropped, length, BUDGET)
+    assert set(gone).isdisjoint(dropped)
+    assert gone == sorted(set(gone))
+    left = set(range(len(scores))) - set(gone) - set(dropped)
+    assert 0 in left or 0 in dropped
+    assert all(n in left or n in dropped for n in range(len(scores)) if (n + 1) * SIZE > length - BUDGET.recent)
+    kept = len(scores) - len(dropped)
+    assert len(left) == min(kept, max(BUDGET.tokens // SIZE, len(left & {0, *range(len(scores) - 3, len(scores))})))
+
+
+def test_what_is_attended_now_counts_more_than_what_was() -> None:
+    """Scores of generated tokens take the place of the prompt's: nothing is frozen on the first choice."""
+    scores = BlockScores(due=12 * SIZE, window=4)
+    scores.add([0, 900, 0, 0, 0, 0, 0, 0, 0, 800, 0, 0])
+    scores.rows = 1
+    first = scores.drop(12 * SIZE, BUDGET)
+    assert {1, 9}.isdisjoint(first)
+    for _ in range(4):
+        scores.add([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 700, 700, 700, 700, 700, 0, 0])
+        scores.rows = 1
+        scores.drop(20 * SIZE, BUDGET)
+    assert 1 in scores.dropped
+    assert not {13, 14, 15, 16, 17} & set(scores.dropped)
+
+
+def _oracle(q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor, scale: float) -> torch.Tensor:
+    """In fp64: q [R, Hq, D], k [T, H, D] -> [T] sums over rows and heads of their softmax."""
+    each = q.shape[1] // k.shape[1]
+    score = torch.einsum("rhd,thd->rht", q.double(), k.double().repeat_interleave(each, 1)) * scale
+    score.masked_fill_(torch.arange(k.shape[0]) >= seen[:, None, None], float("-inf"))
+    return score.softmax(-1).sum((0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_are_the_mass_of_the_softmax_and_sums_over_heads_do_not_depend_on_who_adds(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tokens, rows, heads, each, dim = 150, 5, 4, 2, 32
+    store = allocate(12, heads, SIZE, dim, dim, dtype, torch.device("cpu"))
+    for tensor in store.tensors:
+        tensor.fill_(float("nan"))  # what no block of the sequence holds
+    k, q = torch.randn(tokens, heads, dim).to(dtype), torch.randn(rows, heads * each, dim).to(dtype) * 3
+    blocks = torch.randperm(12)[: -(-tokens // SIZE)]
+    for n in range(tokens):
+        store.k[blocks[n // SIZE], :, n % SIZE] = k[n]
+    seen = torch.arange(tokens - rows + 1, tokens + 1)
+
+    def operator(kv_heads: int) -> Operator:
+        spec = AttentionSpec(scale=0.3)
+        return Operator(spec=spec, q_heads=kv_heads * each, kv_heads=kv_heads, qk_dim=dim, v_dim=dim)
+
+    got = block_scores(operator(heads), store, blocks, q, seen)
+    want = torch.stack([part.sum() for part in _oracle(q, k, seen, 0.3).split(SIZE)])
+    error = (got.double() / (1 << SCORE_BITS) - want).abs().max()
+    assert error < 1e-4
+    assert abs(int(got.sum()) / (1 << SCORE_BITS) - rows * heads * each) < 1e-3
+    wrong = torch.stack([part.sum() for part in _oracle(q, k, seen - 1, 0.3).split(SIZE)])
+    assert (got.double() / (1 << SCORE_BITS) - wrong).abs().max() > 100 * error, "a row too few is seen"
+    parts = [
+        block_scores(
+            operator(b - a),
+            type(store)(store.k[:, a:b].contiguous(), store.v[:, a:b].contiguous()),
+            blocks,
+            q[:, a * each : b * each],
+            seen,
+        )
+        for a, b in ((0, 1), (1, 4))
+    ]
+    assert torch.equal(sum(parts), got)
+
+
+def tables() -> BlockTables:
+    made = BlockTables([0, 0], [20, 20], SIZE, sparse=[False, True])
+    made.apply(StepPlan(step=0, ops=[New(1)], rows=[Rows(1, 0, 10 * SIZE + 3)]))
+    return made
+
+
+def plan(step: int, *ops: object, rows: tuple[Rows, ...] = ()) -> StepPlan:
+    return StepPlan(step=step, ops=list(ops), rows=list(rows))  # type: ignore[arg-type]
+
+
+def test_dropped_blocks_are_free_in_sparse_groups_alone_and_a_plan_that_comes_twice_drops_once() -> None:
+    made = tables()
+    before = list(made.table(1, 1)[1])
+    again = plan(1, Prune(1, [2, 5]), rows=(Rows(1, 10 * SIZE + 3, 1),))
+    for _ in range(2):
+        made.apply(again)
+        assert made.free_blocks == (9, 11)
+        assert list(made.table(1, 1)[1]) == [x for n, x in enumerate(before) if n not in (2, 5)]
+        assert made.dropped(1, 1) == (2, 5)
+        assert made.dropped(0, 1) == ()
+    made.apply(plan(2, Free(1)))
+    assert made.free_blocks == (20, 20)
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        [Prune(1, [])], [Prune(1, [3, 2])], [Prune(1, [10])], [Prune(1, [11])], [Prune(1, [-1])], [Prune(2, [1])],
+        [Prune(1, [1]), Prune(1, [1])], [Prune(1, [1]), Truncate(1, 20)], [Prune(1, [1]), Fork(3, 1, 32)],
+        [Fork(3, 1, 32), Prune(1, [1])],
+        [Score(1, 2)], [Score(1, 0)], [Score(2, 1)], [Score(1, 1), Score(1, 1)],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_dropped_or_scored_is_refused_and_changes_nothing(ops: list[object]) -> None:
+    made = tables()
+    with pytest.raises(PlanError):
+        made.apply(plan(1, *ops, rows=(Rows(1, 10 * SIZE + 3, 1),)))
+    assert made.free_blocks == (9, 9)
+    made.apply(plan(1, Prune(1, [1]), Score(1, 1), rows=(Rows(1, 10 * SIZE + 3, 1),)))
+
+
+def test_a_dropped_block_is_not_written_again() -> None:
+    made = tables()
+    made.apply(plan(1, Prune(1, [8])))
+    with pytest.raises(PlanError, match="was dropped"):
+        made.apply(plan(2, rows=(Rows(1, 8 * SIZE, 1),)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_budget": 512}, "--kv-budget is for --kv-sparsity evict"),
+        ({"kv_sparsity": "evict", "kv_budget": 64}, "--kv-budget 64 has no room beside --kv-sink 4 and --kv-recent 64"),
+        ({"kv_sparsity": "select"}, "kv.sparsity"),
+    ],
+)
+def test_budgets_that_cannot_be(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SparsityOptions(**options).check_budget(SIZE)  # type: ignore[arg-type]
