@@ -58,5 +58,4 @@ def _shares(score: Tensor, sink: Tensor | None, size: int) -> Tensor:
     whole = by_block.sum((2, 3))
     if sink is not None:
         whole += (sink - high).exp_().mul_(float(1 << WEIGHT_BITS)).to(torch.int64)
-    sh = (by_block << SCORE_BITS).floor_divide(whole.clamp_min_(1)[:, :, None, None])
-    return (sh * sh) >> SCORE_BITS
+    return (by_block << SCORE_BITS).floor_divide(whole.clamp_min_(1)[:, :, None, None])

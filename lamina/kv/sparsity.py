@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-PROMPT_ROWS = 32  # the last ones of a prompt, which are scored
+PROMPT_ROWS = 16  # the last ones of a prompt, which are scored
 DECODE_ROWS = 8  # the same before blocks are dropped again
 
 
