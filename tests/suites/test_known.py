@@ -104,3 +104,14 @@ def test_lists_of_this_folder_can_be_read(path: Path) -> None:
     assert known.files
     assert known.passes > 0
     assert all(p.partition("::")[0] in known.files for p in (*known.differs, *known.silent) if "*" not in p)
+
+
+@pytest.mark.parametrize("name", ["vllm-server", "transformers"])
+def test_the_table_says_what_the_lists_ask_for(name: str) -> None:
+    """Of a row: applied = passed + known, and passed is what a run must reach."""
+    table = (HERE.parents[1] / "docs" / "serve.md").read_text().splitlines()
+    row = next(line for line in table if line.startswith(f"| {name}, "))
+    apply, passed, differ, absent = (int(cell) for cell in row.strip("| ").split(" | ")[1:])
+    assert passed == read(HERE / f"{name}.txt").passes
+    assert apply == passed + differ
+    assert absent <= differ
