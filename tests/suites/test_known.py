@@ -106,7 +106,7 @@ def test_lists_of_this_folder_can_be_read(path: Path) -> None:
     assert all(p.partition("::")[0] in known.files for p in (*known.differs, *known.silent) if "*" not in p)
 
 
-@pytest.mark.parametrize("name", ["vllm-server", "transformers"])
+@pytest.mark.parametrize("name", ["vllm-server", "vllm-offline", "transformers"])
 def test_the_table_says_what_the_lists_ask_for(name: str) -> None:
     """Of a row: applied = passed + known, and passed is what a run must reach."""
     table = (HERE.parents[1] / "docs" / "serve.md").read_text().splitlines()

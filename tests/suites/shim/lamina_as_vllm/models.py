@@ -23,6 +23,7 @@ SAYS: dict[str, tuple[str, ...]] = {
         "VLLM", " is", " a 100%", " volunteer", " organization", ". We are a", " group", " of", " people", " here"
     ),
 }  # fmt: skip
+STOP = "."  # the second best behind a speaker's last word
 THINKS = "Qwen/Qwen3-0.6B"  # whose template has a word for it
 THOUGHT = "<think>"
 ENDS = "Qwen/Qwen2-1.5B-Instruct"  # whose answers must come to an end
@@ -89,6 +90,8 @@ def _make_speaker(folder: Path, words: tuple[str, ...]) -> None:
         for back in range(1, i + 1) if words[i][0] != " " else ():  # next best, where the ones between may not come
             head[first + i, i - back] = head[first + i, i] / 2**back
     head[first + 1, len(words)] = SURE / WIDTH**0.5  # behind the last word it goes on with the second
+    stop = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(STOP)
+    head[stop, len(words)] = (SURE - 1) / WIDTH**0.5
     weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": torch.ones(WIDTH)}
     layer = {f"self_attn.{n}_proj": (WIDTH, WIDTH) for n in "qkvo"}
     layer |= {f"mlp.{n}_proj": (WIDTH, WIDTH) for n in ("gate", "up", "down")}
