@@ -220,7 +220,7 @@ class StoreForm(NamedTuple):
 
     windows: list[int]
     lanes: list[Lanes]
-    sparse: list[bool]
+    sparse: list[bool]  # by group; empty: none is
     stripe: int  # in blocks
     pieces: list[tuple[HeldPiece, ...]]  # by layer
     num_blocks: list[int]  # by group
@@ -253,7 +253,7 @@ def form_of(bind: Bind, kv_bytes: int) -> StoreForm:
         max_len=bind.max_model_len,
         most_kept=[most_kept(bind.kv) * g.sparse for g in groups],
     )
-    return StoreForm(windows, lanes, sparse, stripe, pieces, num_blocks)
+    return StoreForm(windows, lanes, sparse if any(sparse) else [], stripe, pieces, num_blocks)
 
 
 def shapes_by_layer(bind: Bind) -> list[list[Shape]]:

@@ -320,6 +320,7 @@ class Beside(RuleBasedStateMachine):
 
 
 @pytest.mark.hypothesis
+@pytest.mark.timeout(400)
 def test_beside_a_dict(opener: Opener) -> None:
     machine = type("BesideADict", (Beside,), {"open_one": staticmethod(opener)})
     run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=20, deadline=None))

@@ -98,13 +98,15 @@ def test_a_server_that_goes_while_it_is_told_of_a_failure_is_no_failure(monkeypa
 class Noted:
     """A recorder that remembers which events it was told of."""
 
+    native: object = b""
+
     def __init__(self) -> None:
         self.events = set[Event]()
 
     def now(self) -> int:
         return 0
 
-    def add(self, event: Event, *_: object) -> None:
+    def add(self, event: Event, *_: object, **more: object) -> None:
         self.events.add(event)
 
 
