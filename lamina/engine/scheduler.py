@@ -337,11 +337,10 @@ class Scheduler:
             plan = self._grant(batch, picked) or plan
         if not picked and not batch.ops:
             return None
-        if self.evictions:
-            batch.ops += self.evictions.scores(picked)
-        if self.tier:
-            batch.ops = self.tier.numbered(batch.ops)
-        if self.evictions or self.tier:
+        ops = [*batch.ops, *(self.evictions.scores(picked) if self.evictions else ())]
+        ops = self.tier.numbered(ops) if self.tier else ops
+        if ops != batch.ops:
+            batch.ops = ops
             plan = self._plan(batch, picked)
         self._ledger.apply(plan)
         batch.ops = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,11 +33,11 @@ class Scoring:
 
     def __init__(self, store: Store, plan: StepPlan) -> None:
         self._view, self._step, self._tallies = plan.view, plan.step, list[_Tally]()
-        rows, starts = {r.sequence: r for r in plan.rows}, _starts(plan.rows)
-        for op in plan.ops:
-            if isinstance(op, Score):
-                stop = starts[op.sequence] + rows[op.sequence].count
-                self._tallies += _tallies(store, rows[op.sequence], op.rows, slice(stop - op.rows, stop))
+        ops = [op for op in plan.ops if isinstance(op, Score)]
+        rows, starts = ({r.sequence: r for r in plan.rows}, starts_of(plan.rows)) if ops else ({}, {})
+        for op in ops:
+            stop = starts[op.sequence] + rows[op.sequence].count
+            self._tallies += _tallies(store, rows[op.sequence], op.rows, slice(stop - op.rows, stop))
 
     def __bool__(self) -> bool:
         return bool(self._tallies)
@@ -72,10 +72,10 @@ def _tallies(store: Store, rows: Rows, count: int, of: slice) -> Iterator[_Tally
         yield _Tally(rows.sequence, group, of, blocks, kept, seen, total)
 
 
-def _starts(rows: Sequence[Rows]) -> dict[int, int]:
-    """Sequence -> its first row in the step."""
-    found, at = dict[int, int](), 0
+def starts_of(rows: Iterable[Rows]) -> dict[int, int]:
+    """Sequence -> its first row in a message."""
+    starts, at = dict[int, int](), 0
     for row in rows:
-        found[row.sequence] = at
+        starts.setdefault(row.sequence, at)
         at += row.count
-    return found
+    return starts

@@ -16,7 +16,7 @@ from lamina.protocol.codec import Messages
 from lamina.protocol.layout import Layout
 from lamina.protocol.plan import Rows, StepPlan
 
-from .scoring import Scoring
+from .scoring import Scoring, starts_of
 from .store import Store, StoredPiece
 from .write import WritePlace, Writes, Written, layouts_of
 
@@ -130,7 +130,7 @@ class GroupStep:
 
     def __init__(self, store: Store, group: int, found: Layout) -> None:
         self._store, self._group = store, group
-        q_at, kv_at = _starts(found.q), _starts(found.kv)
+        q_at, kv_at = starts_of(found.q), starts_of(found.kv)
         self.stored_tokens = 0
         self.whole = self._attended(found.whole, None, None)
         rows, ranges = [n.rows for n in found.nodes], [(n.low, n.high) for n in found.nodes]
@@ -145,15 +145,6 @@ class GroupStep:
         table = row_table(self._store.tables, self._group, rows, align=CHUNK_TOKENS, ranges=ranges)
         self.stored_tokens += int((table.stop - table.seen).sum())
         return _Attended(table.num_rows, index, self._store.backend.prepare(table))
-
-
-def _starts(rows: Iterable[Rows]) -> dict[int, int]:
-    """Sequence -> its first row in a message."""
-    found, at = dict[int, int](), 0
-    for row in rows:
-        found.setdefault(row.sequence, at)
-        at += row.count
-    return found
 
 
 def _index(rows: Iterable[Rows], starts: dict[int, int], device: torch.device) -> Tensor:

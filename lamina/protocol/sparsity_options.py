@@ -6,9 +6,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from lamina.request.params import SPARSITIES
+
 from .declare import OneOf, Options
 
-SPARSITIES = ("none", "evict")
 SCORE_TOKENS = 128  # behind the prompt: so many tokens come before blocks are scored and dropped again
 
 
