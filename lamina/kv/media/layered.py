@@ -38,6 +38,7 @@ class Layered:
         self._telling = threading.Lock()  # of what is expected
         self._expected = Expected()
         self._dirty: set[bytes] = set()  # pages of memory that the disk has not, or not as they are now
+        self._split: set[bytes] = set()  # pages of memory of which the disk has atoms that memory has not
         self._lost: set[bytes] = set()  # expected ones that are not there
         self._read: deque[bytes] = deque(maxlen=_MOST_READ)
 
@@ -62,6 +63,9 @@ class Layered:
             try:
                 self._memory.write(page, atoms)
                 self._dirty.add(page.key)
+                here = self._memory.held(page.key)
+                if old is not None and old.page == page and here is not None and not old.atoms <= here.atoms:
+                    self._split.add(page.key)
             except NoRoomError:
                 self._write_through(page, atoms)
             self._page_bytes = max(self._page_bytes, sum(memoryview(data).nbytes for data in atoms.values()))
@@ -204,7 +208,9 @@ class Layered:
             held = None if key in self._dirty else self._disk.held(key)
             if held is None or held.page != page or not atoms.keys() <= held.atoms:
                 given += self._disk.reserve(sum(map(len, atoms.values())))
-                self._disk.write(page, atoms)
+                if key not in given or key not in self._split:  # else its other part has given way: it is not whole
+                    self._disk.write(page, atoms)
+                    given = [each for each in given if each != key]
         except MediumError:
             given.append(key)
             with suppress(MediumError):
@@ -216,10 +222,13 @@ class Layered:
         """They are in memory no more."""
         self._memory.drop(keys)
         self._dirty.difference_update(keys)
+        self._split.difference_update(keys)
         for key in keys:
             self._disk.copied(key, yes=False)
 
-    def _lost_of(self, given: Iterable[bytes]) -> list[bytes]:
+    def _lost_of(self, given: Sequence[bytes]) -> list[bytes]:
+        """Of pages that the disk has given up: those of which not all is in memory, and from now on nothing."""
+        self._leave(*self._split.intersection(given))
         return [key for key in given if key not in self._memory]
 
 

@@ -208,3 +208,19 @@ def test_the_disk_has_all_behind_an_end(tmp_path: Path) -> None:
     assert has(again) == set(range(5))
     assert read(again, 3) == b"\3" * SESSION
     again.close()
+
+
+@pytest.mark.parametrize("demoted", ["the page itself", "another page"])
+def test_a_page_whose_part_on_the_disk_gives_way_is_nowhere(demoted: str) -> None:
+    """Half of it is on the disk, half in memory, and the disk has room for one half."""
+    places = Places(2, 1)
+    put(places.both, 1)
+    assert places.both.reserve(2 * SESSION) == []  # to the disk with it
+    places.both.write(Page(key(1), 0, PAGE, b"t" * 16, Recipe("prompt")), {Atom(1, 0): bytes(SESSION)})
+    if demoted == "another page":
+        put(places.both, 2)
+        places.memory.expect(0, [key(1)])  # so that 2 is the one to go
+    assert places.both.reserve(2 * SESSION if demoted == "the page itself" else SESSION) == [key(1)]
+    assert 1 not in has(places.both)
+    with pytest.raises(AtomLostError):
+        places.both.take(key(1))
