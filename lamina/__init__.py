@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .async_llm import AsyncLLM as AsyncLLM
     from .llm import LLM as LLM
-    from .protocol.options import EngineConfig as EngineConfig
+    from .protocol.options.engine import EngineConfig as EngineConfig
     from .request import CompletionOutput as CompletionOutput
     from .request import RequestOutput as RequestOutput
     from .request import SamplingParams as SamplingParams

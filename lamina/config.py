@@ -8,9 +8,9 @@ from typing import Any
 
 from msgspec import structs
 
-from lamina.protocol.declare import Option, flag, options_of
-from lamina.protocol.options import EngineConfig
-from lamina.protocol.resolve import check_together
+from lamina.protocol.options.declare import Option, flag, options_of
+from lamina.protocol.options.engine import EngineConfig
+from lamina.protocol.options.resolve import check_together
 
 _GROUPS = {f.name: f.type for f in structs.fields(EngineConfig)}
 OPTIONS: dict[str, Option] = {name: option for group in _GROUPS.values() for name, option in options_of(group).items()}

@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
+from .engine.conversations.sessions import SessionFacts, SessionName
+from .engine.conversations.turns import said_in, said_of
 from .engine.lockstep import Lockstep
-from .engine.sessions import SessionFacts, SessionName
 from .engine.streams import Feed
-from .engine.turns import said_in, said_of
 from .front import Front, metrics_of
 from .models.tokens import apply_chat_template
 from .progress import counting_bar

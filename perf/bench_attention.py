@@ -34,9 +34,9 @@ from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.pool import LayerStore, allocate, row_table, write_index
 from lamina.kv.stored import as_stored, dequantise, head_bytes, stored_dtype
-from lamina.protocol.options import KV_CACHE_DTYPES
+from lamina.protocol.blocks.tables import BlockTables
+from lamina.protocol.options.engine import KV_CACHE_DTYPES
 from lamina.protocol.plan import New, Rows, StepPlan
-from lamina.protocol.tables import BlockTables
 
 CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -18,7 +18,7 @@ from common import record
 
 from lamina import LLM, SamplingParams
 from lamina.models.tokens import load_tokenizer
-from lamina.protocol.options import KV_CACHE_DTYPES
+from lamina.protocol.options.engine import KV_CACHE_DTYPES
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))

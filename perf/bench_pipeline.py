@@ -28,7 +28,7 @@ from reference_model import make
 
 from lamina import LLM, SamplingParams
 from lamina.emulate import VARIABLE, DeviceTimes
-from lamina.engine.pipeline import lower_bound, rotation
+from lamina.engine.rounds.pipeline import lower_bound, rotation
 
 SHAPE = {
     "hidden_size": 64,

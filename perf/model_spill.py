@@ -34,7 +34,7 @@ from lamina.protocol.codec import Counts, Group, counts, held_pieces, messages
 from lamina.protocol.control import RunRound
 from lamina.protocol.groups import partition_of
 from lamina.protocol.layout import layout
-from lamina.protocol.options import CHUNK_TOKENS
+from lamina.protocol.options.engine import CHUNK_TOKENS
 from lamina.protocol.placement import Placement
 from lamina.protocol.plan import LayerShape, Rows
 from lamina.request import SamplingParams

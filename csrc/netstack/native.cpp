@@ -6,9 +6,9 @@
 #include <new>
 #include <utility>
 
-#include "link.h"
-#include "native_verbs.h"
-#include "stream.h"
+#include "netstack/host/link.h"
+#include "netstack/verbs/native.h"
+#include "netstack/host/stream.h"
 
 namespace lamina {
 namespace {

@@ -12,8 +12,8 @@ from typing import Any
 
 from lamina.config import GONE, OPTIONS, flat, make_config
 from lamina.pasted import PASTED, SWITCHES, translated
-from lamina.protocol.declare import Option, flag
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.declare import Option, flag
+from lamina.protocol.options.engine import EngineConfig
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = tuple(OPTIONS)) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lamina.config import flat
-from lamina.protocol.declare import flag
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.declare import flag
+from lamina.protocol.options.engine import EngineConfig
 from lamina.request import RequestOutput, SamplingParams
 
 from .flags import add_engine_flags, engine_config, print_config

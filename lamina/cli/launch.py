@@ -24,8 +24,11 @@ GARBAGE_OBJECTS = 20_000  # new ones, until Python looks for garbage among them
 COMMANDS = {
     "generate": ("generate", "complete prompts and print the text as it comes"),
     "serve": ("serve", "answer OpenAI's HTTP API"),
-    "scale": ("scale", "give a running server other numbers of workers; its streams stay open"),
-    "drain": ("drain", "have a running server take nothing new, and wait until all is finished; or take it again"),
+    "scale": ("operate.scale", "give a running server other numbers of workers; its streams stay open"),
+    "drain": (
+        "operate.drain",
+        "have a running server take nothing new, and wait until all is finished; or take it again",
+    ),
     "worker": ("worker", "look after one worker of a driver that runs with --launcher static"),
     "cluster": ("cluster", "start, show and end a Ray cluster for workers on several hosts"),
     "plan": ("plan", "say which devices to buy for a trace of requests, and whether to split at all"),
@@ -37,8 +40,8 @@ COMMANDS = {
     "check": ("check", "run a model in many settings and say which give the same tokens, or the same bits"),
     "drill": ("drill", "hit processes of a server while streams are read, and compare each stream"),
     "doctor": ("doctor", "check what each transport needs of this machine, and say how to get it"),
-    "sessions": ("sessions", "list the sessions of a running server, or drop one"),
-    "kv": ("kv", "say what a directory of stored KV has, verify it, or purge it"),
+    "sessions": ("operate.sessions", "list the sessions of a running server, or drop one"),
+    "kv": ("operate.kv", "say what a directory of stored KV has, verify it, or purge it"),
     "explain": ("explain", "show how a model is cut: slices, bytes across each cut, messages, bandwidth"),
 }
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lamina.facts.memory import WorkerMemory
 from lamina.fleet.launchers.local import ProcessWorker
 from lamina.memory.footprint import Resident, resident
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 
-from lamina.engine.pipeline import PipelinePlan, num_replicas, rotation
+from lamina.engine.rounds.pipeline import PipelinePlan, num_replicas, rotation
 
 from .words import counted
 

@@ -11,8 +11,8 @@ from lamina.env import cluster_key
 from lamina.facts.room import check_kv_room
 from lamina.fleet.choose_transport import nearest
 from lamina.models.checkpoint import peek_config
-from lamina.protocol.options import EngineConfig
-from lamina.protocol.resolve import ModelLimits, check_model, check_names
+from lamina.protocol.options.engine import EngineConfig
+from lamina.protocol.options.resolve import ModelLimits, check_model, check_names
 
 from .words import counted, ranks_meet
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lamina.background import Background
 from lamina.models.checkpoint import peek_config
-from lamina.protocol.declare import flag
+from lamina.protocol.options.declare import flag
 from lamina.server.config import ServerConfig
 from lamina.server.request.template import read_template
 

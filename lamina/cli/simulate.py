@@ -15,7 +15,7 @@ from lamina.engine.conductor.choice import POLICIES
 from lamina.engine.conductor.directory import Directory
 from lamina.engine.conductor.estimate import PrefillFit, PrefillTime
 from lamina.engine.conductor.overload import OVERLOADS, DecodePool, Limits, TokenTime
-from lamina.protocol.declare import parse_seconds
+from lamina.protocol.options.declare import parse_seconds
 
 if TYPE_CHECKING:
     from lamina.planner.traces import RequestTrace

@@ -10,15 +10,15 @@ from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.stored import head_bytes, is_scaled
 from lamina.netstack import Geometry
-from lamina.protocol.block_counts import num_lanes, split_memory
+from lamina.protocol.blocks.counts import num_lanes, split_memory
 from lamina.protocol.codec import FP32_BYTES, Group, held_pieces, most_bytes, most_results
 from lamina.protocol.groups import together, usable_blocks
 from lamina.protocol.loans import longest, rooms
+from lamina.protocol.options.sparsity import SparsityOptions
 from lamina.protocol.partition import Partition
 from lamina.protocol.placement import Placement
 from lamina.protocol.plan import Bound, LayerShape
 from lamina.protocol.sparse import most_kept, sparse_layers
-from lamina.protocol.sparsity_options import SparsityOptions
 
 SLOTS_OF_A_BATCH = 3  # PLAN, Q and KV are in flight together; one more slot so that the next PLAN need not wait
 LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind

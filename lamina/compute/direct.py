@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lamina.netstack import Channel, ChannelError
 from lamina.protocol.codec import Counts, HeldPiece, held_pieces, messages
+from lamina.protocol.options.resolve import LayerPath
 from lamina.protocol.partition import Partition
 from lamina.protocol.plan import Bound, Direct, Key, Kind, LayerShape, StepPlan
-from lamina.protocol.resolve import LayerPath
 from lamina.workers.staging import Staging
 from lamina.workers.wire import LINE_WORDS, LayerWire, lines
 

@@ -17,8 +17,8 @@ from lamina.collective.mesh import listen_and_connect, reception
 from lamina.kv.stored import stored_dtype
 from lamina.memory.store import available_bytes
 from lamina.protocol.control import ComputeReady, Connect, Loaded
+from lamina.protocol.options.resolve import LayerPath, layer_path
 from lamina.protocol.plan import Bind, Bound, Join, ProtocolError
-from lamina.protocol.resolve import LayerPath, layer_path
 from lamina.workers.devices import CPU
 from lamina.workers.graphs import Graphs
 from lamina.workers.view import ViewDoor, ViewFabric

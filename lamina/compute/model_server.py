@@ -39,9 +39,9 @@ from lamina.protocol.control import (
     Stop,
 )
 from lamina.protocol.groups import partition_of, together
+from lamina.protocol.options.resolve import sequence_limit
 from lamina.protocol.partition import Partition
 from lamina.protocol.plan import Bound, LayerShape, ProtocolError
-from lamina.protocol.resolve import sequence_limit
 from lamina.protocol.step_parts import parted
 from lamina.workers.devices import CPU, gpu_of, linear, pick
 from lamina.workers.service import WorkerService

@@ -6,10 +6,10 @@ import math
 import secrets
 from collections.abc import Callable
 
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.groups import usable_blocks
-from lamina.protocol.options import EngineConfig
-from lamina.protocol.tables import BlockTables
+from lamina.protocol.options.engine import EngineConfig
 
 from .blocks.evictions import Evictions
 from .blocks.prefixes import Prefixes

@@ -12,7 +12,7 @@ import msgspec
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.control import ALL_BANNED, ComputeReady, Draw, Drawn, RunRound, RunStep, StepDone
 from lamina.protocol.groups import Capacity
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.plan import Keep
 from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import Transferred
@@ -20,16 +20,16 @@ from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes,
 
 from .checks import NOT_FINITE, check_ids, check_session, is_sparse, too_long, why_banned
 from .configured import blocks_of, check_room, scheduler_of
+from .conversations.overflow import overflow_of
+from .conversations.sessions import SessionName
 from .draws import draw_of, scores_of, seed_of
 from .kept import KeptKV
-from .overflow import overflow_of
 from .request import Request, extend
+from .rounds.steps import Round, ScheduledStep
+from .rounds.tuner import Tuner
 from .sequence import Sequence
-from .sessions import SessionName
-from .steps import Round, ScheduledStep
 from .text import OPEN_BYTES, Pieces, Spell, TextStream, spelled
 from .timing import Timing
-from .tuner import Tuner
 from .wire import Clock, ViewChanged, Wire
 
 log = logging.getLogger(__name__)

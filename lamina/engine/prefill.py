@@ -20,8 +20,8 @@ from .conductor.choice import NOBODY
 from .conductor.directory import Directory
 from .conductor.estimate import PrefillFit, PrefillTime
 from .conductor.overload import DecodePool, TokenTime
+from .rounds.steps import ScheduledStep
 from .sequence import Sequence
-from .steps import ScheduledStep
 
 FIRST_LAW = PrefillTime(0.0, 1e-4, 0.0)  # of prompts, until some were computed
 

@@ -22,12 +22,12 @@ from .blocks.relief import Relief
 from .blocks.room import Room, rows_of
 from .blocks.swaps import Swaps
 from .blocks.tier import Moved, Tier
-from .leap import Leaps, Standing
-from .pipeline import route
+from .conversations.sessions import SessionName
 from .prefill import Prefill
+from .rounds.leap import Leaps, Standing
+from .rounds.pipeline import route
+from .rounds.steps import Round, ScheduledStep, commit
 from .sequence import Sequence
-from .sessions import SessionName
-from .steps import Round, ScheduledStep, commit
 
 
 class Scheduler:

@@ -8,7 +8,7 @@ from lamina.kv.sparsity import BlockScores
 from lamina.protocol.placement import FIRST, Place
 from lamina.request import CompletionOutput, SamplingParams
 
-from .sessions import SessionState
+from .conversations.sessions import SessionState
 
 
 @dataclass(eq=False)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from lamina.request import CompletionOutput, RequestOutput, SamplingParams
 
+from .conversations.sessions import SessionFacts, SessionName
+from .conversations.turns import NOTHING_SAID, Said, Turns
 from .engine import Engine
-from .sessions import SessionFacts, SessionName
 from .text import Pieces, Spell
-from .turns import NOTHING_SAID, Said, Turns
 
 
 @dataclass(frozen=True, kw_only=True)

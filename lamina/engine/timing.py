@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from lamina.protocol.plan import Import
 
 from .blocks.swaps import Swaps
+from .rounds.steps import Round, ScheduledStep
 from .sequence import Sequence
-from .steps import Round, ScheduledStep
 
 MOSTLY = 0.5  # of a round's rows are of prompts, where its time counts as theirs
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lamina.protocol.declare import parse_size
+from lamina.protocol.options.declare import parse_size
 
 _RATES = ("tflops", "bandwidth")
 _WORDS = ("title", "memory", "source")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lamina.protocol.options import EngineConfig
+    from lamina.protocol.options.engine import EngineConfig
 
 _GIB, _MIB = 1 << 30, 1 << 20
 

@@ -10,7 +10,7 @@ import logging
 
 from lamina import netstack
 from lamina.config import changed
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 
 log = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from lamina.protocol.control import (
     StartCompute,
     StartMemory,
 )
-from lamina.protocol.declare import MEASURED
-from lamina.protocol.options import EngineConfig, TopologyOptions
+from lamina.protocol.options.declare import MEASURED
+from lamina.protocol.options.engine import EngineConfig, TopologyOptions
 from lamina.protocol.plan import Bind, Keep
 from lamina.protocol.tiers import StoredPages
 

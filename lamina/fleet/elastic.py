@@ -20,9 +20,9 @@ from msgspec import structs
 from lamina.engine.wire import Clock
 from lamina.facts.room import free_bytes, too_little
 from lamina.protocol.control import Failed, LinkClosedError, MemoryReady, Stop
-from lamina.protocol.declare import MEASURED
 from lamina.protocol.groups import Capacity, of_all_ranks, partition_of, together
-from lamina.protocol.options import EngineConfig, TopologyOptions
+from lamina.protocol.options.declare import MEASURED
+from lamina.protocol.options.engine import EngineConfig, TopologyOptions
 from lamina.protocol.plan import Bind, Bound, Keep
 from lamina.protocol.recut import MakeRoom, Recut, Recutted, RoomMade
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from lamina.engine.wire import Clock
 from lamina.protocol.control import ComputeReady, Halt, Halted, StepDone
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.plan import Keep
 
 from .cohort import Cohort

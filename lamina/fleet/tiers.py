@@ -11,9 +11,9 @@ from lamina.kv.keys import SECRET_BYTES
 from lamina.kv.pages import PAGE
 from lamina.kv.store.folder import StoreFolder, store_secret
 from lamina.protocol.control import ComputeReady, RunRound
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
+from lamina.protocol.options.tier import TierOptions
 from lamina.protocol.plan import Export, Import, Score
-from lamina.protocol.tier_options import TierOptions
 from lamina.protocol.tiers import StoredPages, TierFacts, TierPlace
 
 

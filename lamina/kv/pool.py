@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lamina.kv.slabs import Shape, Slabs, fresh, touch
 from lamina.kv.stored import Scales, StoredRows, head_bytes, is_scaled
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.plan import Rows
-from lamina.protocol.tables import BlockTables
 
 Ints = NDArray[np.int64]
 

@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from itertools import takewhile
 from typing import NamedTuple
 
-from lamina.protocol.tier_options import POLICIES
+from lamina.protocol.options.tier import POLICIES
 
 
 class PageUse(NamedTuple):

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from lamina.netstack import Channel, ChannelTimeout
 from lamina.observe.trace import OFF, Event, Recorder
+from lamina.protocol.blocks.tables import PlanError
 from lamina.protocol.plan import (
     GRANTS_AHEAD,
     Fork,
@@ -27,7 +28,6 @@ from lamina.protocol.plan import (
     StepPlan,
     Truncate,
 )
-from lamina.protocol.tables import PlanError
 
 from .meter import Meter
 from .store import Store

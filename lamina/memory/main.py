@@ -16,6 +16,7 @@ from lamina.background import Background
 from lamina.env import cluster_key
 from lamina.netstack import ChannelError, Listener, Reception
 from lamina.observe.tripwire import recorder
+from lamina.protocol.blocks.tables import NoBlocksError
 from lamina.protocol.control import (
     AskClock,
     AskRate,
@@ -32,7 +33,6 @@ from lamina.protocol.control import (
 )
 from lamina.protocol.plan import Bind, ProtocolError
 from lamina.protocol.recut import MakeRoom, Recut, Recutted, RoomMade
-from lamina.protocol.tables import NoBlocksError
 from lamina.workers.service import WorkerService
 from lamina.workers.view import ViewDoor
 

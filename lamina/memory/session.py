@@ -14,6 +14,8 @@ from msgspec import structs
 
 from lamina.netstack import Arrival, Channel, ChannelTimeout
 from lamina.observe.trace import Event, Recorder
+from lamina.protocol.blocks.tables import NoBlocksError, PlanError
+from lamina.protocol.options.resolve import LayerPath, layer_path
 from lamina.protocol.plan import (
     Bind,
     Export,
@@ -29,9 +31,7 @@ from lamina.protocol.plan import (
     decode_plan,
     encode,
 )
-from lamina.protocol.resolve import LayerPath, layer_path
 from lamina.protocol.sparse_ops import Scored
-from lamina.protocol.tables import NoBlocksError, PlanError
 from lamina.workers.wire import LayerWire, can_be_direct
 
 from .device_layers import DeviceLayers

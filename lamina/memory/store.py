@@ -22,7 +22,8 @@ from lamina.kv.pool import LayerStore, allocate, shapes_of
 from lamina.kv.rotate import rotate_blocks
 from lamina.kv.slabs import Shape, Slabs
 from lamina.kv.stored import head_bytes, stored_dtype
-from lamina.protocol.block_counts import split_memory
+from lamina.protocol.blocks.counts import split_memory
+from lamina.protocol.blocks.tables import BlockTables, PlanError
 from lamina.protocol.codec import Group, HeldPiece, held_pieces
 from lamina.protocol.layout import held_nodes, most_nodes
 from lamina.protocol.partition import Lanes
@@ -40,7 +41,6 @@ from lamina.protocol.plan import (
     StepPlan,
 )
 from lamina.protocol.sparse import most_kept, sparse_layers
-from lamina.protocol.tables import BlockTables, PlanError
 from lamina.workers.devices import CPU, FREE_PART
 from lamina.workers.staging import NOTHING, open_staging
 

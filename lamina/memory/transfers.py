@@ -21,6 +21,7 @@ from queue import SimpleQueue
 
 from lamina.kv.media import AtomLostError, Medium, MediumError
 from lamina.kv.pages import PAGE, TENANT_BYTES, Atom, Page, Recipe
+from lamina.protocol.blocks.tables import PlanError
 from lamina.protocol.control import LinkClosedError
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import (
@@ -39,7 +40,6 @@ from lamina.protocol.plan import (
     StepPlan,
     Truncate,
 )
-from lamina.protocol.tables import PlanError
 from lamina.protocol.tiers import Transferred
 
 from .atoms import Located, PoolAtoms

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lamina.engine.pipeline import num_replicas
+from lamina.engine.rounds.pipeline import num_replicas
 from lamina.facts.hardware import Device
 
 from .model_facts import Attentions, ModelFacts

@@ -16,7 +16,7 @@ import msgspec
 from lamina import __version__
 from lamina.facts.hardware import checked, entries
 from lamina.facts.roofline import GemmWork, bytes_and_flops
-from lamina.protocol.declare import parse_size
+from lamina.protocol.options.declare import parse_size
 
 from .tables import DATA
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from lamina.config import make_config
 from lamina.engine.engine import Engine
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 from lamina.request import RequestOutput, SamplingParams
 from lamina.sim.clock import VirtualClock
 from lamina.sim.lossless import LosslessWire, RoundLoad, leap, ready_of

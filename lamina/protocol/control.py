@@ -18,7 +18,7 @@ import msgspec
 
 from lamina.request import FILTERS, Score
 
-from .options import BatchingOptions, Deadlines, DeviceOptions, KVOptions, ModelOptions, TopologyOptions
+from .options.engine import BatchingOptions, Deadlines, DeviceOptions, KVOptions, ModelOptions, TopologyOptions
 from .partition import Lanes
 from .plan import Bind, Keep, StepPlan
 from .tiers import TierFacts, TierPlace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from .options import CHUNK_TOKENS
+from .options.engine import CHUNK_TOKENS
 from .partition import PARTITIONS, Lanes, Partition, stripe_of
 from .plan import Bound, LayerShape
 

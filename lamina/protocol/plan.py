@@ -36,7 +36,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from .options import KVOptions
+from .options.engine import KVOptions
 from .partition import Lanes, Partition
 from .placement import FIRST, Place
 from .sparse_ops import Prune as Prune

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from .blocks.extents import Extents
 from .control import Address
-from .extents import Extents
-from .options import CHUNK_TOKENS
+from .options.engine import CHUNK_TOKENS
 from .partition import Lanes, Partition, Piece
 from .placement import Place, Placement
 from .plan import Bind, Keep

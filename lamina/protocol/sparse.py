@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .options.sparsity import SCORE_TOKENS, SparsityOptions
 from .plan import LayerShape
-from .sparsity_options import SCORE_TOKENS, SparsityOptions
 
 
 def sparse_layers(layers: Sequence[LayerShape], windows: Sequence[int], options: SparsityOptions) -> list[bool]:

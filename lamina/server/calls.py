@@ -9,8 +9,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from lamina.engine.sessions import SessionName
-from lamina.engine.turns import Turns
+from lamina.engine.conversations.sessions import SessionName
+from lamina.engine.conversations.turns import Turns
 from lamina.request import SamplingParams
 
 from .admission import Admission, Ticket

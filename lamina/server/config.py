@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from lamina.protocol.declare import flag, parse_size
+from lamina.protocol.options.declare import flag, parse_size
 
 
 def option(default: Any, help: str) -> Any:

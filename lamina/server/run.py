@@ -19,7 +19,7 @@ from lamina.fleet.launchers import WorkerHandle
 from lamina.models.defaults import FILE, sampling_defaults
 from lamina.models.tokens import load_beside
 from lamina.protocol.control import Progress
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 
 from .admission import Admission
 from .answer.logprobs import TokenTexts

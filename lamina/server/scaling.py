@@ -16,8 +16,8 @@ from starlette.responses import Response
 
 from lamina.config import flat, make_config
 from lamina.models.checkpoint import peek_config
-from lamina.protocol.options import EngineConfig
-from lamina.protocol.resolve import ModelLimits, check_model
+from lamina.protocol.options.engine import EngineConfig
+from lamina.protocol.options.resolve import ModelLimits, check_model
 
 from .calls import Service
 from .door.bodies import parse

@@ -11,8 +11,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from lamina.engine.sessions import SessionName
-from lamina.engine.turns import NOTHING_SAID, Said, SessionBusyError, said_in, said_of
+from lamina.engine.conversations.sessions import SessionName
+from lamina.engine.conversations.turns import NOTHING_SAID, Said, SessionBusyError, said_in, said_of
 
 from .calls import Service, SessionTurn
 from .errors import ApiError, json_response

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lamina.memory.written import WrittenTokens
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place, Placement
 from lamina.protocol.plan import Drop, Expect, Export, Free, Import, Keep, New, Rows, StepPlan
-from lamina.protocol.tables import BlockTables
 from lamina.protocol.tiers import Transferred
 
 from .model import value

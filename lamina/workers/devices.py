@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lamina import attention, collective
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 
 green_contexts: Any = None
 with suppress(ImportError):  # of an older torch

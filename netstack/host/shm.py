@@ -3,7 +3,7 @@
 Peers meet on an abstract-namespace Unix socket (unix(7)), so no file appears anywhere. After the handshake the
 listening side makes one memfd for both directions, seals its size and passes the descriptor; the kernel frees it
 with the last mapping, however the processes end. The socket stays open, silent, as the life line: its end is the
-peer's end. Layout, waiting and the checks of what the peer writes: csrc/netstack/ring.h and link.h.
+peer's end. Layout, waiting and the checks of what the peer writes: csrc/netstack/host/ring.h and link.h.
 """
 
 from __future__ import annotations

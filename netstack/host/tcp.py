@@ -1,4 +1,4 @@
-"""TCP (RFC 9293): any two processes that can reach each other. Frames and their engine: csrc/netstack/stream.h.
+"""TCP (RFC 9293): any two processes that can reach each other. Frames and their engine: csrc/netstack/host/stream.h.
 
 Within one host, over loopback addresses, frames carry checksums. Beyond it they are encrypted under keys of the
 session, by libcrypto; without it nothing listens or connects beyond this host. The listener refuses a peer that wants
@@ -20,7 +20,7 @@ from lamina.netstack.meeting.sockets import dial, open_place
 
 from .native import crypto_fault, open_stream
 
-LIBCRYPTO = "LAMINA_LIBCRYPTO"  # see csrc/netstack/cipher.h
+LIBCRYPTO = "LAMINA_LIBCRYPTO"  # see csrc/netstack/host/cipher.h
 STALL_S = 10.0  # a peer that takes no byte of a put for so long is given up
 LATER_S = 1.0  # the kernel gives up so much later: it cannot say why
 

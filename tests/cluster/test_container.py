@@ -18,7 +18,7 @@ import pytest
 
 from lamina.cli.launch import main
 from lamina.fleet.hosts.cluster_file import SSH
-from lamina.protocol.options import Deadlines
+from lamina.protocol.options.engine import Deadlines
 from lamina.server.config import ServerConfig
 
 ROOT = Path(__file__).resolve().parents[2]

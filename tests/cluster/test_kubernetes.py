@@ -16,7 +16,7 @@ import yaml
 
 from lamina.cli.launch import main
 from lamina.env import VARIABLES
-from lamina.protocol.options import Deadlines, EngineConfig
+from lamina.protocol.options.engine import Deadlines, EngineConfig
 from lamina.server.config import ServerConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,8 +19,8 @@ from lamina.attention.merge import CHUNK_TOKENS, MergeNode, Partial, finish, roo
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.pool import LayerStore, RowTable, allocate, row_table
 from lamina.kv.stored import Scales, StoredRows, as_stored
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.plan import New, Rows, StepPlan
-from lamina.protocol.tables import BlockTables
 
 CPU = torch.device("cpu")
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # norm-wise error of o after rounding

@@ -22,7 +22,6 @@ from lamina.config import make_config  # noqa: E402
 from lamina.fleet.launchers import LAUNCHERS, Launcher, WorkerHandle, open_launcher  # noqa: E402
 from lamina.fleet.launchers.static import StaticLauncher  # noqa: E402
 from lamina.netstack import ChannelError, Geometry, Terms  # noqa: E402
-from lamina.protocol import options  # noqa: E402
 from lamina.protocol.control import (  # noqa: E402
     AskStats,
     Connect,
@@ -34,6 +33,7 @@ from lamina.protocol.control import (  # noqa: E402
     Stats,
     Stop,
 )
+from lamina.protocol.options import engine as options  # noqa: E402
 
 KEY = bytes(range(32))
 SOON_S = 30.0  # a worker imports torch first

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lamina import LLM, SamplingParams
-from lamina.engine.sessions import SessionFacts
-from lamina.engine.turns import SessionBusyError
+from lamina.engine.conversations.sessions import SessionFacts
+from lamina.engine.conversations.turns import SessionBusyError
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 Reference = Callable[[list[int], int], list[int]]

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from lamina import LLM, RequestOutput, SamplingParams
-from lamina.engine.sessions import SessionName
+from lamina.engine.conversations.sessions import SessionName
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 LIMIT, FIRST, STEP = 512, 128, 128

@@ -10,9 +10,9 @@ from scheduled import begin
 
 from lamina.config import make_config
 from lamina.engine.engine import Engine
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.control import ComputeReady, Drawn, RunRound, RunStep, StepDone
 from lamina.protocol.partition import Lanes
-from lamina.protocol.tables import BlockTables
 from lamina.request import RequestOutput
 
 VOCAB, EOS = 97, 96

@@ -7,13 +7,13 @@ from collections import deque
 
 from lamina.engine.blocks.prefixes import Prefixes
 from lamina.engine.prefill import Prefill
+from lamina.engine.rounds.steps import ScheduledStep
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
-from lamina.engine.steps import ScheduledStep
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import Fork, Free, Grant, New, StepPlan
-from lamina.protocol.tables import BlockTables
 from lamina.request import CompletionOutput, SamplingParams
 
 MAX_ROWS = 12

@@ -9,12 +9,12 @@ from scheduled import make
 
 from lamina.engine.blocks.ahead import MOST_TOLD, Ahead, Load
 from lamina.engine.blocks.tier import Tier
+from lamina.engine.conversations.sessions import SessionName, SessionState
 from lamina.engine.sequence import Sequence
-from lamina.engine.sessions import SessionName, SessionState
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import FIRST, Place
 from lamina.protocol.plan import MOST_EXPECTED, MOST_PAGES, Expect
-from lamina.protocol.tables import BlockTables
 from lamina.protocol.tiers import TierFacts
 
 

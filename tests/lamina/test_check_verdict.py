@@ -26,7 +26,7 @@ from lamina.cli.check.report import report_json, show
 from lamina.cli.check.tight import Tight
 from lamina.cli.check.verdict import Outcome, Verdict, compare, failed, judge
 from lamina.config import make_config
-from lamina.protocol.block_counts import split_memory
+from lamina.protocol.blocks.counts import split_memory
 from lamina.protocol.partition import Lanes
 from lamina.protocol.plan import LayerShape
 from lamina.request import CompletionOutput, Logprob

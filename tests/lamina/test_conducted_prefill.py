@@ -7,8 +7,8 @@ from scheduled import make
 
 from lamina.engine.conductor import choice
 from lamina.engine.prefill import Prefill
+from lamina.engine.rounds.steps import ScheduledStep
 from lamina.engine.sequence import Sequence
-from lamina.engine.steps import ScheduledStep
 
 
 class Hand:

@@ -16,8 +16,8 @@ from lamina.compute.emulated import EmulatedProgram, emulated
 from lamina.emulate import VARIABLE, EmulatedDevice
 from lamina.kv.pool import allocate, row_table
 from lamina.kv.stored import StoredRows
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.plan import New, Rows, StepPlan
-from lamina.protocol.tables import BlockTables
 
 
 class Model:

@@ -6,10 +6,10 @@ import pytest
 
 from lamina.engine.kept import KeptKV
 from lamina.memory.written import WrittenTokens
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import Free, Grant, Keep, New, Rows, StepPlan, Truncate
-from lamina.protocol.tables import BlockTables
 
 
 def plan(*parts: New | Free | Truncate | Grant | Rows) -> StepPlan:

@@ -14,7 +14,7 @@ from lamina.config import OPTIONS, make_config
 from lamina.fleet.rates import weights_of
 from lamina.netstack import SCHEMES
 from lamina.netstack.doctor import opens
-from lamina.protocol.declare import flag, parse_size
+from lamina.protocol.options.declare import flag, parse_size
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model")
 STARTERS = (["generate", MODEL, "--prompt", "x"], ["serve", MODEL, "--port", "0"], ["bench", "decode", MODEL])

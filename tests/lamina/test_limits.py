@@ -16,8 +16,8 @@ from lamina.engine.scheduler import Scheduler
 from lamina.fleet.hosts import node
 from lamina.processes import birth_of
 from lamina.protocol import control
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.control import ControlLink, LinkClosedError, Stop
-from lamina.protocol.tables import BlockTables
 
 
 @pytest.mark.parametrize("num_batches", [1, 2, 3])

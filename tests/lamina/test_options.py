@@ -10,8 +10,8 @@ import pytest
 
 from lamina.cli.launch import main
 from lamina.config import OPTIONS, changed, flat, make_config
-from lamina.protocol.declare import options_of
-from lamina.protocol.options import EngineConfig, KVOptions, TopologyOptions
+from lamina.protocol.options.declare import options_of
+from lamina.protocol.options.engine import EngineConfig, KVOptions, TopologyOptions
 
 ASKED: list[dict[str, Any]] = [
     {},

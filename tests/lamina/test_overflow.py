@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.engine.overflow import Overflow, overflow_of
-from lamina.protocol.overflow_options import OverflowOptions
+from lamina.engine.conversations.overflow import Overflow, overflow_of
+from lamina.protocol.options.overflow import OverflowOptions
 
 TRUNCATE = OverflowOptions(context_overflow="truncate")
 

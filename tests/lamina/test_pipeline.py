@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.cli.launch import main
-from lamina.engine.pipeline import PipelinePlan, num_replicas, replica_of, rotation, route
+from lamina.engine.rounds.pipeline import PipelinePlan, num_replicas, replica_of, rotation, route
 
 FACTOR = 3.0  # no input was found beyond 2.5
 EPS = 1e-9

@@ -10,10 +10,10 @@ from scheduled import FakePool, check_tokens, drive, make, take
 from lamina.engine.blocks.prefixes import Hit, Prefixes
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import FIRST
 from lamina.protocol.plan import Fork, Free, Keep, New, Rows, StepPlan
-from lamina.protocol.tables import BlockTables
 from lamina.request import CompletionOutput, SamplingParams
 
 SIZE = 4

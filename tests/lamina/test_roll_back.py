@@ -8,13 +8,13 @@ import pytest
 from scheduled import make
 
 from lamina.engine.prefill import Prefill
+from lamina.engine.rounds.steps import ScheduledStep
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
-from lamina.engine.steps import ScheduledStep
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import Free, Keep, New, Rows
-from lamina.protocol.tables import BlockTables
 
 BLOCKS, BLOCK = 50, 4
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from scheduled import check_tokens, drive, make
 
 from lamina.engine.prefill import Prefill
+from lamina.engine.rounds.steps import ScheduledStep
 from lamina.engine.scheduler import Scheduler
-from lamina.engine.steps import ScheduledStep
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.partition import Lanes, by_request
 from lamina.protocol.plan import Free
-from lamina.protocol.tables import BlockTables
 from lamina.request import SamplingParams
 
 
@@ -296,7 +296,7 @@ def test_policy_imports_no_torch() -> None:
     import subprocess
     import sys
 
-    modules = "lamina.engine.scheduler, lamina.protocol.tables, lamina.protocol.partition"
+    modules = "lamina.engine.scheduler, lamina.protocol.blocks.tables, lamina.protocol.partition"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from scheduled import make
 
-from lamina.engine.pipeline import route
 from lamina.engine.prefill import Prefill
+from lamina.engine.rounds.pipeline import route
+from lamina.engine.rounds.steps import ScheduledStep
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
-from lamina.engine.steps import ScheduledStep
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place, Placement
 from lamina.protocol.plan import Free, New, Rows, StepPlan
-from lamina.protocol.tables import BlockTables
 
 
 def tables(blocks: int, block_size: int = 4) -> BlockTables:

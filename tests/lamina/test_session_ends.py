@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from fake_wire import FakeWire, make_engine
 
+from lamina.engine.conversations.sessions import SessionName
 from lamina.engine.engine import Engine
-from lamina.engine.sessions import SessionName
 from lamina.request import SamplingParams
 
 NAME = SessionName(b"me", "a")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lamina.engine import sessions
-from lamina.engine.sessions import SessionName
-from lamina.engine.turns import Said, SessionBusyError, Turns, said_in, said_of
+from lamina.engine.conversations import sessions
+from lamina.engine.conversations.sessions import SessionName
+from lamina.engine.conversations.turns import Said, SessionBusyError, Turns, said_in, said_of
 
 NAME = SessionName(b"me", "a")
 
@@ -84,7 +84,7 @@ def test_what_is_no_name(name: str) -> None:
 
 
 def test_names_are_remembered_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamina.engine.turns.MOST_SESSIONS", 2)
+    monkeypatch.setattr("lamina.engine.conversations.turns.MOST_SESSIONS", 2)
     monkeypatch.setattr(sessions, "MOST_SESSIONS", 2)
     turns, known = Turns(), sessions.Sessions()
     for name in "abc":

@@ -11,13 +11,13 @@ from lamina import LLM
 from lamina.engine.blocks.prefixes import Prefixes
 from lamina.engine.blocks.swaps import Swaps
 from lamina.engine.blocks.tier import Load, Tier
+from lamina.engine.rounds.steps import Round, ScheduledStep
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
-from lamina.engine.steps import Round, ScheduledStep
 from lamina.engine.timing import Timing
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.placement import FIRST
 from lamina.protocol.plan import Drop, Export, Free, Import, StepPlan, Transfer
-from lamina.protocol.tables import BlockTables
 from lamina.protocol.tiers import TierFacts, Transferred
 
 SIZE = PAGE = 4

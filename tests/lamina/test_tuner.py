@@ -11,8 +11,8 @@ from test_engine import FakeWire, continuation, run
 
 from lamina.config import make_config
 from lamina.engine.engine import Engine
-from lamina.engine.steps import Round
-from lamina.engine.tuner import TIE, Tuner
+from lamina.engine.rounds.steps import Round
+from lamina.engine.rounds.tuner import TIE, Tuner
 from lamina.protocol.control import StepDone
 from lamina.request import SamplingParams
 

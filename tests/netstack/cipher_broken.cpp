@@ -2,7 +2,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "netstack/frame.h"
+#include "netstack/host/frame.h"
 
 using namespace lamina;
 

@@ -1,4 +1,4 @@
-"""The wire format of csrc/netstack/frame.h, written down a second time, in Python and from the standards."""
+"""The wire format of csrc/netstack/host/frame.h, written down a second time, in Python and from the standards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Fuzzes the frame decoder of csrc/netstack/frame.h: hostile streams in hostile pieces, and the invariants of what
+// Fuzzes the frame decoder of csrc/netstack/host/frame.h: hostile streams in hostile pieces, and the invariants of what
 // comes out. Built with -fsanitize=address,undefined; with clang -fsanitize=fuzzer, else with the driver below, which
 // mutates honest streams from a seed:  fuzz_frame EXECUTIONS [SEED]
 #include <cstdint>
@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "netstack/frame.h"
+#include "netstack/host/frame.h"
 
 using namespace lamina;
 

@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <thread>
 
-#include "netstack/link.h"
+#include "netstack/host/link.h"
 
 using namespace lamina;
 

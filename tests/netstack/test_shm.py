@@ -31,7 +31,7 @@ SLOTS, SLOT_BYTES = 3, 5000
 GEOMETRY = Geometry(slots=SLOTS, slot_bytes=SLOT_BYTES)
 HELLO = Hello(scheme="shm", epoch=EPOCH, outbound=GEOMETRY, inbound=GEOMETRY)
 ZERO = EPOCH << 48
-SIGNAL, CREDIT, ARRIVAL_BELL, SPACE_BELL, FAREWELL = 0, 64, 128, 192, 256  # csrc/netstack/ring.h
+SIGNAL, CREDIT, ARRIVAL_BELL, SPACE_BELL, FAREWELL = 0, 64, 128, 192, 256  # csrc/netstack/host/ring.h
 PAGE, STRIDE = 4096, 8192
 RING = PAGE + SLOTS * STRIDE  # bytes of one direction; the connector's outbound comes first
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 from running import MODEL, ROOT
 
-from lamina.engine.sessions import SessionFacts, SessionName
+from lamina.engine.conversations.sessions import SessionFacts, SessionName
 from lamina.models.tokens import load_tokenizer
 from lamina.request import SamplingParams
 from lamina.server.admission import Admission

@@ -18,7 +18,7 @@ from test_flow import until
 from lamina.config import flat, make_config
 from lamina.fleet.standing import STOPPED_S
 from lamina.protocol.control import ControlLink, Failed, Stop
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 from lamina.request import SamplingParams, Told
 from lamina.server.link.client import JOIN_S, BusyError, EngineClient, EngineGoneError
 from lamina.server.link.messages import (

@@ -20,7 +20,7 @@ from lamina import LLM, front
 from lamina.cli.launch import main
 from lamina.config import flat, make_config
 from lamina.protocol.control import ControlLink
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 from lamina.server.link import engine_process
 from lamina.server.link.messages import Start
 

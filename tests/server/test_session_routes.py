@@ -12,7 +12,7 @@ import pytest
 from fake import READY, FakeClient, make_service
 from test_layers import ask, error_of
 
-from lamina.engine.sessions import SessionName
+from lamina.engine.conversations.sessions import SessionName
 from lamina.server.app import layered, make_app
 from lamina.server.calls import Service
 from lamina.server.link.messages import State

@@ -16,7 +16,7 @@ from .report import PERCENTILES, spread_ms
 
 if TYPE_CHECKING:
     from lamina.llm import LLM
-    from lamina.protocol.options import EngineConfig
+    from lamina.protocol.options.engine import EngineConfig
 
 # One step is always in flight and one is drained behind the last: nobody may end while steps are timed.
 SPARE_TOKENS = 3

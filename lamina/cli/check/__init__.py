@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from lamina.cli.flags import add_engine_flags, engine_config
 from lamina.config import changed, flat
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 
 from .matrix import BASE_OPTIONS, Setting, only, quick, whole
 from .report import report_json, show

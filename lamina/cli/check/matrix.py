@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from lamina.protocol.declare import flag
-from lamina.protocol.options import KV_CACHE_DTYPES, KVOptions, TopologyOptions
+from lamina.protocol.options.declare import flag
+from lamina.protocol.options.engine import KV_CACHE_DTYPES, KVOptions, TopologyOptions
 from lamina.protocol.partition import PARTITIONS
 
 

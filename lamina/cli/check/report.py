@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lamina.config import flat
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 
 from .verdict import Verdict
 

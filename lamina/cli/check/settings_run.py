@@ -18,7 +18,7 @@ from lamina.kv.stored import dequantise, is_scaled, quantise, stored_dtype
 from lamina.llm import LLM
 from lamina.models.load import load
 from lamina.protocol.control import ComputeReady, RunRound, StepDone
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.plan import Keep
 from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import Transferred

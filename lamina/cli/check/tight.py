@@ -10,7 +10,7 @@ import torch
 from lamina.compute.capacity import store_bytes
 from lamina.kv.stored import stored_dtype
 from lamina.protocol.control import ComputeReady
-from lamina.protocol.options import CHUNK_TOKENS, EngineConfig
+from lamina.protocol.options.engine import CHUNK_TOKENS, EngineConfig
 from lamina.protocol.plan import LayerShape
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lamina.cli.flags import check_writable
 from lamina.config import OPTIONS
 from lamina.facts.hardware import DEVICES, Device, device, read_devices
-from lamina.protocol.declare import parse_seconds
+from lamina.protocol.options.declare import parse_seconds
 
 from .calibrate import calibrated
 from .flags import add_arguments

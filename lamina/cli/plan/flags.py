@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from lamina.facts.hardware import DEVICES
-from lamina.protocol.options import DTYPES
+from lamina.protocol.options.engine import DTYPES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

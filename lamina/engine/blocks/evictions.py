@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 
 from lamina.engine.sequence import Sequence
 from lamina.kv.sparsity import DECODE_ROWS, PROMPT_ROWS, BlockScores, Budget
+from lamina.protocol.options.sparsity import SCORE_TOKENS, SparsityOptions
 from lamina.protocol.plan import Prune, Score
 from lamina.protocol.sparse_ops import Scored
-from lamina.protocol.sparsity_options import SCORE_TOKENS, SparsityOptions
 
 
 class Evictions:

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from lamina.engine.conversations.sessions import NOWHERE, POOL, SessionFacts, SessionName, SessionState
 from lamina.engine.sequence import Sequence
-from lamina.engine.sessions import NOWHERE, POOL, SessionFacts, SessionName, SessionState
 from lamina.protocol.plan import SequenceOp, Shift
 
 from .ledger import Ledger

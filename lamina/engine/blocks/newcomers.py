@@ -10,10 +10,10 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lamina.engine.conversations.sessions import NOWHERE, POOL
 from lamina.engine.prefill import Prefill
 from lamina.engine.sequence import Sequence
-from lamina.engine.sessions import NOWHERE, POOL
-from lamina.protocol.after_op import touched
+from lamina.protocol.blocks.after_op import touched
 from lamina.protocol.plan import Fork, Keep, SequenceOp
 
 from .ahead import Load

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+from lamina.engine.conversations.sessions import Sessions, SessionState
 from lamina.engine.sequence import Sequence
-from lamina.engine.sessions import Sessions, SessionState
 from lamina.kv.windows import victims
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import Fork, Free, Keep, New, SequenceOp, Truncate

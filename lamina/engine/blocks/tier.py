@@ -18,9 +18,9 @@ from msgspec import structs
 
 from lamina.engine.sequence import Sequence
 from lamina.kv.keys import page_key, root_key, tenant_of, tenant_tag
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import MOST_PAGES, Drop, Export, Import, SequenceOp, Transfer
-from lamina.protocol.tables import BlockTables
 from lamina.protocol.tiers import TierFacts, Transferred
 
 from .ahead import Ahead, Load

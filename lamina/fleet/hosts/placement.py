@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lamina.protocol.declare import flag
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.declare import flag
+from lamina.protocol.options.engine import EngineConfig
 
 RACK = "lamina_rack"  # hosts with the same value of this label are near each other
 _TYPE = "accelerator_type:"  # how Ray names the resource of a type of GPU

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Protocol
 
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 
 # name -> module of this package with open_launcher(config, key, wanted) -> Launcher; imported when first used
 LAUNCHERS = {"local": "local", "ray": "ray", "static": "static"}

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from lamina import cores
 from lamina.facts.room import check_kv_room, free_bytes
 from lamina.processes import is_stopped
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 
 from . import WorkerHandle
 from .warm import START, NoForkError, WarmGoneError

@@ -25,7 +25,7 @@ from lamina.fleet.hosts.placement import HostPlace, check_kv_memory, demand, nam
 from lamina.fleet.hosts.ray_cluster import first_line, hosts_of, join, load
 from lamina.fleet.hosts.ray_token import MODE
 from lamina.netstack import ChannelError
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.sealed import SealedSocket
 
 from . import WorkerHandle

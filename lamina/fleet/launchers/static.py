@@ -19,7 +19,7 @@ from lamina.fleet.hosts.placement import Host, HostPlace, check_kv_memory
 from lamina.netstack import ChannelAborted, ChannelError, ChannelTimeout
 from lamina.netstack.contract.key import KEY_FILE, cluster_key
 from lamina.protocol.control import ControlLink, LinkClosedError
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.sealed import SealedSocket
 
 from . import WorkerHandle

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lamina.fleet.hosts.cluster_file import read_cluster
 from lamina.fleet.hosts.placement import HostPlace, check_kv_memory, on_gpu, place, wishes
 from lamina.netstack.contract.key import KEY, KEY_FILE
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 
 Who = tuple[str, int]  # role and index
 

@@ -19,7 +19,7 @@ import msgspec
 from lamina import __version__
 from lamina.netstack import ChannelError, ChannelTimeout, HandshakeError
 from lamina.protocol.control import ControlLink, LinkClosedError
-from lamina.protocol.options import MOST_THREADS
+from lamina.protocol.options.engine import MOST_THREADS
 from lamina.protocol.sealed import SealedSocket
 from lamina.workers.process import ORPHAN_EXIT_S
 

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from lamina.engine.sessions import SessionFacts, SessionName
+from lamina.engine.conversations.sessions import SessionFacts, SessionName
 from lamina.engine.wire import WorkerError
 from lamina.fleet.launchers import WorkerHandle
 from lamina.fleet.launchers.local import ProcessWorker
 from lamina.fleet.standing import STOPPED_S, StandingStill
 from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 from lamina.request import Blame, SamplingParams
 
 from .messages import (

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lamina import netstack
+from lamina.engine.conversations.sessions import SessionName
 from lamina.engine.engine import Engine
-from lamina.engine.sessions import SessionName
 from lamina.engine.wire import WorkerError
 from lamina.fleet.choose_transport import nearest
 from lamina.fleet.elastic import NotInPlaceError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from lamina.engine.sessions import SessionFacts, SessionName
-from lamina.protocol.options import EngineConfig
+from lamina.engine.conversations.sessions import SessionFacts, SessionName
+from lamina.protocol.options.engine import EngineConfig
 from lamina.request import Blame, SamplingParams, Score, Told
 
 Logprobs = list[Score]  # the token itself first, then the best, among which it may be again

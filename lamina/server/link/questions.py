@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from lamina.engine.sessions import SessionFacts
+from lamina.engine.conversations.sessions import SessionFacts
 
 from .messages import AskSessions, SessionsAre
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 from msgspec import structs
 
-from lamina.engine.sessions import SessionName
+from lamina.engine.conversations.sessions import SessionName
 from lamina.fleet.launchers import WorkerHandle
 from lamina.fleet.recoveries import Recoveries
 from lamina.processes import lives
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 from lamina.request import SamplingParams, Told
 
 from .messages import Add, Delta, Start

@@ -18,8 +18,8 @@ from lamina.attention.cuda_kernels import Argument
 from lamina.attention.merge import CHUNK_TOKENS, Partial, finish, merge
 from lamina.kv.pool import WriteIndex, allocate, row_table, write_index
 from lamina.kv.stored import StoredRows, as_stored
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.plan import New, Rows, StepPlan
-from lamina.protocol.tables import BlockTables
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "contract"))
 import test_attention as contract

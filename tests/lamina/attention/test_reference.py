@@ -11,8 +11,8 @@ from lamina.attention.merge import CHUNK_TOKENS, Fold, MergeNode, Partial, root
 from lamina.attention.reference import Reference
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.pool import LayerStore, row_table
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.plan import New, Rows, StepPlan
-from lamina.protocol.tables import BlockTables
 
 CPU = torch.device("cpu")
 SIZE = 16

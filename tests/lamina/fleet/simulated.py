@@ -27,7 +27,7 @@ from lamina.protocol.control import (
     Stats,
     Stop,
 )
-from lamina.protocol.options import EngineConfig
+from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.partition import Lanes
 
 NOTICED_S = 0.01  # by its peers, that a worker is gone

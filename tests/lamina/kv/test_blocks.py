@@ -9,7 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lamina.protocol.block_counts import blocks_of_one, split_memory
+from lamina.protocol.blocks.counts import blocks_of_one, split_memory
+from lamina.protocol.blocks.tables import (
+    BlockTables,
+    NoBlocksError,
+    PlanError,
+)
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place, Placement, Run
 from lamina.protocol.plan import (
@@ -23,11 +28,6 @@ from lamina.protocol.plan import (
     Shift,
     StepPlan,
     Truncate,
-)
-from lamina.protocol.tables import (
-    BlockTables,
-    NoBlocksError,
-    PlanError,
 )
 
 SIZE = 4

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.layout import Layout, kept, layout, merges
 from lamina.protocol.partition import by_token
 from lamina.protocol.placement import Place, Placement
 from lamina.protocol.plan import New, Rows, StepPlan
-from lamina.protocol.tables import BlockTables
 
 STRIPE = 8  # tokens
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from lamina.engine.blocks.loans import Loans
 from lamina.engine.sequence import Sequence
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place, Run
-from lamina.protocol.tables import BlockTables
 from lamina.request import CompletionOutput, SamplingParams
 
 BLOCK, STRIPE = 2, 4  # tokens of a block, blocks of a stripe

@@ -13,15 +13,15 @@ from lamina.engine.blocks.loans import Loans
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.memory.store import form_of
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.codec import Group, Messages, counts, held_pieces, messages
 from lamina.protocol.groups import partition_of
 from lamina.protocol.layout import LENT_NODES, held_nodes, layout
 from lamina.protocol.loans import fitting, lend, longest, nodes_of, settled, spread
-from lamina.protocol.options import CHUNK_TOKENS, KVOptions
+from lamina.protocol.options.engine import CHUNK_TOKENS, KVOptions
 from lamina.protocol.partition import Lanes, by_spill
 from lamina.protocol.placement import Place, Placement, Run
 from lamina.protocol.plan import Bind, Bound, LayerShape, Rows
-from lamina.protocol.tables import BlockTables
 from lamina.request import CompletionOutput, SamplingParams
 
 BLOCK, STRIPE = 1, 4  # tokens of a block, blocks of a stripe

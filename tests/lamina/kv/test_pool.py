@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from lamina.kv.pool import LayerStore, allocate, row_table, write_index
 from lamina.kv.stored import StoredRows
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.plan import New, Rows, StepPlan
-from lamina.protocol.tables import BlockTables
 
 CPU = torch.device("cpu")
 SIZE, ALIGN = 4, 16

@@ -12,10 +12,10 @@ from lamina.attention.scores import block_scores
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.pool import allocate
 from lamina.kv.sparsity import BlockScores, Budget, choose
+from lamina.protocol.blocks.tables import BlockTables, PlanError
+from lamina.protocol.options.sparsity import SparsityOptions
 from lamina.protocol.plan import Fork, Free, New, Prune, Rows, Score, StepPlan, Truncate
 from lamina.protocol.sparse_ops import SCORE_BITS
-from lamina.protocol.sparsity_options import SparsityOptions
-from lamina.protocol.tables import BlockTables, PlanError
 
 SIZE = 16
 BUDGET = Budget(tokens=8 * SIZE, sink=4, recent=2 * SIZE, block_size=SIZE)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.kv.victims import VictimQueue, rank_of
-from lamina.protocol.tier_options import POLICIES
+from lamina.protocol.options.tier import POLICIES
 
 TRACES = Path(__file__).resolve().parents[4] / "shared" / "traces"
 

@@ -17,8 +17,8 @@ from lamina.engine.kept import KeptKV
 from lamina.engine.prefill import Prefill
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
-from lamina.protocol.block_pool import BlockPool
-from lamina.protocol.tables import BlockTables
+from lamina.protocol.blocks.pool import BlockPool
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.sim.run import ScenarioError, check, check_restart, play, smaller
 from lamina.sim.scenario import Scenario, scenario
 

@@ -21,8 +21,8 @@ from lamina.compute.native_pool import open_pool
 from lamina.memory.worker import MemoryWorker
 from lamina.netstack import Channel, ChannelError, Geometry, Terms
 from lamina.protocol.control import Connect
-from lamina.protocol.declare import options_of
-from lamina.protocol.options import KVOptions
+from lamina.protocol.options.declare import options_of
+from lamina.protocol.options.engine import KVOptions
 from lamina.protocol.partition import PARTITIONS, Partition
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import (

@@ -30,7 +30,14 @@ from lamina.protocol.control import (
     Stats,
     StepDone,
 )
-from lamina.protocol.options import BatchingOptions, Deadlines, DeviceOptions, KVOptions, ModelOptions, TopologyOptions
+from lamina.protocol.options.engine import (
+    BatchingOptions,
+    Deadlines,
+    DeviceOptions,
+    KVOptions,
+    ModelOptions,
+    TopologyOptions,
+)
 from lamina.protocol.plan import StepPlan
 from lamina.workers.view import ViewDoor, ViewFabric
 

@@ -21,7 +21,7 @@ from lamina.memory import store as memory_store
 from lamina.memory.main import serve_memory
 from lamina.memory.store import _kv_bytes
 from lamina.protocol.control import ControlLink, MemoryReady, StartMemory
-from lamina.protocol.options import DeviceOptions, EngineConfig
+from lamina.protocol.options.engine import DeviceOptions, EngineConfig
 from lamina.server.link import engine_process
 from lamina.server.link.messages import Start
 from lamina.workers import devices

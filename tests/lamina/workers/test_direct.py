@@ -22,6 +22,7 @@ from lamina.compute.direct import DirectAttention, open_wires
 from lamina.compute.links import MemoryLink, RefusedError
 from lamina.compute.memory_pool import MemoryPool
 from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, PeerFault, Terms
+from lamina.protocol.options.resolve import LayerPath, layer_path
 from lamina.protocol.partition import PARTITIONS, Partition, by_head
 from lamina.protocol.plan import (
     Free,
@@ -34,7 +35,6 @@ from lamina.protocol.plan import (
     SequenceOp,
     StepPlan,
 )
-from lamina.protocol.resolve import LayerPath, layer_path
 from lamina.workers import staging
 from lamina.workers.graphs import GraphedSlice
 from lamina.workers.staging import HostStaging, Queue

@@ -32,7 +32,7 @@ from lamina.protocol.control import (
     Stats,
     Stop,
 )
-from lamina.protocol.options import KVOptions
+from lamina.protocol.options.engine import KVOptions
 from lamina.protocol.partition import by_head
 from lamina.protocol.plan import (
     Bind,

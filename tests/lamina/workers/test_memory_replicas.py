@@ -9,7 +9,7 @@ import torch
 from memory_peer import LAYERS, SCHEMES, WAIT_S, Peer, Pool, RefusedError, bind, memory_pool, model, shape
 from torch import Tensor
 
-from lamina.engine.pipeline import route
+from lamina.engine.rounds.pipeline import route
 from lamina.netstack import PeerFault
 from lamina.protocol.plan import (
     Join,

@@ -14,12 +14,12 @@ from memory_peer import bind, shape
 from torch import Tensor
 
 from lamina.memory.store import Store
+from lamina.protocol.blocks.tables import PlanError
 from lamina.protocol.layout import held_nodes, most_nodes
 from lamina.protocol.loans import spread
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import FIRST, Deal, Place, Placement, Run
 from lamina.protocol.plan import Kind, New, Rows, StepPlan
-from lamina.protocol.tables import PlanError
 
 LAYERS = [shape(4, 2, 8, 8), shape(6, 3, 8, 8, window=200, sinks=1)]
 MAX_LEN = 1024

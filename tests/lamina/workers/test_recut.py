@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.protocol.extents import Extents
-from lamina.protocol.options import CHUNK_TOKENS
+from lamina.protocol.blocks.extents import Extents
+from lamina.protocol.options.engine import CHUNK_TOKENS
 from lamina.protocol.partition import PARTITIONS, Partition
 from lamina.protocol.placement import Place, Placement
 from lamina.protocol.plan import Keep

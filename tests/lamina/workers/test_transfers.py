@@ -20,6 +20,7 @@ from lamina.memory.atoms import PoolAtoms
 from lamina.memory.meter import Meter
 from lamina.memory.store import Store
 from lamina.memory.transfers import END_S, LAST_S, Transfers
+from lamina.protocol.blocks.tables import PlanError
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import (
     MOST_EXPECTED,
@@ -38,7 +39,6 @@ from lamina.protocol.plan import (
     StepPlan,
     Truncate,
 )
-from lamina.protocol.tables import PlanError
 from lamina.protocol.tiers import Transferred
 from lamina.workers.process import ORPHAN_EXIT_S
 

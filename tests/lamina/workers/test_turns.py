@@ -12,7 +12,7 @@ from torch import Tensor
 from lamina.compute.ranks import Alone
 from lamina.compute.ring import Stay
 from lamina.compute.worker import ComputeWorker
-from lamina.engine.pipeline import num_replicas, rotation, route
+from lamina.engine.rounds.pipeline import num_replicas, rotation, route
 from lamina.netstack import PeerFault
 from lamina.protocol.control import Draw, Drawn, RunRound, RunStep, StepDone
 from lamina.protocol.plan import New, Rows, StepPlan

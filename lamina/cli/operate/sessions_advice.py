@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lamina.facts.report import duration, size, table
-from lamina.protocol.declare import parse_size
+from lamina.protocol.options.declare import parse_size
 
 if TYPE_CHECKING:
     from lamina.planner.sessions import SessionNeeds, SessionPrices

@@ -17,6 +17,7 @@ from msgspec import Meta
 from lamina.cores import Cores
 from lamina.netstack import HERE, beyond_host
 from lamina.netstack.contract.terms import NAME_BYTES
+from lamina.protocol.partition import PARTITIONS
 
 from .declare import (
     MEASURED,
@@ -31,10 +32,9 @@ from .declare import (
     size_text,
     torch_name,
 )
-from .overflow_options import OverflowOptions
-from .partition import PARTITIONS
-from .sparsity_options import SparsityOptions
-from .tier_options import TierOptions
+from .overflow import OverflowOptions
+from .sparsity import SparsityOptions
+from .tier import TierOptions
 
 _T = TypeVar("_T")
 CHUNK_TOKENS = 128  # of attention.merge, which needs torch

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from lamina.engine.blocks.ledger import Ledger
+from lamina.engine.blocks.newcomers import Batch
+from lamina.engine.blocks.room import Room
+from lamina.engine.sequence import Sequence
 from lamina.protocol.plan import Rows, StepPlan
 
-from .blocks.ledger import Ledger
-from .blocks.newcomers import Batch
-from .blocks.room import Room
-from .sequence import Sequence
 from .steps import ScheduledStep
 
 

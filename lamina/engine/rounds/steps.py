@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lamina.engine.sequence import Sequence
 from lamina.protocol.plan import StepPlan
-
-from .sequence import Sequence
 
 
 class ScheduledStep:

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "check.h"
+#include "netstack/check.h"
 #include "cipher.h"
 
 namespace lamina {

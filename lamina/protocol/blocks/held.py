@@ -5,13 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
+from lamina.protocol.partition import Lanes
+from lamina.protocol.placement import Place, Placement
+from lamina.protocol.plan import Fork, SequenceOp, StepPlan
+
 from .after_op import existing
-from .block_counts import num_lanes
-from .block_pool import BlockPool
+from .counts import num_lanes
 from .extents import Extent, Extents
-from .partition import Lanes
-from .placement import Place, Placement
-from .plan import Fork, SequenceOp, StepPlan
+from .pool import BlockPool
 
 After = tuple[dict[int, Extent | None], list[Fork]]  # extents that a plan changes (None: gone), and its forks
 

@@ -1,7 +1,7 @@
-// What native_verbs.cpp gives the module, also where it was built without libibverbs's headers.
+// What native.cpp gives the module, also where it was built without libibverbs's headers.
 #pragma once
 
-#include "native.h"
+#include "netstack/native.h"
 
 namespace lamina {
 

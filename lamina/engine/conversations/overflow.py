@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 from lamina.kv.pages import PAGE
-from lamina.protocol.overflow_options import OverflowOptions
+from lamina.protocol.options.overflow import OverflowOptions
 
 ANSWER_PART = 4  # of the context one in so many tokens is kept free for an answer, where it may be so long
 

@@ -1,7 +1,7 @@
 // Copying into memory that another core reads next.
 #pragma once
 
-#include "engine.h"
+#include "netstack/engine.h"
 
 namespace lamina {
 

@@ -11,12 +11,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
+from lamina.protocol.plan import Fork, Free, Grant, Import, Keep, MediumOp, Prune, Rows, Score, Shift, StepPlan
+
 from .after_op import after_op, touched
 from .extents import Extent
 from .extents import NoBlocksError as NoBlocksError
 from .extents import PlanError as PlanError
-from .held_blocks import After, HeldBlocks
-from .plan import Fork, Free, Grant, Import, Keep, MediumOp, Prune, Rows, Score, Shift, StepPlan
+from .held import After, HeldBlocks
 
 NOT_HERE = -1  # a block that is to be taken
 

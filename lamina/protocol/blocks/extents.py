@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from .block_counts import blocks_of_one
-from .partition import Lanes
-from .placement import FIRST, Deal, Place, Placement
-from .plan import Keep, Prune, Rows, Shift
+from lamina.protocol.partition import Lanes
+from lamina.protocol.placement import FIRST, Deal, Place, Placement
+from lamina.protocol.plan import Keep, Prune, Rows, Shift
+
+from .counts import blocks_of_one
 
 
 class PlanError(ValueError):

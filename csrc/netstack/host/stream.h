@@ -13,7 +13,7 @@
 #include <cerrno>
 #include <mutex>
 
-#include "sleeper.h"
+#include "netstack/sleeper.h"
 #include "writer.h"
 
 namespace lamina {

@@ -13,7 +13,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "engine.h"
+#include "netstack/engine.h"
 #include "guard.h"
 
 namespace lamina {

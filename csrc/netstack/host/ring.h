@@ -16,7 +16,7 @@
 #include <cstring>
 #include <ctime>
 
-#include "engine.h"
+#include "netstack/engine.h"
 
 namespace lamina {
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 import argparse
 import time
 
+from lamina.cli.words import counted
+
 from .operators import add_server, ask, check_url
-from .words import counted
 
 ASK_S = 10.0  # for one answer
 LOOK_S = 0.2

@@ -1,7 +1,7 @@
 // The part of the module that opens queue pairs: RdmaEnd, which becomes a channel once it has met its peer.
 //
 // Where the headers of libibverbs are missing it says so, and has nothing else.
-#include "native_verbs.h"
+#include "native.h"
 
 #if __has_include(<infiniband/verbs.h>)
 #include <sys/mman.h>
@@ -9,7 +9,7 @@
 #include <memory>
 #include <new>
 
-#include "verbs/verbs.h"
+#include "verbs.h"
 
 namespace lamina {
 namespace {

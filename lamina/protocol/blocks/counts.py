@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .partition import Lanes
-from .placement import Deal, Place, Placement
+from lamina.protocol.partition import Lanes
+from lamina.protocol.placement import Deal, Place, Placement
 
 
 def blocks_of_one(length: int, window: int, block_size: int, max_rows: int) -> int:

@@ -7,11 +7,11 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from lamina.netstack import beyond_host, check_scheme, in_process
+from lamina.protocol.partition import PARTITIONS, Partition
 
 from .declare import flag
-from .options import EngineConfig, LaunchOptions
-from .overflow_options import OverflowOptions
-from .partition import PARTITIONS, Partition
+from .engine import EngineConfig, LaunchOptions
+from .overflow import OverflowOptions
 
 
 class ModelLimits(NamedTuple):

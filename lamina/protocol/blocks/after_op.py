@@ -5,8 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from lamina.protocol.plan import (
+    BlockOp,
+    Expect,
+    Export,
+    Fork,
+    Free,
+    Grant,
+    Import,
+    New,
+    Prune,
+    SequenceOp,
+    Shift,
+    Truncate,
+)
+
 from .extents import Extent, Extents, PlanError
-from .plan import BlockOp, Expect, Export, Fork, Free, Grant, Import, New, Prune, SequenceOp, Shift, Truncate
 
 
 def after_op(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lamina.protocol.declare import flag
+from lamina.protocol.options.declare import flag
 
 from .operators import add_server, ask, check_url
 
