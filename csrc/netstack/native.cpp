@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "netstack/host/link.h"
-#include "netstack/verbs/native.h"
 #include "netstack/host/stream.h"
+#include "netstack/verbs/native.h"
 
 namespace lamina {
 namespace {

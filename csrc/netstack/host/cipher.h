@@ -4,14 +4,12 @@
 // counter has lost both, so counters only ever go up.
 #pragma once
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
-#include <type_traits>
 #include <utility>
+
+#include "netstack/dynamic.h"
 
 namespace lamina {
 
@@ -38,26 +36,17 @@ struct Crypto {
  private:
   static Crypto load() {
     Crypto crypto{};
-    const char* named = std::getenv("LAMINA_LIBCRYPTO");
-    const char* const own[] = {"libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so"};
-    void* library = named && *named ? dlopen(named, RTLD_NOW | RTLD_LOCAL) : nullptr;
-    for (const char* name : own)
-      if (!library && !(named && *named)) library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    bool whole = library;
-    const auto find = [&](const char* name, auto* function) {
-      void* found = whole ? dlsym(library, name) : nullptr;
-      whole = found;
-      *function = reinterpret_cast<std::remove_pointer_t<decltype(function)>>(found);
-    };
-    find("EVP_CIPHER_CTX_new", &crypto.context_new);
-    find("EVP_CIPHER_CTX_free", &crypto.context_free);
-    find("EVP_aes_256_gcm", &crypto.aes_256_gcm);
-    find("EVP_CipherInit_ex", &crypto.init);
-    find("EVP_CipherUpdate", &crypto.update);
-    find("EVP_CipherFinal_ex", &crypto.final);
-    find("EVP_CIPHER_CTX_ctrl", &crypto.control);
-    const char* why = whole ? nullptr : dlerror();
-    if (!whole) std::snprintf(crypto.fault, sizeof crypto.fault, "%s", why ? why : "it is not OpenSSL's");
+    const char* const named = std::getenv("LAMINA_LIBCRYPTO");
+    DynamicLibrary library = named && *named ? DynamicLibrary({named})
+                                             : DynamicLibrary({"libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so"});
+    library.find("EVP_CIPHER_CTX_new", &crypto.context_new);
+    library.find("EVP_CIPHER_CTX_free", &crypto.context_free);
+    library.find("EVP_aes_256_gcm", &crypto.aes_256_gcm);
+    library.find("EVP_CipherInit_ex", &crypto.init);
+    library.find("EVP_CipherUpdate", &crypto.update);
+    library.find("EVP_CipherFinal_ex", &crypto.final);
+    library.find("EVP_CIPHER_CTX_ctrl", &crypto.control);
+    library.explain(crypto.fault, "it is not OpenSSL's");
     return crypto;
   }
 };

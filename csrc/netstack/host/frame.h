@@ -13,8 +13,8 @@
 #include <cstdio>
 #include <vector>
 
-#include "netstack/engine.h"
 #include "guard.h"
+#include "netstack/engine.h"
 
 namespace lamina {
 

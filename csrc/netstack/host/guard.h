@@ -4,8 +4,8 @@
 
 #include <utility>
 
-#include "netstack/check.h"
 #include "cipher.h"
+#include "netstack/check.h"
 
 namespace lamina {
 

@@ -2,14 +2,13 @@
 // Its types are those of the headers at compile time, which its own promise keeps fit for newer libraries.
 #pragma once
 
-#include <dlfcn.h>
 #include <infiniband/verbs.h>
 
 #include <cerrno>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
-#include <type_traits>
+
+#include "netstack/dynamic.h"
 
 namespace lamina::verbs {
 
@@ -71,41 +70,32 @@ struct Library {
  private:
   static Library load() {
     Library library{};
-    void* const file = dlopen("libibverbs.so.1", RTLD_NOW | RTLD_LOCAL);
-    bool whole = file;
-    const auto find = [&](const char* name, auto* function) {
-      void* address = whole ? dlsym(file, name) : nullptr;
-      whole = address;
-      *function = reinterpret_cast<std::remove_pointer_t<decltype(function)>>(address);
-    };
-    find("ibv_get_device_list", &library.get_device_list);
-    find("ibv_free_device_list", &library.free_device_list);
-    find("ibv_get_device_name", &library.get_device_name);
-    find("ibv_open_device", &library.open_device);
-    find("ibv_close_device", &library.close_device);
-    find("ibv_query_port", &library.query_port);
-    find("ibv_query_gid", &library.query_gid);
-    find("ibv_alloc_pd", &library.alloc_pd);
-    find("ibv_dealloc_pd", &library.dealloc_pd);
-    find("ibv_reg_mr", &library.reg_mr);
-    find("ibv_dereg_mr", &library.dereg_mr);
-    find("ibv_create_comp_channel", &library.create_comp_channel);
-    find("ibv_destroy_comp_channel", &library.destroy_comp_channel);
-    find("ibv_create_cq", &library.create_cq);
-    find("ibv_destroy_cq", &library.destroy_cq);
-    find("ibv_get_cq_event", &library.get_cq_event);
-    find("ibv_ack_cq_events", &library.ack_cq_events);
-    find("ibv_create_qp", &library.create_qp);
-    find("ibv_modify_qp", &library.modify_qp);
-    find("ibv_destroy_qp", &library.destroy_qp);
-    find("ibv_get_async_event", &library.get_async_event);
-    find("ibv_ack_async_event", &library.ack_async_event);
-    find("ibv_event_type_str", &library.event_type_str);
-    if (whole)
-      library.query_gid_table =
-          reinterpret_cast<decltype(library.query_gid_table)>(dlsym(file, "_ibv_query_gid_table"));
-    const char* const why = whole ? nullptr : dlerror();
-    if (!whole) std::snprintf(library.fault, sizeof library.fault, "%s", why ? why : "it is not rdma-core's");
+    DynamicLibrary file({"libibverbs.so.1"});
+    file.find("ibv_get_device_list", &library.get_device_list);
+    file.find("ibv_free_device_list", &library.free_device_list);
+    file.find("ibv_get_device_name", &library.get_device_name);
+    file.find("ibv_open_device", &library.open_device);
+    file.find("ibv_close_device", &library.close_device);
+    file.find("ibv_query_port", &library.query_port);
+    file.find("ibv_query_gid", &library.query_gid);
+    file.find("ibv_alloc_pd", &library.alloc_pd);
+    file.find("ibv_dealloc_pd", &library.dealloc_pd);
+    file.find("ibv_reg_mr", &library.reg_mr);
+    file.find("ibv_dereg_mr", &library.dereg_mr);
+    file.find("ibv_create_comp_channel", &library.create_comp_channel);
+    file.find("ibv_destroy_comp_channel", &library.destroy_comp_channel);
+    file.find("ibv_create_cq", &library.create_cq);
+    file.find("ibv_destroy_cq", &library.destroy_cq);
+    file.find("ibv_get_cq_event", &library.get_cq_event);
+    file.find("ibv_ack_cq_events", &library.ack_cq_events);
+    file.find("ibv_create_qp", &library.create_qp);
+    file.find("ibv_modify_qp", &library.modify_qp);
+    file.find("ibv_destroy_qp", &library.destroy_qp);
+    file.find("ibv_get_async_event", &library.get_async_event);
+    file.find("ibv_ack_async_event", &library.ack_async_event);
+    file.find("ibv_event_type_str", &library.event_type_str);
+    file.find_newer("_ibv_query_gid_table", &library.query_gid_table);
+    file.explain(library.fault, "it is not rdma-core's");
     return library;
   }
 };

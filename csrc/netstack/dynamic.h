@@ -1,0 +1,48 @@
+// A shared library that is loaded when it is first needed, so that nothing links against it, and its functions by name.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <cstddef>
+#include <cstdio>
+#include <initializer_list>
+#include <type_traits>
+
+namespace lamina {
+
+class DynamicLibrary {
+ public:
+  // The first of `names` that this host has. It stays loaded: its functions outlive this object.
+  explicit DynamicLibrary(std::initializer_list<const char*> names) {
+    for (const char* name : names)
+      if (!file_) file_ = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    whole_ = file_;
+  }
+
+  // Null from the first function on that is not there.
+  template <class Function>
+  void find(const char* name, Function* function) {
+    void* const address = whole_ ? dlsym(file_, name) : nullptr;
+    whole_ = address;
+    *function = reinterpret_cast<Function>(address);
+  }
+
+  // Null where it is not there; the library counts as whole without it.
+  template <class Function>
+  void find_newer(const char* name, Function* function) const {
+    *function = whole_ ? reinterpret_cast<Function>(dlsym(file_, name)) : nullptr;
+  }
+
+  // Why it cannot be used, or nothing. `stranger`: said of a file that has not the functions and gives no reason.
+  template <std::size_t kBytes>
+  void explain(char (&fault)[kBytes], const char* stranger) const {
+    const char* const why = whole_ ? "" : dlerror();
+    std::snprintf(fault, kBytes, "%s", why ? why : stranger);
+  }
+
+ private:
+  void* file_ = nullptr;
+  bool whole_ = false;
+};
+
+}  // namespace lamina
