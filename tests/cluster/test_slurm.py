@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from local_text import ASK, MODEL, ROOT, Known
+from forked import ROOT
+from local_text import ASK, MODEL, Known
 from spaces import Space, two_spaces
 
 JOB = ROOT / "examples" / "slurm" / "lamina.sbatch"

@@ -1,4 +1,5 @@
-"""`lamina-launch` in a process that the warm process of the tests has forked, with a warm process of its own.
+"""`lamina-launch`, or a test's own Python code, in a process that the warm process of the tests has forked, with a warm
+process of its own.
 
 That one is a fork too, so that processes hang together as they do where a user has started them, and nobody imports
 torch and transformers again: 6 s of CPU for each program.
@@ -24,7 +25,10 @@ MOST_FDS = 1 << 16
 
 
 def serve_program(control: socket.socket) -> None:
-    """``control`` brings the program's arguments, a list of JSON, with descriptors of its standard output and error."""
+    """``control`` brings the program's words and code as JSON, with descriptors of its standard output and error.
+
+    Without code it is `lamina-launch`.
+    """
     data, fds, _, _ = socket.recv_fds(control, 1 << 16, 2)
     for fd, standard in zip(fds, (1, 2), strict=True):
         os.dup2(fd, standard)
@@ -32,14 +36,21 @@ def serve_program(control: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # workers leave it to their driver, which this is
     os.chdir(ROOT)
     give_warm_process(control)
-    sys.argv[:] = ["lamina-launch", *json.loads(data)]
+    told = json.loads(data)
+    sys.argv[:] = ["-c" if told["code"] else "lamina-launch", *told["words"]]
     status = 1
     try:
-        status = main()
+        status = run(told["code"]) if told["code"] else main()
     except SystemExit as e:
         status = e.code if isinstance(e.code, int) else int(e.code is not None)
     __main__.end.status = status  # type: ignore[attr-defined]  # exit functions are run, then it ends at once
     sys.exit(status)
+
+
+def run(code: str) -> int:
+    """As ``python -c`` does."""
+    exec(code, {"__name__": "__main__"})
+    return 0
 
 
 def give_warm_process(control: socket.socket) -> None:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from forked import ForkedProgram
 
 from lamina import LLM, SamplingParams, attention
 from lamina.attention.reference import Reference
@@ -124,13 +125,7 @@ for _ in range(1000):
 )
 def test_nothing_is_left_when_the_driver_dies(how: signal.Signals, scheme: str, llama_path: Path) -> None:
     before = shared_memory()
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(llama_path), scheme],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=ROOT,
-    )
+    driver = ForkedProgram([str(llama_path), scheme], code=DRIVER)
     assert driver.stdout is not None
     try:
         pids = [int(p) for p in driver.stdout.readline().split()]

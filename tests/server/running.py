@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
-from lamina.fleet.launchers.local import environment
-from lamina.fleet.launchers.warm import START
+from forked import ForkedProgram, Program
+
 from lamina.processes import lives
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "examples/tiny_lm/model"
 START_S = 240.0
-FOR_EVER_S = 600.0
 
 
 def certificate(folder: Path) -> dict[str, str]:
@@ -33,48 +30,6 @@ def certificate(folder: Path) -> dict[str, str]:
         check=True, capture_output=True, timeout=60,
     )  # fmt: skip
     return made
-
-
-class Program(Protocol):
-    """What subprocess.Popen has, of a program that prints lines of text."""
-
-    pid: int
-    stdout: IO[str] | None
-
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def send_signal(self, sig: int) -> None: ...
-    def kill(self) -> None: ...
-
-
-class ForkedProgram:
-    """`lamina-launch`, forked from the warm process of these tests: see tests/e2e/forked_program.py."""
-
-    def __init__(self, words: Sequence[str], stderr: IO[bytes], env: dict[str, str]) -> None:
-        own = {**environment(0), **env}
-        warm = START.begin(own)
-        assert warm is not None
-        self._control, theirs = socket.socketpair()
-        read, write = os.pipe()
-        with theirs:
-            self._process = warm.fork("forked_program:serve_program", (), own, theirs)
-        socket.send_fds(self._control, [json.dumps(list(words)).encode()], [write, stderr.fileno()])
-        os.close(write)
-        self.pid, self.kill = self._process.pid, self._process.kill
-        self.stdout: IO[str] | None = os.fdopen(read)
-
-    def poll(self) -> int | None:
-        return self._process.status if self._process.ended() else None
-
-    def wait(self, timeout: float | None = None) -> int:
-        if not self._process.ended(FOR_EVER_S if timeout is None else timeout):
-            raise subprocess.TimeoutExpired("lamina-launch", timeout or FOR_EVER_S)
-        assert self._process.status is not None
-        return self._process.status
-
-    def send_signal(self, sig: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, sig)
 
 
 def _fresh(words: Sequence[str], stderr: IO[bytes], env: dict[str, str]) -> Any:
@@ -93,7 +48,9 @@ class Running:
         self.log = log
         words, own = ["serve", MODEL, "--port", "0", *flags], {"OMP_NUM_THREADS": "1", **(env or {})}
         with log.open("wb") as stderr:
-            self.process: Program = _fresh(words, stderr, own) if fresh else ForkedProgram(words, stderr, own)
+            self.process: Program = (
+                _fresh(words, stderr, own) if fresh else ForkedProgram(words, stderr=stderr, env=own)
+            )
         self.url = self._await_url()
 
     def _await_url(self) -> str:
