@@ -200,7 +200,7 @@ def test_the_wait_is_no_longer_than_it_may_be(launch: Open) -> None:
     start = time.monotonic()
     with pytest.raises(OSError, match="3 of 3 workers did not come"):
         launcher.start("compute", 0)
-    assert time.monotonic() - start < 10.0
+    assert time.monotonic() - start < SOON_S
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_a_worker_waits_for_its_driver_no_longer_than_it_is_told(
         at = f"127.0.0.1:{sock.getsockname()[1]}"
         start = time.monotonic()
         assert main(["worker", "memory", "--driver", at, "--driver-name", "x", "--wait-s", "0.5"]) == 2
-        assert 0.5 <= time.monotonic() - start < 10.0
+        assert 0.5 <= time.monotonic() - start < SOON_S
     assert f"no driver at {at} within 0.5 s (--wait-s)" in capsys.readouterr().err
 
 

@@ -38,7 +38,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 GUARDED = "nccl's class over gloo"  # with a guard, and a device that is done at once: all of it but NCCL itself
 CPU = torch.device("cpu")
 FIRST_GPU = torch.device("cuda", 0)
-SOON_S = 5.0
+SOON_S = WAIT_S / 2  # on a busy machine
 KEY = b"k" * 32
 
 
@@ -236,7 +236,7 @@ def test_a_rank_that_fails_ends_the_others(entry: str) -> None:
     start = time.monotonic()
     with pytest.raises(ChannelError):
         on_entry(entry, 2, work)
-    assert time.monotonic() - start < WAIT_S / 2
+    assert time.monotonic() - start < SOON_S
 
 
 RANK = """

@@ -164,11 +164,9 @@ def test_a_kill_ends_the_link_and_is_told(launch: Open) -> None:
     handle = launch(1).start("memory", 0, 1)
     os.kill(handle.pid, signal.SIGKILL)
     control = link(handle)
-    start = time.monotonic()
     with pytest.raises(LinkClosedError):
-        control.recv(timeout_s=5.0)
-    assert time.monotonic() - start < 1.0
-    wait_until(lambda: handle.fate() is not None, 1.0, "nobody knows how it ended")
+        control.recv(timeout_s=SOON_S)
+    wait_until(lambda: handle.fate() is not None, SOON_S, "nobody knows how it ended")
     assert str(handle.fate()).endswith("was killed by SIGKILL")
     handle.join(1.0)
 

@@ -28,8 +28,9 @@ from lamina.netstack.host.tcp import TcpFabric
 from lamina.netstack.rdma.verbs import VerbsFabric
 
 KEY = b"k" * 32
-LONG_S = 30.0  # a wait that must be ended by something else than its timeout
-SOON_S = 5.0  # for what is on its way
+LONG_S = 60.0  # a wait that must be ended by something else than its timeout
+SOON_S = 20.0  # for what is on its way, on a busy machine
+NOTICED_S = 5 * DEATH_NOTICED_S  # there
 SMALL = Geometry(slots=3, slot_bytes=257)
 SLOW_LINKS = [f"emulate+{other}?latency_ms=0.5&jitter_ms=0.5&gbps=5" for other in ("loopback", "shm")]
 FOR_KERNELS = ["cuda", STAND_IN, ONE_GPU, ONE_STAND_IN]
@@ -139,7 +140,7 @@ def fill(channel: Channel) -> int:
 
 def raises_soon(error: type[Exception], call: Callable[[], object]) -> None:
     """The call raises ``error`` within the time in which a death must be noticed; other channel errors may precede."""
-    deadline = time.monotonic() + DEATH_NOTICED_S
+    deadline = time.monotonic() + NOTICED_S
     while time.monotonic() < deadline:
         try:
             call()
@@ -205,7 +206,7 @@ def test_full_ring_raises_no_resource_and_honours_the_timeout(pair: Pair) -> Non
     start = time.monotonic()
     with pytest.raises(netstack.NoResource):
         pair.a.reserve(1, timeout_s=0.2)
-    assert 0.2 <= time.monotonic() - start < 2.0
+    assert 0.2 <= time.monotonic() - start < SOON_S
     arrival = pair.b.wait_signal(timeout_s=SOON_S)
     with pytest.raises(netstack.NoResource):
         pair.a.reserve(1)  # received is not released
@@ -301,7 +302,7 @@ def test_wait_honours_its_timeout_and_the_channel_stays_usable(pair: Pair) -> No
     start = time.monotonic()
     with pytest.raises(netstack.ChannelTimeout):
         pair.b.wait_signal(timeout_s=0.2)
-    assert 0.2 <= time.monotonic() - start < 2.0
+    assert 0.2 <= time.monotonic() - start < SOON_S
     send(pair.a, b"later")
     assert receive(pair.b)[2] == b"later"
 
@@ -322,7 +323,7 @@ def test_a_signal_handler_can_end_a_wait(pair: Pair, operation: str) -> None:
         start = time.monotonic()
         with pytest.raises(Interrupt):
             pair.a.wait_signal(timeout_s=LONG_S) if operation == "wait_signal" else pair.a.reserve(1, timeout_s=LONG_S)
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < SOON_S
     finally:
         signal.signal(signal.SIGUSR1, before)
     receive(pair.b)  # the channel is still usable
@@ -345,9 +346,9 @@ def test_abort_and_close_wake_both_sides(pair: Pair, how: str, operation: str) -
     else:
         pair.a.close()
     with pytest.raises(netstack.ChannelAborted):
-        mine.join(DEATH_NOTICED_S)
+        mine.join(NOTICED_S)
     with pytest.raises(netstack.PeerFault):
-        theirs.join(DEATH_NOTICED_S)
+        theirs.join(NOTICED_S)
 
 
 def test_abort_is_idempotent_final_and_carries_its_reason(pair: Pair) -> None:
@@ -379,7 +380,7 @@ def test_a_sender_that_never_waits_notices_the_death(fabric: Fabric) -> None:
     roomy = Geometry(slots=1024, slot_bytes=64)
     pair = connect(fabric, fabric.listen(), roomy, roomy)
     pair.b.close()
-    deadline = time.monotonic() + DEATH_NOTICED_S
+    deadline = time.monotonic() + NOTICED_S
     with pytest.raises(netstack.PeerFault):  # noqa: PT012
         while time.monotonic() < deadline:
             pair.a.reserve(1)

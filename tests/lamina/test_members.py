@@ -20,7 +20,7 @@ from lamina.fleet.pools import Pools
 from lamina.fleet.supervise import Supervisor
 from lamina.protocol.control import AskStats, ControlLink, Failed, Stats, StepDone, Stop
 
-SOON_S = 5.0
+SOON_S = 30.0  # on a busy machine
 
 
 class Ended:

@@ -30,18 +30,24 @@ def take(channel: Channel) -> bytes:
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_latency_is_there_in_both_directions_and_messages_overlap(other: str) -> None:
+    """A sender does not wait for its link, and messages are on their way together. Five tries, as it may be busy."""
     for sender, receiver in (ends := pair(f"emulate+{other}?latency_ms=150"), ends[::-1]):
-        start = time.monotonic()
-        for n in range(4):
-            send(sender, bytes([n]))
-        sent = time.monotonic() - start
-        with pytest.raises(netstack.ChannelTimeout, match="wait_signal"):
-            receiver.wait_signal(timeout_s=0.01)
-        assert [take(receiver) for _ in range(4)] == [bytes([n]) for n in range(4)]
-        took = time.monotonic() - start
-        assert took >= 0.15
-        assert sent < 0.15, "a sender does not wait for its link"
-        assert took < 4 * 0.15, "messages are on their way together"
+        tries = (passing(sender, receiver) for _ in range(5))
+        assert any(sent < 0.15 and took < 4 * 0.15 for sent, took in tries)
+
+
+def passing(sender: netstack.Channel, receiver: netstack.Channel) -> tuple[float, float]:
+    """Seconds until four messages are sent, and until all have come."""
+    start = time.monotonic()
+    for n in range(4):
+        send(sender, bytes([n]))
+    sent = time.monotonic() - start
+    with pytest.raises(netstack.ChannelTimeout, match="wait_signal"):
+        receiver.wait_signal(timeout_s=0.01)
+    assert [take(receiver) for _ in range(4)] == [bytes([n]) for n in range(4)]
+    took = time.monotonic() - start
+    assert took >= 0.15
+    return sent, took
 
 
 @pytest.mark.parametrize("other", OTHERS)

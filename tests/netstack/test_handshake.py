@@ -210,7 +210,7 @@ def test_a_silent_peer_costs_one_deadline_however_slowly_it_talks(steps: handsha
         start = time.monotonic()
         with pytest.raises(ChannelTimeout, match="peer"):
             run(ours, steps, "peer", deadline=start + 0.2)
-        assert 0.2 <= time.monotonic() - start < 2.0
+        assert 0.2 <= time.monotonic() - start < SOON_S
 
 
 def test_frames_in_single_bytes_and_nothing_beyond_is_read(pool: ThreadPoolExecutor) -> None:

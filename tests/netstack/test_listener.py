@@ -188,7 +188,7 @@ def test_a_connector_waits_where_too_many_wait_before_it() -> None:
     start = time.monotonic()
     with pytest.raises(netstack.ChannelTimeout, match="took nobody in time"):
         fabric.connect(place.url, netstack.Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=0.2)
-    assert 0.2 <= time.monotonic() - start < 2.0
+    assert 0.2 <= time.monotonic() - start < SOON_S
     connect(fabric, place)  # once somebody accepts
     early.close()
     fabric.close()

@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import httpx
@@ -102,9 +101,12 @@ def test_a_second_signal_or_kill_9_ends_a_busy_server_at_once(
             if len(signals) > 1:
                 assert eventually(lambda: "draining" in (tmp_path / "log").read_text(), 10)
                 server.signal(signals[1])
-            start = time.monotonic()
-            server.wait(20)
-            assert time.monotonic() - start < 15.0, "1 s on a machine of its own"
+            server.wait(45)
+            try:
+                rest = list(lines)
+            except httpx.RemoteProtocolError:  # it has no time for the end of what is chunked
+                rest = []
+            assert not [x for x in rest if '"finish_reason":"length"' in x], "it has waited for the end of the stream"
         assert eventually(lambda: not alive(pids), 20), alive(pids)
     finally:
         server.kill()

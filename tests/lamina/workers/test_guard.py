@@ -20,7 +20,7 @@ from lamina.collective.process_group import Opened, failed
 from lamina.netstack import ChannelAborted, ChannelTimeout, PeerFault, Reception
 from lamina.workers.graphs import GraphedSlice
 
-SOON_S = 5.0
+SOON_S = WAIT_S / 2  # on a busy machine
 CPU = torch.device("cpu")
 
 

@@ -184,7 +184,7 @@ def test_it_ends_when_the_driver_says_so_or_is_gone(how: str, state: str) -> Non
             driver.link.close()
         thread.join(WAIT_S)
         assert not thread.is_alive()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < WAIT_S / 2
         if state != "idle":
             with pytest.raises(PeerFault):
                 channel.wait_signal(timeout_s=WAIT_S)
@@ -354,4 +354,4 @@ def test_a_process_goes_with_its_driver() -> None:
         start = time.monotonic()
         driver.link.close()
         child.wait(WAIT_S)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < WAIT_S / 2
