@@ -8,7 +8,9 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -76,14 +78,41 @@ def sources(package: str) -> Iterator[Path]:
             yield path
 
 
+class Facts(NamedTuple):
+    """What tests look for in a file, so that it is read once. Imports: as they are written; whether for types alone."""
+
+    imports: list[tuple[ast.Import | ast.ImportFrom, bool]]
+    classes: list[str]
+    sent_away: list[str]  # classes and functions whose docstring begins with the name of another file
+    comparisons: list[str]
+
+
+@cache
+def facts(path: Path) -> Facts:
+    tree, found = ast.parse(path.read_text()), Facts([], [], [], [])
+    typing = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    for_types = {id(inner) for n in typing for inner in ast.walk(n)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.imports.append((node, id(node) in for_types))
+        elif isinstance(node, ast.Compare):
+            found.comparisons.append(ast.unparse(node))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if re.match(r"See [`A-Z]|See (\w+\.)", ast.get_docstring(node) or ""):
+                found.sent_away.append(node.name)
+            if isinstance(node, ast.ClassDef):
+                found.classes.append(node.name)
+    return found
+
+
 def imported(path: Path) -> Iterator[str]:
     package = list(path.relative_to(ROOT).with_suffix("").parts)
     if package[0] != "lamina":
         package.insert(0, "lamina")
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node, _ in facts(path).imports:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = package[: len(package) - node.level] if node.level else []
             yield ".".join([*base, *([node.module] if node.module else [])])
 
@@ -101,15 +130,12 @@ def targets(path: Path, *, types: bool = True) -> Iterator[str]:
     ``types``: those under TYPE_CHECKING too.
     """
     package = module_of(path).split(".")[: None if path.name == "__init__.py" else -1]
-    tree = ast.parse(path.read_text())
-    typing = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-    left_out = set() if types else {id(inner) for n in typing for inner in ast.walk(n)}
-    for node in ast.walk(tree):
-        if id(node) in left_out:
+    for node, for_types in facts(path).imports:
+        if for_types and not types:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             names = (f"{module}.{alias.name}" for alias in node.names)
@@ -129,7 +155,7 @@ def test_converter_and_netstack_know_nobody(package: str, other: str) -> None:
 def classes(package: str) -> Iterator[str]:
     """Names of classes, as often as they are given; a leading underscore makes no other word."""
     for path in sources(package):
-        yield from (n.name.lstrip("_") for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef))
+        yield from (name.lstrip("_") for name in facts(path).classes)
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
@@ -141,12 +167,10 @@ def test_a_class_has_a_name_of_its_own() -> None:
 def test_a_docstring_says_it_itself() -> None:
     """A reader of a method is not sent to another file for its first sentence."""
     sending = [
-        f"{path.relative_to(ROOT)}: {node.name}"
+        f"{path.relative_to(ROOT)}: {name}"
         for package in PACKAGES
         for path in sources(package)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        and re.match(r"See [`A-Z]|See (\w+\.)", ast.get_docstring(node) or "")
+        for name in facts(path).sent_away
     ]
     assert sending == []
 
@@ -278,10 +302,8 @@ def test_models_are_named_in_models_only() -> None:
 
 def test_schemes_are_named_in_netstack_only() -> None:
     for path in sources("lamina"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Compare):
-                text = ast.unparse(node)
-                assert not any(s in text for s in ("'shm'", "'tcp'", "'loopback'")), f"{path}: {text}"
+        for text in facts(path).comparisons:
+            assert not any(s in text for s in ("'shm'", "'tcp'", "'loopback'")), f"{path}: {text}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
