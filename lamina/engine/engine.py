@@ -233,8 +233,8 @@ class Engine:
             self.scheduler.tier.learn(ready.tier)
 
     def reset_prefix_cache(self) -> None:
-        """Find no KV of finished requests any more; its blocks are free with the next step."""
-        self.scheduler.forget_prefixes()
+        """Find no KV of finished requests any more, here or in a later engine; blocks are free with the next step."""
+        self.scheduler.forget_prefixes(self.wire.begin_era() if self.scheduler.tier else b"")
 
     def drop_session(self, name: SessionName) -> bool:
         """Forget a session and give up its KV, but for what others have too; the blocks are free with the next step,

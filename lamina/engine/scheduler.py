@@ -206,7 +206,7 @@ class Scheduler:
                 return []
             self.batches = deal(self._running, self._num_batches)
         self.forget_finished()
-        self.batches[0].ops += self._ops
+        self.batches[0].ops += [*self._ops, *(self.tier.drops() if self.tier else [])]
         self._ops = []
         for batch in self.batches:
             self._drop_finished(batch)
@@ -303,13 +303,13 @@ class Scheduler:
         """Running sequences whose KV has no room in other blocks."""
         return self._room.lacking(blocks, [s for s in self._running if not s.finished])
 
-    def forget_prefixes(self) -> None:
-        """Give up what is retained, with the next plan. What runs leaves nothing."""
+    def forget_prefixes(self, era: bytes = b"") -> None:
+        """Give up what is retained, with the next plan. What runs leaves nothing. ``era``: of pages from now on."""
         self._ops += self.prefixes.forget_all()
         for sequence in self._running:
             sequence.outlived = True
         if self.tier:
-            self.tier.forget()
+            self.tier.forget(era, (*self._running, *self._waiting))
 
     def drop_session(self, name: SessionName) -> bool:
         """Forget a session, and give up its KV with the next plan. False: there is no such session."""
@@ -320,7 +320,7 @@ class Scheduler:
     @property
     def owes(self) -> bool:
         """Whether memory workers are to be told of something, if nothing else is to be done."""
-        return bool(self._ops)
+        return bool(self._ops) or bool(self.tier and self.tier.owes)
 
     def give_up_retained(self) -> None:
         """The same of the pools alone: what is kept beside them can be loaded."""

@@ -63,6 +63,12 @@ class Wire(Protocol):
         """
         ...
 
+    def begin_era(self) -> bytes:
+        """Pages that are kept beside the pools are found by nobody any more: what their keys hang on from now on. Empty
+        where there are none.
+        """
+        ...
+
     def stats(self) -> dict[str, dict[str, float]]:
         """Counters of every worker, by its name."""
         ...

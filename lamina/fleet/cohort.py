@@ -77,7 +77,7 @@ class Cohort:
         self._told_models = False  # whether these were told to load
         self._started: dict[tuple[str, int], int] = {}  # role and index -> workers that were started for them
         self._names: dict[WorkerHandle, str] = {}  # which they prove to their peers
-        self._tier = TierKeeper(config, self._incarnation)
+        self.tier = TierKeeper(config, self._incarnation)
         self._spares = Spares(members, config.launching.spares, self._start_spare)
         self.kv_bytes: list[list[int]] = []  # rank -> of its memory workers, once they are known
         self.binds: list[Bind] = []  # rank -> of its first memory worker, once it is known
@@ -108,13 +108,13 @@ class Cohort:
         self._call_memory(keep)
         self._connect_compute(readies)
         self._connect_prefill(readies, None if keep is None else [])  # prompts under way begin anew
-        stored = [self._answer(m, StoredPages) for m in self._members.memory if self._tier.wanted]
+        stored = [self._answer(m, StoredPages) for m in self._members.memory if self.tier.wanted]
         check_alike(readies)
         ranks = list(readies.values())[: self._size]
         self.kv_bytes, self.backend = [ready.kv_bytes for ready in ranks], ranks[0].summary.get("attention", "")
         self.binds = [ready.bind for ready in ranks if ready.bind is not None]
         log.info("view %d: %s", self.view, ", ".join(f"{m.label} is pid {m.handle.pid}" for m in self._members))
-        return self._tier.completed(as_one(ranks, self.topology), self._identity, stored)
+        return self.tier.completed(as_one(ranks, self.topology), self._identity, stored)
 
     def next_view(self) -> int:
         """Its number; there is no way back."""
@@ -270,7 +270,7 @@ class Cohort:
             rank = member.handle.index % self._size
             joining = [self._name(m.handle) for m in self._members.compute[rank :: self._size] + self._members.prefill]
             left = None if keep is None else list(keep)
-            place = self._tier.place(member.handle.index, self._identity)
+            place = self.tier.place(member.handle.index, self._identity)
             self._members.send(member, Connect(view=self.view, joining=joining, keep=left, tier=place))
 
     @property
@@ -373,7 +373,7 @@ class Cohort:
             name=self._name(handle),
             key=self._compute_key,
             trace=self._trace,
-            identify=self._tier.wanted,
+            identify=self.tier.wanted,
             turns_keys=self._config.overflow.truncates,
         )
 

@@ -170,6 +170,10 @@ class Pools:
                     self.elastic.end()
             return self.ready if self._loss is None else self._halt()
 
+    def begin_era(self) -> bytes:
+        """Have no page beside the pools found any more; what keys hang on from now on."""
+        return self._cohort.tier.begin_era()
+
     def _go_on(self, keep: Sequence[Keep]) -> None:
         ready = self._supervisor.resume([structs.replace(each, was=None) for each in keep])
         if (ready.num_blocks, ready.lanes) != (self.ready.num_blocks, self.ready.lanes):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Sequence
+from contextlib import closing
 
 from msgspec import structs
 
-from lamina.kv.keys import SECRET_BYTES
+from lamina.kv.keys import ERA_BYTES, SECRET_BYTES
 from lamina.kv.pages import PAGE
-from lamina.kv.store.folder import StoreFolder, store_secret
+from lamina.kv.store.folder import StoreFolder, begin_era, store_era, store_secret
 from lamina.protocol.control import ComputeReady, RunRound
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.options.tier import TierOptions
 from lamina.protocol.plan import Export, Import, Score
 from lamina.protocol.tiers import StoredPages, TierFacts, TierPlace
+
+log = logging.getLogger(__name__)
 
 
 class TierKeeper:
@@ -25,7 +29,7 @@ class TierKeeper:
     def __init__(self, config: EngineConfig, server: str) -> None:
         self._options, self._server = config.tier, server
         self._workers, self._ranks = config.topology.memory_workers, config.topology.tensor_parallel_size
-        self._secret = _secret_of(config.tier)
+        self._secret, self._era = _keys_of(config.tier)
 
     @property
     def wanted(self) -> bool:
@@ -49,26 +53,36 @@ class TierKeeper:
             memory=self._options.memory,
         )
 
+    def begin_era(self) -> bytes:
+        """No page that there is will be found any more, by this engine or a later one. Part of the keys from now on."""
+        self._era = secrets.token_bytes(ERA_BYTES)
+        if self._options.kv_store_dir:
+            try:
+                with closing(StoreFolder(self._options.kv_store_dir)) as folder:
+                    self._era = begin_era(folder)
+            except (OSError, ValueError) as error:
+                log.error("the next start will find the pages from before the reset: %s", error)
+        return self._era
+
     def completed(self, ready: ComputeReady, identity: bytes, said: Sequence[StoredPages]) -> ComputeReady:
         """With what memory workers have ``said``, in their order."""
         if not self.wanted:
             return ready
         tier = TierFacts(
             secret=self._secret, identity=identity, page=PAGE, pages=[each.keys for each in said],
-            medium=self._options.medium, rooms=[each.room for each in said],
+            medium=self._options.medium, rooms=[each.room for each in said], era=self._era,
         )  # fmt: skip
         return structs.replace(ready, tier=tier)
 
 
-def _secret_of(options: TierOptions) -> bytes:
-    """Of the store, so that a later start finds its pages; nobody finds those of the host's memory again."""
+def _keys_of(options: TierOptions) -> tuple[bytes, bytes]:
+    """Secret and era of the store, so that a later start finds its pages; nobody finds those of the host's memory
+    again.
+    """
     if not options.kv_store_dir:
-        return secrets.token_bytes(SECRET_BYTES)
-    folder = StoreFolder(options.kv_store_dir)
-    try:
-        return store_secret(folder, options.kv_key_file)
-    finally:
-        folder.close()
+        return secrets.token_bytes(SECRET_BYTES), b""
+    with closing(StoreFolder(options.kv_store_dir)) as folder:
+        return store_secret(folder, options.kv_key_file), store_era(folder)
 
 
 def num_reports(new: RunRound) -> int:

@@ -1,7 +1,7 @@
 """Keys of pages: a key stands for all tokens up to the page's end, the model that has seen them, and their tenant.
 
     key(page n) = SHA-256(tag, key(page n - 1), n, tokens of page n)
-    key(page -1) = root = HMAC-SHA256(store secret; tag, identity, tenant, salt)
+    key(page -1) = root = HMAC-SHA256(store secret; tag, identity, tenant, salt, era where there was a reset)
 
 Each field goes in with its length before it, so that no two lists of fields are the same bytes. Who lacks the secret
 cannot tell from a key which tokens it stands for, nor try tokens out. Numbers are little-endian, of 8 bytes; tokens of
@@ -21,6 +21,7 @@ from .pages import PAGE, TENANT_BYTES
 
 SECRET_BYTES = 32
 SALT_BYTES = 32  # of a salt's part that names the tenant
+ERA_BYTES = 16
 _LENGTH_BYTES = 8
 
 
@@ -50,13 +51,14 @@ def tenant_tag(secret: bytes, tenant: bytes) -> bytes:
     return _hmac(secret, b"lamina kv tenant 1", tenant)[:TENANT_BYTES]
 
 
-def root_key(secret: bytes, identity: bytes, tenant: bytes, salt: bytes = b"") -> bytes:
+def root_key(secret: bytes, identity: bytes, tenant: bytes, salt: bytes = b"", era: bytes = b"") -> bytes:
     """The parent of the first pages of ``tenant``, a tag. ``salt``: divides its pages further; requests with another
-    one share nothing. 32 bytes. Raises ValueError for a secret or a tag of the wrong length.
+    one share nothing. ``era``: ERA_BYTES, others with each reset of what is found; empty before the first one. 32
+    bytes. Raises ValueError for a secret or a tag of the wrong length.
     """
     if len(tenant) != TENANT_BYTES:
         raise ValueError(f"a tenant's tag has {TENANT_BYTES} bytes, not {len(tenant)}")
-    return _hmac(secret, b"lamina kv root 1", identity, tenant, salt)
+    return _hmac(secret, b"lamina kv root 1", identity, tenant, salt, *([era] if era else []))
 
 
 def page_key(parent: bytes, number: int, tokens: Sequence[int]) -> bytes:

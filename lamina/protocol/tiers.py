@@ -48,8 +48,9 @@ class Transferred(msgspec.Struct, frozen=True, kw_only=True, tag="transferred"):
 
 
 class TierFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the driver knows of the pages beside the pools, when all have met. ``secret``, ``identity``: of their keys;
-    ``page``: tokens; ``pages``, ``rooms``: what each memory worker has told; ``medium``: the name of where they are.
+    """What the driver knows of the pages beside the pools, when all have met. ``secret``, ``identity``, ``era``: of
+    their keys; ``page``: tokens; ``pages``, ``rooms``: what each memory worker has told; ``medium``: the name of where
+    they are.
     """
 
     secret: bytes
@@ -58,3 +59,4 @@ class TierFacts(msgspec.Struct, frozen=True, kw_only=True):
     pages: list[list[bytes]]
     medium: str = "host"
     rooms: list[int] = []
+    era: bytes = b""

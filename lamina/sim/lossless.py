@@ -118,6 +118,9 @@ class LosslessWire:
     def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
         raise AssertionError("nothing is ever lost here")
 
+    def begin_era(self) -> bytes:
+        return b""
+
     def stats(self) -> dict[str, dict[str, float]]:
         return {}
 

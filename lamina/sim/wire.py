@@ -60,7 +60,7 @@ class SimWire:
         self.memory = [SimMemory(w, layout) for w in range(self._num_memory)]
         self._num_prefill = scenario.options["prefill_workers"]
         self._keeps = bool(scenario.options.get("kv_offloading_size"))
-        self.view = 1
+        self.view, self._era = 1, b""
         self.ready = self._ready()
         self.losses = 0
         self._faults = deque(scenario.faults)
@@ -97,7 +97,7 @@ class SimWire:
         if not self._keeps:
             return None
         return TierFacts(secret=b"s" * 32, identity=b"", page=PAGE, pages=[list(w.medium) for w in self.memory],
-                         rooms=[MOST_KEPT] * len(self.memory))  # fmt: skip
+                         rooms=[MOST_KEPT] * len(self.memory), era=self._era)  # fmt: skip
 
     # Wire:
     def submit(self, new: RunRound) -> None:
@@ -160,6 +160,11 @@ class SimWire:
         self._begin_view()
         self.ready = self._ready()
         return self.ready
+
+    def begin_era(self) -> bytes:
+        self._era = self._rng.randbytes(16)
+        self.ready = self._ready()
+        return self._era
 
     def stats(self) -> dict[str, dict[str, float]]:
         return {}

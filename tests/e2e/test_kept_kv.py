@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lamina import LLM, RequestOutput, SamplingParams
+from lamina.kv.store.folder import StoreFolder
+from lamina.kv.store.upkeep import summary_of
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 Reference = Callable[[list[int], int], list[int]]
@@ -128,6 +131,21 @@ def test_nothing_is_found_behind_a_reset(llama_path: Path) -> None:
             ask(llm, prompt)
         llm.reset_prefix_cache()
         assert ask(llm, PROMPT).num_cached_tokens == 0
+
+
+def test_a_reset_is_not_forgotten_by_the_next_engine(llama_path: Path, tmp_path: Path) -> None:
+    """What was saved before it is found by nobody any more, and goes; what comes behind it is."""
+    where = {**TINY, "kv_store_dir": str(tmp_path / "kv"), "memory_workers": 2}
+    with LLM(str(llama_path), **where) as llm:
+        ask(llm, PROMPT)
+        llm.engine.rest()  # what is on its way to the directory is there
+        llm.reset_prefix_cache()
+        ask(llm, OTHERS[0])
+    with closing(StoreFolder(where["kv_store_dir"], make=False)) as folder:
+        assert sum(part.pages for part in summary_of(folder).parts) == 2, "of the one behind the reset"
+    with LLM(str(llama_path), **where) as llm:
+        assert ask(llm, [*PROMPT, 7]).num_cached_tokens == 0
+        assert ask(llm, [*OTHERS[0], 7]).num_cached_tokens == 256
 
 
 def test_a_tier_needs_what_it_is_for(llama_path: Path, tmp_path: Path) -> None:

@@ -76,6 +76,9 @@ class FakeWire:
     def stats(self) -> dict[str, dict[str, float]]:
         return {}
 
+    def begin_era(self) -> bytes:
+        return b""
+
     def look(self) -> None: ...
 
     def close(self) -> None:

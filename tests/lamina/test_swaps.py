@@ -37,7 +37,7 @@ class TierHouse:
             self.ledger, max_num_seqs=8, prefill_chunk=64, prefixes=prefixes, tier=self.tier, swaps=self.swaps
         )
         self.medium: dict[bytes, list[int]] = {}
-        self.owed: deque[tuple[Transfer, list[list[int]]]] = deque()
+        self.owed: deque[tuple[Transfer | Drop, list[list[int]]]] = deque()
         self.plans: list[StepPlan] = []
 
     def round(self) -> ScheduledStep | None:
@@ -52,8 +52,8 @@ class TierHouse:
                 elif isinstance(op, Import):
                     self.owed.append((op, []))
                 elif isinstance(op, Drop):
-                    for key in op.keys:
-                        self.medium.pop(key, None)
+                    self.owed.append((op, []))
+                    self._drop()
             self.pool.run(step)
             take(step, dict(self.pool.drawn[step.plan.batch]))
             self.scheduler.complete(step)
@@ -62,11 +62,19 @@ class TierHouse:
     def answer(self, error: str = "") -> None:
         """The medium has done one transfer, or has failed."""
         op, pages = self.owed.popleft()
+        assert not isinstance(op, Drop)
         if not error and isinstance(op, Export):
             self.medium |= dict(zip(op.keys, pages, strict=True))
         elif not error:
             self.pool.stored[op.sequence] += [t for key in op.keys for t in self.medium[key]]
         self.scheduler.moved(Transferred(view=0, id=op.id, pages=0 if error else len(op.keys), error=error))
+        self._drop()
+
+    def _drop(self) -> None:
+        """What is to be forgotten behind transfers that are done."""
+        while self.owed and isinstance(self.owed[0][0], Drop):
+            for key in self.owed.popleft()[0].keys:
+                self.medium.pop(key, None)
 
     def serve(self, sequences: list[Sequence], error: str = "") -> None:
         """To the end: the medium answers where nothing else can be done."""
@@ -234,3 +242,34 @@ def test_times_are_those_of_rounds_of_prompts_and_of_loads() -> None:
 def test_a_swap_needs_a_place() -> None:
     with pytest.raises(ValueError, match="^--preemption-mode swap keeps KV beside the pool: say where, .*$"):
         LLM("nowhere", preemption_mode="swap")
+
+
+def test_a_reset_has_the_medium_give_up_all_but_what_is_being_loaded() -> None:
+    """Bit by bit, behind what is being saved; and whoever comes next finds pages of its own era alone."""
+    house = TierHouse(40)
+    first, second = make(1, 9, 2), make(2, 13, 2)
+    house.scheduler.add(first)
+    house.serve([first])
+    house.scheduler.give_up_retained()
+    house.scheduler.add(second)
+    again = make(1, 13, 2)
+    while not (second.finished and ops_of(house, Export)[-1].sequence == second.id):
+        house.round()
+    house.scheduler.add(again)
+    while not again.num_loading:
+        house.round()
+    loaded, saving = house.owed[-1][0], house.owed[0][0]
+    house.scheduler.forget_prefixes(b"e" * 16)
+    assert house.scheduler.owes
+    house.serve([again])
+    check_tokens([again])
+    assert house.medium.keys() == set(loaded.keys)
+    assert set(saving.keys) <= {
+        key for plan in house.plans for op in plan.ops if isinstance(op, Drop) for key in op.keys
+    }
+    assert not house.scheduler.owes
+    later = make(2, 13, 2)
+    house.scheduler.add(later)
+    house.serve([later])
+    assert later.num_cached == 0
+    assert house.medium.keys() - set(loaded.keys)

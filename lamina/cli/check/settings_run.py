@@ -186,6 +186,9 @@ class RecordedWire:
     def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
         return self._wire.resume(keep)
 
+    def begin_era(self) -> bytes:
+        return self._wire.begin_era()
+
     def stats(self) -> dict[str, dict[str, float]]:
         return self._wire.stats()
 

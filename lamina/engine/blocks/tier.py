@@ -26,6 +26,7 @@ from lamina.protocol.tiers import TierFacts, Transferred
 from .ahead import Ahead, Load
 
 UNNUMBERED = 0  # a transfer whose plan is not made yet
+MOST_DROPPED = 1024  # pages in one plan
 MOST_SAVED = 8  # pages of one Export, so that a worker whose disk is slow is heard of now and then
 
 
@@ -96,7 +97,7 @@ class Tier:
         self._saving: dict[int, _Saving] = {}  # by retained sequence
         self._loading: dict[int, _Loading] = {}  # by sequence
         self._gone: set[bytes] = set()  # pages that some worker has given up while others may still save them
-        self._forgotten: set[bytes] = set()
+        self._to_drop: list[bytes] = []  # pages that nobody will find any more
         self._found: tuple[Sequence, int, int, Load | None] | None = None  # what was asked for last, and the answer
         self.num_queried = 0  # tokens of admitted sequences that the pool has not
         self.num_hit = 0  # of them, those that were loaded
@@ -112,8 +113,9 @@ class Tier:
         self.ahead = Ahead(self._room(facts.rooms))  # of whom they have been told nothing yet
         self._lanes: dict[bytes, set[int]] = {}  # page -> where those that keep a lane can load it
         told = [set(keys) for keys in facts.pages]
+        self._era = facts.era
         for lane, owners in enumerate(self._owners):
-            for key in set.intersection(*(told[w] for w in owners)) - self._forgotten:
+            for key in set.intersection(*(told[w] for w in owners)):
                 self._lanes.setdefault(key, set()).add(lane)
         self._found = None
 
@@ -151,6 +153,11 @@ class Tier:
         there = (self._lane(place, number) in self._lanes.get(key, ()) for number, key in enumerate(keys))
         return next((number for number, has in enumerate(there) if not has), len(keys))
 
+    @property
+    def owes(self) -> bool:
+        """Whether the media are to be told of pages that nobody will find any more."""
+        return bool(self._to_drop)
+
     def is_saving(self, number: int) -> bool:
         """Whether some page of a sequence is on its way to a medium."""
         return number in self._saving
@@ -187,7 +194,7 @@ class Tier:
         here = all(self._ledger.table(group, sequence.id)[0] == 0 for group in range(len(self._ledger.windows)))
         if not here or length > (self._most or length):
             return [], []
-        keys, parent = list[bytes](), root_key(self._secret, self._identity, self._tag(sequence), root)
+        keys, parent = list[bytes](), self._root(sequence, root)
         for number in range(-(-length // self.page)):
             parent = page_key(parent, number, [number])
             keys.append(parent)
@@ -238,12 +245,23 @@ class Tier:
         self._loading.clear()
         self._gone.clear()
 
-    def forget(self) -> None:
-        """Find no page again that there is, or that is on its way."""
-        self._forgotten.update(self._lanes, *(x.keys for x in self._saving.values()))
-        self._gone.update(*(x.keys for x in self._saving.values()))
+    def forget(self, era: bytes, sequences: Iterable[Sequence]) -> None:
+        """Find no page again that there is, or that is on its way: those that come are of another ``era``, those of
+        ``sequences`` too. The media give them up bit by bit, but for those that are being loaded.
+        """
+        for sequence in sequences:
+            sequence.page_keys.clear()
+        loading = set[bytes]().union(*(x.wanted.keys for x in self._loading.values()))
+        saving = set[bytes]().union(*(x.keys for x in self._saving.values()))
+        self._to_drop += sorted((self._lanes.keys() | saving) - loading)
+        self._gone |= saving
         self._lanes.clear()
-        self._found = None
+        self._found, self._era = None, era
+
+    def drops(self) -> list[Drop]:
+        """For the next plan, of pages that nobody will find any more."""
+        some, self._to_drop = self._to_drop[:MOST_DROPPED], self._to_drop[MOST_DROPPED:]
+        return [Drop(-1, some[low : low + MOST_PAGES]) for low in range(0, len(some), MOST_PAGES)]
 
     def _loaded(self, moving: _Moving) -> Moved | None:
         op, loading = moving.op, self._loading[moving.op.sequence]
@@ -267,7 +285,6 @@ class Tier:
         for number, key in enumerate(op.keys[: moving.pages], op.first // self.page):
             if key not in self._gone:
                 self._lanes.setdefault(key, set()).add(self._lane(saving.place, number))
-                self._forgotten.discard(key)
                 self._found = None
         saving.error = saving.error or moving.error
         saving.left -= 1
@@ -295,9 +312,12 @@ class Tier:
         keys, page = sequence.page_keys, self.page
         while len(keys) < length // page:
             at = len(keys) * page
-            parent = keys[-1] if keys else root_key(self._secret, self._identity, self._tag(sequence), sequence.salt)
+            parent = keys[-1] if keys else self._root(sequence, sequence.salt)
             keys.append(page_key(parent, at // page, sequence.tokens[at : at + page]))
         return keys[: length // page]
+
+    def _root(self, sequence: Sequence, salt: bytes) -> bytes:
+        return root_key(self._secret, self._identity, self._tag(sequence), salt, self._era)
 
     def _tag(self, sequence: Sequence) -> bytes:
         tenant = tenant_of(sequence.salt)

@@ -10,9 +10,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from lamina.kv.keys import SECRET_BYTES
+from lamina.kv.keys import ERA_BYTES, SECRET_BYTES
 
-LOCK, SECRET, INDEX, KEY, SEGMENT, DRAFT = "lock", "secret", "index.db", "key-", "segment-", "new-"
+LOCK, SECRET, ERA, INDEX, KEY, SEGMENT, DRAFT = "lock", "secret", "era", "index.db", "key-", "segment-", "new-"
 _LOCK_S = 10.0  # for the first worker of a server to look after what an earlier one left
 _POLL_S = 0.02
 
@@ -62,11 +62,7 @@ class StoreFolder:
 
     def create(self, name: str, data: bytes) -> bytes:
         """A small file, whole or not at all; returns its contents, which are another's who was there first."""
-        draft = f"{DRAFT}{secrets.token_hex(8)}"
-        with os.fdopen(self.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        draft = self._draft(data)
         try:
             with suppress(FileExistsError):
                 os.link(draft, name, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
@@ -77,6 +73,20 @@ class StoreFolder:
         if kept is None:
             raise FileNotFoundError(f"{self.path / name} has gone")
         return kept
+
+    def replace(self, name: str, data: bytes) -> None:
+        """A small file that may be there: it has the old contents or the new ones, whatever happens. Raises OSError."""
+        os.rename(self._draft(data), name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        self.sync()
+
+    def _draft(self, data: bytes) -> str:
+        """A new file that has ``data``, on the disk; its name."""
+        draft = f"{DRAFT}{secrets.token_hex(8)}"
+        with os.fdopen(self.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return draft
 
     def remove(self, name: str) -> None:
         """A file; it may be gone already. Raises OSError."""
@@ -166,6 +176,25 @@ def store_secret(folder: StoreFolder, key_file: str = "", *, make: bool = True) 
                 f"{name}: others may read it (mode {stat.S_IMODE(status.st_mode):o}): chmod 600 {key_file}"
             )
         return _decoded(file.read(4096) if stat.S_ISREG(status.st_mode) else b"", name)
+
+
+def store_era(folder: StoreFolder) -> bytes:
+    """Of the pages that are found; empty before the first reset. Raises ValueError for a file that has none."""
+    text = folder.read(ERA)
+    with suppress(ValueError):
+        era = bytes.fromhex((text or b"").decode("ascii").strip())
+        if text is None or len(era) == ERA_BYTES:
+            return era
+    raise ValueError(
+        f"{folder.name}: {folder.path / ERA} is damaged: remove it, and pages from before a reset are found"
+    )
+
+
+def begin_era(folder: StoreFolder) -> bytes:
+    """Another one: no page that there is will be found. Raises OSError."""
+    era = secrets.token_bytes(ERA_BYTES)
+    folder.replace(ERA, era.hex().encode() + b"\n")
+    return era
 
 
 def _decoded(text: bytes, name: str) -> bytes:

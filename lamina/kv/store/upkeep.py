@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lamina.kv.keys import tenant_tag
 from lamina.kv.pages import Atom, Page
 
-from .folder import DRAFT, INDEX, KEY, SECRET, SEGMENT, StoreFolder
+from .folder import DRAFT, ERA, INDEX, KEY, SECRET, SEGMENT, StoreFolder
 from .index import PageIndex
 from .records import Records
 from .schema import PageEntry
@@ -88,7 +88,7 @@ def purge(folder: StoreFolder) -> None:
         if name.startswith(KEY):
             destroy_data_key(folder, bytes.fromhex(name.removeprefix(KEY)))
     for name in folder.names():
-        if name == SECRET or name.startswith((INDEX, SEGMENT, DRAFT)):
+        if name in (SECRET, ERA) or name.startswith((INDEX, SEGMENT, DRAFT)):
             folder.remove(name)
     folder.sync()
 

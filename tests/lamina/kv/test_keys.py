@@ -40,6 +40,9 @@ def test_roots_differ() -> None:
         root_key(SECRET, b"another", tag),
         root_key(SECRET, digest, tenant_tag(SECRET, b"b")),
         root_key(SECRET, digest, tag, b"salt"),
+        root_key(SECRET, digest, tag, b"salt", b"e" * 16),
+        root_key(SECRET, digest, tag, era=b"e" * 16),
+        root_key(SECRET, digest, tag, b"e" * 16),
         root_key(SECRET, digest + tag, tag[:0] + tag),
     ]
     assert len(set(roots)) == len(roots)

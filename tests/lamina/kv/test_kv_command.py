@@ -15,7 +15,7 @@ from lamina.kv.keys import tenant_tag
 from lamina.kv.media import AtomLostError, MediumPlace
 from lamina.kv.media.file import File
 from lamina.kv.pages import PAGE, Atom, Page, Recipe
-from lamina.kv.store.folder import StoreFolder, store_secret
+from lamina.kv.store.folder import StoreFolder, begin_era, store_secret
 from lamina.server.tenants import salt_of
 
 DATA = {Atom(layer, head): bytes([layer, head]) * 3000 for layer in range(2) for head in range(2)}
@@ -125,6 +125,8 @@ def test_purge(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["kv", "purge", str(path)]) == 2
     assert "another server has it open" in capsys.readouterr().err
     (path / "index.db").write_bytes(b"damaged" * 1000)
+    with closing(StoreFolder(str(path))) as folder:
+        begin_era(folder)
     assert main(["kv", "purge", str(path)]) == 0
     assert [file.name for file in path.iterdir()] == ["lock"]
     assert there(path) == []

@@ -22,7 +22,7 @@ from lamina.kv.media import AtomLostError, MediumError, MediumPlace, NoRoomError
 from lamina.kv.media.file import File
 from lamina.kv.media.host import HostMedium
 from lamina.kv.pages import PAGE, Atom, Page, Recipe
-from lamina.kv.store.folder import StoreFolder, store_secret
+from lamina.kv.store.folder import StoreFolder, begin_era, store_era, store_secret
 from lamina.kv.store.seal import destroy_data_key
 from lamina.kv.store.upkeep import purge
 
@@ -355,6 +355,17 @@ def test_secrets(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--kv-key-file"):
         store_secret(folder, str(tmp_path / "link"))
     folder.close()
+
+
+def test_the_era_is_that_of_the_last_reset(path: Path) -> None:
+    with closing(StoreFolder(str(path))) as folder:
+        assert store_era(folder) == b""
+        eras = [begin_era(folder) for _ in range(2)]
+        assert store_era(folder) == eras[1] != eras[0]
+        assert folder.names() == ["era"], "no draft is left"
+        (path / "era").write_text("0a" * 15)
+        with pytest.raises(ValueError, match="/era is damaged: remove it"):
+            store_era(folder)
 
 
 def test_a_data_key_that_is_destroyed(opener: Opener, path: Path) -> None:
