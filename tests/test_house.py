@@ -37,7 +37,7 @@ STOREYS = (
     ("config",),
     ("protocol",),  # what processes tell each other
     ("prompts",),
-    ("background", "buffers", "cores", "emulate", "env", "pasted", "processes", "progress", "request"),
+    ("background", "buffers", "build", "cores", "emulate", "env", "pasted", "processes", "progress", "request"),
     ("converter", "netstack"),
 )
 # The same of netstack, whose face hands names on.

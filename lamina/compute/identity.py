@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lamina.build import build_id
 from lamina.kv.keys import Identity
 from lamina.protocol.control import StartCompute
 from lamina.protocol.plan import LayerShape
@@ -39,7 +39,7 @@ def _recipe(start: StartCompute) -> str:
     if not start.model.deterministic:
         return ""
     told = (start.batching.prefill_chunk, start.topology.tensor_parallel_size, start.model.gemm, start.kv.attention)
-    return str((*told, torch.__version__, platform.machine()))
+    return str((*told, torch.__version__, build_id()))
 
 
 def _files(directory: Path) -> str:

@@ -27,7 +27,7 @@ class TierKeeper:
     """
 
     def __init__(self, config: EngineConfig, server: str) -> None:
-        self._options, self._server = config.tier, server
+        self._options, self._server, self._chunk = config.tier, server, config.batching.prefill_chunk
         self._workers, self._ranks = config.topology.memory_workers, config.topology.tensor_parallel_size
         self._secret, self._era = _keys_of(config.tier)
 
@@ -47,6 +47,8 @@ class TierKeeper:
             policy=self._options.kv_eviction_policy,
             identity=identity,
             rank=index % self._ranks,
+            ranks=self._ranks,
+            chunk=self._chunk,
             directory=self._options.kv_store_dir,
             secret=self._secret,
             server=self._server,

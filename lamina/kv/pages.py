@@ -17,6 +17,7 @@ from typing import NamedTuple
 PAGE = 128  # tokens, a multiple of every block size
 SCALE_BYTES = 4
 TENANT_BYTES = 16
+PROMPT, DECODE = "prompt", "decode"
 
 
 class Atom(NamedTuple):
@@ -41,7 +42,7 @@ class AtomForm(NamedTuple):
 class Recipe(NamedTuple):
     """How the K and V of a page were computed: KV of one recipe is equal bit for bit, of two perhaps not."""
 
-    source: str  # "prompt" or "decode"
+    source: str  # PROMPT or DECODE
     chunk: int = 0  # tokens of the prompt's chunks
     build: str = ""  # of the kernels
     ranks: int = 1  # of tensor parallelism

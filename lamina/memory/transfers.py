@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from lamina.kv.media import AtomLostError, Medium, MediumError
-from lamina.kv.pages import PAGE, TENANT_BYTES, Atom, Page, Recipe
+from lamina.kv.pages import DECODE, PAGE, PROMPT, TENANT_BYTES, Atom, Page, Recipe
 from lamina.protocol.blocks.tables import PlanError
 from lamina.protocol.control import LinkClosedError
 from lamina.protocol.placement import Place
@@ -52,6 +52,7 @@ LAST_S = 1.0  # for what is still to be saved, once the driver ends
 END_S = 0.5  # for a medium to answer, once a view ends
 COPY_SHARE = 4  # of the pool's bytes one in so many may be copied for saves whose blocks have gone
 LEAST_COPIED = 64 << 20  # bytes
+OF_PROMPTS = Recipe(PROMPT)
 
 
 @dataclass(eq=False)
@@ -74,10 +75,13 @@ class Transfers:
         meter: Meter,
         view: int = 0,
         rank: int = 0,
+        recipe: Recipe = OF_PROMPTS,
     ) -> None:
-        """``report`` is called from threads of its own, and may raise what says that nobody listens any more."""
+        """``report`` is called from threads of its own, and may raise what says that nobody listens any more.
+        ``recipe``: of pages of prompts.
+        """
         self._medium, self._store, self._report, self._meter, self._view = medium, store, report, meter, view
-        self._atoms = PoolAtoms(store, rank)
+        self._atoms, self._recipe = PoolAtoms(store, rank), recipe
         self._fetches = Fetches(medium, self._atoms, meter)
         self._last = -1  # the number of the last transfer that was begun
         self._open: dict[type, list[_Task]] = {Import: [], Export: []}  # not settled
@@ -280,7 +284,8 @@ class Transfers:
                 elif atoms:
                     nbytes = sum(x.nbytes for x in atoms.values())
                     gone += self._medium.reserve(nbytes)
-                    recipe = Recipe("prompt" if first + at.tokens <= op.prompt else "decode")
+                    source = PROMPT if first + at.tokens <= op.prompt else DECODE
+                    recipe = self._recipe._replace(source=source)
                     page = Page(op.keys[number], first // PAGE, at.tokens, op.tenant, recipe)
                     self._medium.write(page, atoms)
                     self._meter.add("kv_saved_bytes", nbytes)

@@ -15,7 +15,9 @@ from functools import partial
 import torch
 
 from lamina.background import Background
+from lamina.build import build_id
 from lamina.kv.media import Medium, MediumError, MediumPlace, open_medium
+from lamina.kv.pages import PROMPT, Recipe
 from lamina.kv.slabs import Slabs, touch
 from lamina.netstack import Channel, ChannelTimeout, Fabric
 from lamina.observe.trace import OFF, Recorder
@@ -226,7 +228,8 @@ class MemoryWorker:
         if self._medium is None or self._tier != tier:
             self.close()
             self._medium, self._tier = open_medium(tier.medium, _place(tier)), tier
-        self._transfers = Transfers(self._medium, store, self._report, self._meter, view, tier.rank)
+        recipe = Recipe(PROMPT, tier.chunk, build_id(), tier.ranks)
+        self._transfers = Transfers(self._medium, store, self._report, self._meter, view, tier.rank, recipe)
         try:
             keys = self._transfers.pages(MOST_LISTED)
         except MediumError as e:

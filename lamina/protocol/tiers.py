@@ -9,7 +9,8 @@ MOST_LISTED = 1 << 17  # keys that a memory worker tells of
 
 class TierPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where a memory worker keeps pages beside its pool. ``size``, ``memory``: bytes of all ``workers``, each has an
-    equal part. See kv.media.MediumPlace.
+    equal part. See kv.media.MediumPlace. ``chunk``: tokens of a prompt's chunks; ``ranks``: that share the model's
+    heads, of which the worker is of number ``rank``.
     """
 
     medium: str
@@ -17,7 +18,9 @@ class TierPlace(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     policy: str
     identity: bytes
-    rank: int = 0  # of the worker, of as many as share the model's heads
+    rank: int = 0
+    ranks: int = 1
+    chunk: int = 0
     directory: str = ""
     secret: bytes = b""
     server: str = ""

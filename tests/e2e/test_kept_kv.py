@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 from lamina import LLM, RequestOutput, SamplingParams
+from lamina.kv.pages import Recipe
 from lamina.kv.store.folder import StoreFolder
+from lamina.kv.store.index import PageIndex
 from lamina.kv.store.upkeep import summary_of
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
@@ -123,6 +126,25 @@ def test_another_model_finds_nothing(llama_path: Path, tmp_path: Path) -> None:
         ask(llm, PROMPT)
     with LLM(str(llama_path), **{**where, "dtype": "bfloat16"}) as llm:
         assert ask(llm, PROMPT).num_cached_tokens == 0
+
+
+def test_where_bits_count_another_build_finds_nothing(
+    llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, recipes = [], set[Recipe]()
+    for build, fixed in itertools.product(("one", "two"), (True, False)):
+        for room in ("compute.identity", "memory.worker"):
+            monkeypatch.setattr(f"lamina.{room}.build_id", lambda build=build: build)
+        where = {**TINY, "kv_store_dir": str(tmp_path / "kv"), "deterministic": fixed}
+        with LLM(str(llama_path), **where) as llm:
+            found.append(ask(llm, [*PROMPT, *range(5, 12)]).num_cached_tokens)
+        with (
+            closing(StoreFolder(str(where["kv_store_dir"]), make=False)) as folder,
+            closing(PageIndex(folder)) as index,
+        ):
+            recipes |= {entry.page.recipe for entry in index.entries()}
+    assert found == [0, 0, 0, 256]
+    assert recipes == {Recipe("prompt", 64, "one", 1), Recipe("prompt", 64, "two", 1)}
 
 
 def test_nothing_is_found_behind_a_reset(llama_path: Path) -> None:

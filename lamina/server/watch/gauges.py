@@ -14,6 +14,10 @@ from lamina.server.link.messages import State
 from .metrics import PREFIX
 
 KEPT = {  # a memory worker's counter -> the family's name, and its text
+    "kv_fetched_pages": (
+        "kv_fetched_pages",
+        "pages that a memory worker has brought from its disk before a turn asked",
+    ),
     "kv_loaded_bytes": ("kv_offload_load_bytes", "K and V that a memory worker has loaded from beside its pool"),
     "kv_saved_bytes": ("kv_offload_store_bytes", "K and V that a memory worker has saved beside its pool"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from lamina.build import digest_of
 from lamina.compute.identity import _files
 
 
@@ -25,3 +26,24 @@ def test_another_byte_anywhere_is_another_model_and_another_time_is_not(tmp_path
         first = changed
     (tmp_path / "modeling.py").write_text("x = 1")
     assert _files(tmp_path) != first, "code of its own is a part of it"
+
+
+def test_another_byte_of_the_code_or_another_instruction_is_another_build(tmp_path: Path) -> None:
+    room = tmp_path / "elsewhere"
+    room.mkdir()
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "room").symlink_to(room)
+    (room / "_native.so").write_bytes(bytes(100))
+    (package / "a.py").write_text("x = 1")
+    found = [digest_of(package, "avx2")]
+    (package / "notes.txt").write_text("nobody runs it")
+    assert digest_of(package, "avx2") == found[0]
+    (room / "_native.so").write_bytes(bytes(99) + b"\x01")
+    found.append(digest_of(package, "avx2"))
+    (package / "a.py").write_text("x = 2")
+    found.append(digest_of(package, "avx2"))
+    (package / "a.py").rename(package / "b.py")
+    found.append(digest_of(package, "avx2"))
+    found.append(digest_of(package, "avx2 fma"))
+    assert len(set(found)) == len(found)
