@@ -183,12 +183,12 @@ class Scheduler:
 
     def _standing(self) -> Standing | None:
         """None where rounds may differ for a reason that no sequence shows."""
-        changes = self._ops or self._chunks or self.moving or self.evictions or self._num_batches != len(self.batches)
+        changes = self._ops or self._chunks or self.tier or self.evictions or self._num_batches != len(self.batches)
         if len(self._in_flight) != 1 or changes:
             return None
         (mine,) = self._in_flight
         head = self._waiting[0] if self._waiting else None
-        if head and (self.tier or self.prefixes.num_retained or self.prefixes.beginnings(head)):
+        if head and (self.prefixes.num_retained or self.prefixes.beginnings(head)):
             return None
         steps = sorted(mine.left, key=lambda s: s.plan.batch)
         return Standing(self.batches, steps, head) if mine.steady else None
@@ -211,6 +211,7 @@ class Scheduler:
         for batch in self.batches:
             self._drop_finished(batch)
             batch.ops += self.evictions.prunes(batch.running) if self.evictions else []
+            batch.ops += self.tier.fill(batch.running) if self.tier else []
         if self._waiting or (self.tier and self.tier.ahead):
             self._newcomers.admit(self._waiting, self.batches, [self._cuts.wanted(b) for b in self.batches])
         steps = [s for s in map(self._next, self.batches) if s is not None]
@@ -354,9 +355,7 @@ class Scheduler:
             self._prefill.drop(sequence)
             for op in self.prefixes.end(sequence):  # a retained one may be evicted by the first plan
                 (first if isinstance(op, Truncate) else batch.ops).append(op)
-                if isinstance(op, Truncate) and self.tier and not sequence.discarded:
-                    first += self.tier.save(sequence, op.length)
-                    self.leaves.saved(sequence, op.length)
+                first += self.leaves.left(sequence, op)
         batch.running = [s for s in batch.running if s not in ended]
 
     def _pick(self, batch: Batch) -> tuple[dict[Sequence, int], StepPlan]:

@@ -47,6 +47,9 @@ class Sequence:
     held: bool = False  # its tokens are chosen elsewhere, by ``choose``; else workers draw them
     awaits_choice: bool = False  # a held one whose logits are known, behind its last token, and no token yet
     outdated: bool = False  # the logits on their way are those behind the token before the last
+    num_offered: int = (
+        0  # tokens of the pages that were to be saved as they filled, where pages are kept beside the pool
+    )
     page_keys: list[bytes] = field(default_factory=list)  # of its whole pages, as far as they were asked for
     tokens: list[int] = field(init=False)
 
@@ -129,7 +132,7 @@ class Sequence:
         """Forget what was scheduled; everything that is known will be computed again under a new id."""
         self._want_logits_again()
         self.id = -1
-        self.num_scheduled = self.num_cached = self.num_loading = 0
+        self.num_scheduled = self.num_cached = self.num_loading = self.num_offered = 0
         self.num_told = -1
         self.scores, self.awaits_scores = None, False
 

@@ -35,6 +35,7 @@ from lamina.protocol.plan import (
     Grant,
     Import,
     ProtocolError,
+    Prune,
     Rows,
     Shift,
     StepPlan,
@@ -89,6 +90,7 @@ class Transfers:
         self._queues: dict[type, SimpleQueue[_Task | Drop | None]] = {Import: SimpleQueue(), Export: SimpleQueue()}
         self._most_copied, self._copied = max(LEAST_COPIED, store.bound.kv_bytes // COPY_SHARE), 0  # bytes
         self._lock = threading.Lock()  # of the blocks under transfer, the tasks' copies, and the end
+        self._gives_back = any(store.tables.windows)  # blocks, as rows go on
         self._cancelled = False
         self._threads = [
             threading.Thread(target=self._run, args=each, name=f"lamina-{each[1]}", daemon=True)
@@ -133,7 +135,7 @@ class Transfers:
             elif isinstance(op, Expect):
                 self._fetches.add(op)
             elif isinstance(op, Free | Truncate):
-                self._copy(op.sequence)
+                self._copy(op.sequence, op.length if isinstance(op, Truncate) else 0)
 
     def _add(self, task: _Task) -> None:
         self._last = task.op.id
@@ -152,7 +154,9 @@ class Transfers:
 
     def _check(self, plan: StepPlan) -> None:
         loading = {task.op.sequence for task in self._open[Import]}
-        saving = {task.op.sequence for task in self._open[Export]}
+        saving = dict[int, int]()  # sequence -> tokens, up to the end of what is saved
+        for task in self._open[Export]:
+            saving[task.op.sequence] = max(saving.get(task.op.sequence, 0), task.op.first + task.op.count)
         last = self._last
         self._fetches.check([op for op in plan.ops if isinstance(op, Expect)])
         for op in plan.ops:
@@ -164,30 +168,40 @@ class Transfers:
                 if op.sequence in loading or (op.sequence in saving and isinstance(op, Import)):
                     raise PlanError(f"sequence {op.sequence} is loaded or saved twice")
                 last = op.id
-                (saving if isinstance(op, Export) else loading).add(op.sequence)
+                if isinstance(op, Import):
+                    loading.add(op.sequence)
+                else:
+                    saving[op.sequence] = max(saving.get(op.sequence, 0), op.first + op.count)
             elif isinstance(op, Free | Truncate | Shift) and op.sequence in loading:
                 raise PlanError(f"sequence {op.sequence} is freed, truncated or shifted while it is loaded")
             elif isinstance(op, Fork) and op.source in loading:
                 raise PlanError(f"sequence {op.source} is forked while it is loaded")
-            elif isinstance(op, Grant) and op.sequence in loading | saving:
-                raise PlanError(f"sequence {op.sequence} is granted K and V while it is loaded or saved")
+            elif isinstance(op, Grant | Prune) and (op.sequence in loading or op.sequence in saving):
+                raise PlanError(
+                    f"sequence {op.sequence} is granted K and V, or loses some, while it is loaded or saved"
+                )
         for row in plan.rows:
-            if row.sequence in loading | saving:
-                raise PlanError(f"sequence {row.sequence} has rows in step {plan.step} while it is loaded or saved")
+            if row.sequence in loading:
+                raise PlanError(f"sequence {row.sequence} has rows in step {plan.step} while it is loaded")
+            if row.first < saving.get(row.sequence, 0) or (row.sequence in saving and self._gives_back):
+                raise PlanError(f"sequence {row.sequence} has rows in step {plan.step} where it is saved")
 
-    def _copy(self, sequence: int) -> None:
-        """Take the pages of ``sequence`` out of its blocks, which go, as far as there is memory for them."""
+    def _copy(self, sequence: int, first: int = 0) -> None:
+        """Take the pages of ``sequence`` out of its blocks, of which those behind its ``first`` tokens go, as far as
+        there is memory for them.
+        """
         for task in self._open[Export]:
             if task.op.sequence != sequence or not task.left:
                 continue
             with self._lock:
-                for number in sorted(task.left):
+                gone = {number for number in task.left if task.op.first + (number + 1) * PAGE > first}
+                for number in sorted(gone):
                     at = task.at[number]
                     nbytes = self._atoms.nbytes(at) if at is not None else 0
                     if at is not None and self._copied + nbytes <= self._most_copied:
                         task.copies[number] = self._atoms.take(at)
                         self._copied += nbytes
-                task.left.clear()
+                task.left -= gone
 
     def settle(self) -> None:
         """Take in what has ended: rows may see what was loaded."""

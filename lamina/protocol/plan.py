@@ -159,9 +159,9 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
 
 class Export(msgspec.Struct, frozen=True, array_like=True, tag="export"):
     """Save pages of a sequence, from position ``first`` on, in the medium under ``keys``; the last one may be partial.
-    Until every memory worker has reported the end of the transfer, the sequence must have no rows. It may be freed or
-    truncated at any time, in the same plan too: then pages are copied first, or are not saved.
-    Transfers are numbered in the order of the plans. ``prompt``: tokens that the prompt has of the sequence.
+    Until every memory worker has reported the end of the transfer, the sequence must have no rows but behind them, none
+    where layers have windows. It may be freed or truncated at any time, in the same plan too: then pages are copied
+    first, or not saved. Transfers are numbered in the order of the plans. ``prompt``: tokens of the sequence's prompt.
     """
 
     sequence: int

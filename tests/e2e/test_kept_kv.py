@@ -15,6 +15,7 @@ from lamina.kv.pages import Recipe
 from lamina.kv.store.folder import StoreFolder
 from lamina.kv.store.index import PageIndex
 from lamina.kv.store.upkeep import summary_of
+from lamina.protocol.placement import FIRST
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 Reference = Callable[[list[int], int], list[int]]
@@ -114,10 +115,31 @@ def test_a_preempted_one_goes_on_bit_for_bit(way: dict[str, Any], llama_path: Pa
             scheduler = llm.engine.scheduler
             assert scheduler.swaps is not None
             counted.append((scheduler.num_preemptions, scheduler.swaps.num_saved, loaded(llm) > 0))
-    assert counted == [(0, 0, False), (1, 1, True), (1, 0, False)][: len(counted)]
+    assert counted == [(0, 0, False), (1, 1, True), (1, 0, True)][: len(counted)], "its prompt's page is there anyway"
     never, swapped, *computed = found
     assert swapped == never
     assert all(other != never for other in computed), "the control"
+
+
+def test_pages_are_saved_as_they_fill(llama_path: Path) -> None:
+    """Long before their request ends, and as they would be found behind it."""
+    with LLM(str(llama_path), memory_workers=2, kv_offloading_size="64MiB", **TINY) as llm:
+        engine, tier = llm.engine, llm.engine.scheduler.tier
+        assert tier is not None
+        engine.add(PROMPT, SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
+        drawn = 0
+        while engine.has_work:
+            outputs = engine.step()
+            (running,) = engine.scheduler.batches[0].running or [None]
+            if running is not None and tier.num_there(tier.keys_of(running, 384), FIRST) == 3:
+                drawn = drawn or running.num_outputs
+        never = outputs[0].outputs[0].token_ids
+        assert 84 <= drawn < 200, "the third page has 44 tokens of the prompt"
+        engine.rest()
+        engine.scheduler.give_up_retained()
+        again = ask(llm, [*PROMPT, *never[:100]])
+        assert again.num_cached_tokens == 384
+        assert again.outputs[0].token_ids == never[100:108]
 
 
 def test_another_model_finds_nothing(llama_path: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from lamina.engine.conversations.sessions import NOWHERE, POOL, SessionFacts, SessionName, SessionState
 from lamina.engine.sequence import Sequence
-from lamina.protocol.plan import SequenceOp, Shift
+from lamina.protocol.plan import SequenceOp, Shift, Truncate
 
 from .ledger import Ledger
 from .prefixes import Prefixes
@@ -52,13 +52,22 @@ class Leaves:
         self.num_shifts += 1
         return op
 
-    def saved(self, sequence: Sequence, length: int) -> None:
-        """So many tokens of a turn that has ended are kept beside the pool, or on their way there."""
-        if (session := sequence.sleeping) is not None and self._tier is not None:
-            keys = self._tier.keys_of(sequence, length)
+    def left(self, sequence: Sequence, op: SequenceOp) -> list[SequenceOp]:
+        """What is to be done beside the pool with a sequence that has ended, behind an op of its end. Of one that went
+        wrong nothing stays, whatever was saved as it went on.
+        """
+        if self._tier is None:
+            return []
+        if sequence.output.finish_reason == "error" and not sequence.outlived:
+            return [*self._tier.delete(sequence.id, self._tier.keys_of(sequence, sequence.num_offered))]
+        if not isinstance(op, Truncate) or sequence.discarded:
+            return []
+        if (session := sequence.sleeping) is not None:
+            keys = self._tier.keys_of(sequence, op.length)
             still = set(keys)
             session.left_behind |= {key: None for key in session.keys if key not in still}
             session.keys = keys
+        return [*self._tier.save(sequence, op.length)]
 
     def drop(self, name: SessionName, running: Iterable[Sequence]) -> list[SequenceOp] | None:
         """Forget a session and give up its KV, but for pages that others have too; a turn of it among ``running``
@@ -67,15 +76,17 @@ class Leaves:
         session = self._sessions.drop(name)
         if session is None:
             return None
-        for sequence in running:
-            sequence.outlived |= sequence.session is session
+        turns = [sequence for sequence in running if sequence.session is session]
+        for sequence in turns:
+            sequence.outlived = True
         leaf, ops = session.leaf, list[SequenceOp]()
         if leaf is not None:
             ops.append(self._prefixes.evict(leaf))  # which takes it from the session
-        if self._tier and (session.keys or session.left_behind):
+        if self._tier:
+            filled = [key for sequence in turns for key in self._tier.keys_of(sequence, sequence.num_offered)]
             shared = set(self._prefixes.page_keys()).union(*(s.keys for s in self._sessions.all()))
-            mine = [key for key in (*session.keys, *session.left_behind) if key not in shared]
-            ops += self._tier.delete(-1 if leaf is None else leaf, mine)
+            keys = dict.fromkeys([*session.keys, *session.left_behind, *filled])
+            ops += self._tier.delete(-1 if leaf is None else leaf, [key for key in keys if key not in shared])
         return ops
 
     def _tier_of(self, session: SessionState) -> str:

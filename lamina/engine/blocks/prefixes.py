@@ -196,9 +196,9 @@ class Prefixes:
         return Free(number)
 
     def page_keys(self) -> Iterator[bytes]:
-        """Of all pages of sequences that run or are retained, as far as they were asked for."""
+        """Of the pages of sequences that are retained, or run and leave something, as far as they were asked for."""
         for known in self._known.values():
-            yield from known.sequence.page_keys
+            yield from () if known.sequence.outlived else known.sequence.page_keys
 
     def forget_all(self) -> list[SequenceOp]:
         """Give up all."""

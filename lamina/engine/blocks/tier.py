@@ -1,7 +1,8 @@
 """KV beside the memory workers' pools, by pages: which pages there are, and which are on their way. Pure policy: no
 torch, no I/O, no clock.
 
-A retained sequence is saved: those of its whole pages that no medium has yet. A prompt that begins with pages that are
+A sequence is saved as its pages fill, and what is left of it once it is retained: those of its whole pages that no
+medium has yet. A prompt that begins with pages that are
 there is loaded, where the pool has less of it. Memory workers report the end of each transfer; a page counts once all
 of them have.
 """
@@ -173,8 +174,24 @@ class Tier:
         self._loading[sequence.id] = _Loading(sequence, wanted, len(ops), wanted.length)
         return ops
 
+    def fill(self, running: Iterable[Sequence]) -> list[Export]:
+        """Of pages that sequences have filled since they were offered: rows behind these go on meanwhile. Where some
+        layers have a window nothing is saved before the end, as its blocks may go at any time.
+        """
+        ops = list[Export]()
+        for sequence in running:
+            length = min(sequence.num_scheduled, len(sequence.tokens)) // self.page * self.page
+            if length > sequence.num_offered and self._may_fill(sequence):
+                sequence.num_offered = length
+                ops += self.save(sequence, length)
+        return ops
+
+    def _may_fill(self, sequence: Sequence) -> bool:
+        alone = sequence.sparse or sequence.discarded or sequence.outlived  # nobody may find what it leaves
+        return not (self._most or alone or sequence.finished or sequence.num_loading)
+
     def save(self, sequence: Sequence, length: int) -> list[Export]:
-        """What is not there yet of the ``length`` tokens that are retained of a sequence."""
+        """What is not there yet of the first ``length`` tokens of a sequence, which have been scheduled."""
         if self._prompts_only:
             length = min(length, len(sequence.prompt))
         if self._most:
@@ -208,7 +225,9 @@ class Tier:
             ops.append(Export(sequence.id, UNNUMBERED, first, count, some, tag, prompt))
         if ops:
             mine = {key for op in ops for key in op.keys}
-            self._saving[sequence.id] = _Saving(sequence.place, mine, len(ops))
+            saving = self._saving.setdefault(sequence.id, _Saving(sequence.place, set(), 0))
+            saving.keys |= mine
+            saving.left += len(ops)
             self._gone -= mine
         return ops
 

@@ -34,6 +34,7 @@ from lamina.protocol.plan import (
     Import,
     New,
     ProtocolError,
+    Prune,
     Rows,
     SequenceOp,
     StepPlan,
@@ -303,7 +304,7 @@ def test_a_sequence_that_is_loaded_is_left_alone() -> None:
     bench.do(New(2), load())
     refused: list[tuple[SequenceOp | Rows, str]] = [
         (Free(2), "freed, truncated or shifted"), (Truncate(2, PAGE), "freed, truncated or shifted"),
-        (Rows(1, PAGES * PAGE, 1), "has rows"), (Rows(2, PAGES * PAGE, 1), "has rows"),
+        (Rows(1, PAGES * PAGE - 1, 1), "has rows"), (Rows(2, PAGES * PAGE, 1), "has rows"),
         (Fork(9, 2, PAGE), "forked while it is loaded"), (load(2), "twice"),
         (Grant(2, PAGES * PAGE, 1, 0, 0), "granted"), (Grant(1, PAGES * PAGE, 1, 0, 0), "granted"),
         (Export(2, 2, 0, PAGE, KEYS[:1], b"t" * 16), "twice"), (Import(1, 2, PAGES * PAGE, PAGE, KEYS[:1]), "twice"),
@@ -315,6 +316,27 @@ def test_a_sequence_that_is_loaded_is_left_alone() -> None:
     gate.may_go.set()
     assert {bench.report().id, bench.report().id} == {0, 1}
     bench.do(Free(1), Free(2))
+    bench.transfers.end()
+
+
+def test_rows_go_on_behind_what_is_being_saved() -> None:
+    gate = Gate(medium())
+    bench = Bench(gate)
+    fill(bench.store, 1, Place(), 1)
+    bench.do(save(0, PAGES - 1), Rows(1, PAGES * PAGE, 1))
+    bench.do(Export(1, 1, (PAGES - 1) * PAGE, PAGE, KEYS[-1:], b"t" * 16), Rows(1, PAGES * PAGE, 1))
+    for first in (0, PAGE, PAGES * PAGE - 1):
+        with pytest.raises(PlanError, match="where it is saved"):
+            bench.do(Rows(1, first, 1))
+    with pytest.raises(PlanError, match="loses some"):
+        bench.do(Prune(1, [0]))
+    bench.do(Truncate(1, PAGES * PAGE))
+    assert bench.transfers._copied == 0, "its pages stay where they are"
+    gate.may_go.set()
+    assert [bench.report().pages for _ in range(2)] == [PAGES - 1, 1]
+    bench.do(New(2), load(2))
+    bench.report()
+    assert rows_of(bench.store, 1) == rows_of(bench.store, 2)
     bench.transfers.end()
 
 

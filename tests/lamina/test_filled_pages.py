@@ -1,0 +1,125 @@
+"""Pages that are saved as they fill, while their sequences go on; and those that nobody may find."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scheduled import check_tokens, make
+from test_swaps import PAGE, TierHouse, ops_of
+
+from lamina.engine.sequence import Sequence
+from lamina.engine.sessions import SessionName
+from lamina.protocol.plan import Drop, Export
+
+
+def wanted(house: TierHouse, sequence: Sequence) -> dict[bytes, list[int]]:
+    """The whole pages that a finished sequence has left, by their keys."""
+    keys = house.tier.keys_of(sequence, sequence.num_scheduled // PAGE * PAGE)
+    return {key: sequence.tokens[n * PAGE : (n + 1) * PAGE] for n, key in enumerate(keys)}
+
+
+def test_each_page_is_saved_once_with_the_plan_behind_its_last_row() -> None:
+    house = TierHouse(40)
+    sequence = make(1, 6, 12)
+    house.scheduler.add(sequence)
+    house.serve([sequence])
+    saved = {op.first: plan.step for plan in house.plans for op in plan.ops if isinstance(op, Export)}
+    last = {row.first + row.count: plan.step for plan in house.plans for row in plan.rows}
+    assert saved == {
+        first: 1 + min(step for stop, step in last.items() if stop >= first + PAGE) for first in (0, 4, 8, 12)
+    }
+    assert [op.count for op in ops_of(house, Export)] == [PAGE] * 4
+
+
+@given(seed=st.integers(0, 10**6), blocks=st.integers(12, 60), errors=st.booleans())
+def test_what_lies_beside_the_pool_are_the_tokens_of_its_keys(seed: int, blocks: int, *, errors: bool) -> None:
+    """However late the medium answers, whoever gives way, and whatever fails: it is saved again at the end."""
+    order, house = random.Random(seed), TierHouse(blocks)
+    sequences = [make(number, order.randint(1, 14), order.randint(1, 24)) for number in range(6)]
+    queue = list(sequences)
+    for _ in range(3000):
+        if queue and order.random() < 0.3:
+            house.scheduler.add(queue.pop(0))
+        if house.owed and order.random() < 0.4:
+            house.answer("disk full" if errors and order.random() < 0.3 else "")
+        if house.round() is None and not queue and not house.owed and all(s.finished for s in sequences):
+            break
+    check_tokens(sequences)
+    house.ledger.check_integrity()
+    pages = {key: tokens for s in sequences for key, tokens in wanted(house, s).items()}
+    assert all(tokens == pages[key] for key, tokens in house.medium.items()), (
+        "a page has other tokens than its key says"
+    )
+    assert house.tier._lanes.keys() <= house.medium.keys(), "found, and not there"
+    if not errors:
+        assert house.tier._lanes.keys() == house.medium.keys() == pages.keys()
+
+
+def test_a_page_that_could_not_be_saved_is_saved_at_the_end() -> None:
+    house = TierHouse(40)
+    sequence = make(1, 9, 6)
+    house.scheduler.add(sequence)
+    while not house.owed:
+        house.round()
+    house.answer("disk full")
+    house.serve([sequence])
+    assert house.medium == wanted(house, sequence)
+
+
+def test_what_went_wrong_leaves_nothing() -> None:
+    house = TierHouse(40)
+    sequence = make(1, 9, 20)
+    house.scheduler.add(sequence)
+    while len(ops_of(house, Export)) < 3:
+        house.round()
+    house.answer()
+    sequence.finish("error")
+    house.serve([sequence])
+    assert house.medium == {}
+    assert not house.tier._lanes
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_session_that_is_deleted_in_its_turn_leaves_nothing(*, alone: bool) -> None:
+    """But what another one shares."""
+    house, name = TierHouse(40), SessionName(b"me", "a")
+    sequence, other = make(1, 9, 20), make(1, 9, 2)
+    if not alone:
+        house.scheduler.add(other)
+        house.serve([other])
+    shared = dict(house.medium)
+    sequence.session = house.scheduler.sessions.of(name)
+    house.scheduler.add(sequence)
+    while len(house.tier._lanes) < 4:
+        house.round()
+        if house.owed:
+            house.answer()
+    assert house.scheduler.drop_session(name)
+    house.serve([sequence])
+    check_tokens([sequence])
+    assert house.medium == shared
+
+
+def test_where_a_window_takes_blocks_nothing_is_saved_before_the_end() -> None:
+    house = TierHouse(40, windows=(0, 6))
+    sequence = make(1, 9, 20)
+    house.scheduler.add(sequence)
+    while not sequence.finished:
+        house.round()
+    assert not ops_of(house, Export)
+    assert not ops_of(house, Drop)
+
+
+def test_a_page_whose_last_token_is_being_drawn_waits_for_it() -> None:
+    """Its key stands for all of its tokens."""
+    house, sequence = TierHouse(40), make(1, 2 * PAGE - 1, 4)
+    sequence.id, sequence.num_scheduled = 0, 2 * PAGE
+    (first,) = house.tier.fill([sequence])
+    assert (first.first, first.count) == (0, PAGE)
+    sequence.tokens.append(7)
+    (second,) = house.tier.fill([sequence])
+    assert (second.first, second.count) == (PAGE, PAGE)
+    assert [*first.keys, *second.keys] == house.tier.keys_of(sequence, 2 * PAGE)
