@@ -125,6 +125,11 @@ class Elastic:
         for member in stay:
             self._tell(member, MakeRoom(self._preparing[member]))
 
+    @property
+    def preparing(self) -> bool:
+        """Whether a change is to come for which not all are there yet."""
+        return self._change is not None and not self.due()
+
     def due(self) -> bool:
         """Whether all who are to come are there, and may take part; who cannot ends the change."""
         if self._change is None:

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from lamina import attention
 from lamina.attention.reference import Reference
-from lamina.cli.check.matrix import BASE, BASE_OPTIONS, FIXED, LENDING, Exactness, Setting
+from lamina.cli.check.matrix import BASE, BASE_OPTIONS, FIXED, LENDING, Exactness, Resize, Setting
 from lamina.cli.check.settings_run import Check
 from lamina.cli.launch import main
 from lamina.compute.worker import ComputeWorker
@@ -26,6 +27,7 @@ from lamina.fleet.launchers import local
 from lamina.kv.pool import LayerStore, WriteIndex
 from lamina.kv.stored import StoredRows
 from lamina.memory import worker as memory
+from lamina.memory.moves import Mover
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
 NAMES = ("gpt2", "llama-gqa", "gemma2", "falcon-mqa", "mixtral")
@@ -227,6 +229,32 @@ def test_a_row_that_lends_has_loans_and_the_same_bits(based: Check) -> None:
     (found,) = based.run([lends])
     assert (found.held, found.found) == (True, "bitwise")
     assert re.fullmatch("stripes lent: [1-9]", found.note), found.note
+
+
+PLANNED = Setting(
+    "planned change", Exactness.BITWISE, BASE, {"memory_workers": 2}, changes=(Resize(3), Resize(2, (0,)))
+)
+
+
+def test_kv_that_is_damaged_as_it_moves_is_found(based: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = Mover._put
+
+    def forget(self: Mover, run: Any, blocks: Any) -> None:
+        put(self, run, [x * 0 for x in blocks])
+
+    (sound,) = based.run([PLANNED])
+    assert (sound.held, sound.found) == (True, "bitwise"), sound.note
+    assert re.fullmatch("bytes of KV moved: [1-9][0-9]*", sound.note), sound.note
+    monkeypatch.setattr(Mover, "_put", forget)
+    (found,) = based.run([PLANNED])
+    assert (found.held, found.found) == (False, "nothing")
+
+
+def test_sequences_that_end_before_a_change_are_no_run_of_it(based: Check) -> None:
+    many = replace(PLANNED, changes=PLANNED.changes * 9)
+    (found,) = based.run([many])
+    assert found.held is None
+    assert "raise --max-tokens" in found.note
 
 
 def test_what_cannot_be_run_is_refused(based: Check) -> None:

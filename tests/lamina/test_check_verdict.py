@@ -17,6 +17,7 @@ from lamina.cli.check.matrix import (
     LENDING,
     RANKS,
     Exactness,
+    Resize,
     Setting,
     only,
     quick,
@@ -36,6 +37,7 @@ WHOLE = whole(["numba", "reference"], ["torch"], ["shm", "tcp"])
 SPLIT = Setting("memory workers", Exactness.BITWISE, BASE, {"memory_workers": 2})
 BATCHED = Setting("pipeline", Exactness.BITWISE, FIXED, {"pipeline": 2, "deterministic": True})
 LENDS = Setting("partition", Exactness.BITWISE, BASE, {"partition": LENDING, "memory_workers": 3})
+PLANNED = Setting("planned change", Exactness.BITWISE, BASE, changes=(Resize(3), Resize(2, (0,))))
 ROUNDED = Setting("dtype", Exactness.BOUNDED, None, {"dtype": "bfloat16"})
 
 
@@ -72,6 +74,13 @@ def test_one_bit_is_a_breach_where_bits_are_promised() -> None:
     assert found.worst_difference == pytest.approx(1e-16, rel=0.5)
     assert found.worst_difference > 0.0
     assert "first difference in prompt 1, token 1" in found.note
+
+
+def test_a_change_that_moves_nothing_shows_nothing() -> None:
+    found = judge(PLANNED, outcome(moved_bytes=0), outcome())
+    assert (found.found, found.held, found.note) == ("bitwise", False, "bytes of KV moved: 0")
+    found = judge(PLANNED, outcome(moved_bytes=64), outcome())
+    assert (found.held, found.setting) == (True, "(while sequences run: 3, then 2 without 0)")
 
 
 def test_one_bit_is_none_where_tokens_are_promised() -> None:

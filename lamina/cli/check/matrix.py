@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from lamina.protocol.options.declare import flag
 from lamina.protocol.options.engine import KV_CACHE_DTYPES, KVOptions, TopologyOptions
@@ -25,6 +25,18 @@ class Exactness(IntEnum):
         return self.name.lower().replace("_", "-")
 
 
+class Resize(NamedTuple):
+    """While sequences run there come to be so many memory workers. ``leaving``: those that go, else the last ones."""
+
+    workers: int
+    leaving: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        gone = f" without {', '.join(map(str, self.leaving))}" if self.leaving else ""
+        return f"{self.workers}{gone}"
+
+
 @dataclass(frozen=True, eq=False)
 class Setting:
     """One run of all prompts. ``options``: of an engine, where it is not the base's."""
@@ -35,6 +47,7 @@ class Setting:
     options: dict[str, Any] = field(default_factory=dict)
     alone: bool = False  # one prompt after the other, instead of all at once
     restored: bool = False  # the pools have been emptied before, so that KV is loaded from beside them
+    changes: tuple[Resize, ...] = ()  # in the midst of the run; at last there are as many workers as at first
 
     @property
     def lends(self) -> bool:
@@ -47,6 +60,7 @@ class Setting:
         words = [_words(name, value) for name, value in self.options.items()]
         tight = ["(too little memory for one sequence)"] * self.lends
         said = [*tight, *["(prompts one by one)"] * self.alone, *["(KV loaded)"] * self.restored]
+        said += [f"(while sequences run: {', then '.join(c.text for c in self.changes)})"] * bool(self.changes)
         return " ".join([*words, *said])
 
 
@@ -85,6 +99,8 @@ def quick(attention: Sequence[str]) -> list[Setting]:
         _fixed("prefill workers", prefill_workers=1),
         *_cached(),
         *_restored(memory_workers=2),
+        _planned(memory_workers=2, transport="shm"),
+        _planned(memory_workers=2, partition="token"),
         RANKS,
         _ranks(transport="shm", memory_workers=4),
         _ranks(pipeline=3),
@@ -118,6 +134,9 @@ def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[st
         *_cached(),
         *(s for o in splits for s in _cached(**o, pipeline=2)),
         *(s for o in splits for s in _restored(**o)),
+        *(_planned(memory_workers=2, partition=name) for name in HOLDING),
+        *(_planned(memory_workers=2, partition=name, transport=scheme) for name in HOLDING for scheme in transports),
+        *(_planned(memory_workers=2, partition=name, prefill_workers=1, pipeline=2) for name in HOLDING),
         *(_fixed("prefill workers", **o, prefill_workers=1, pipeline=2) for o in splits),
         Setting("prefill workers", Exactness.TOKEN_EQUAL, BASE, {"prefill_workers": 1}),
         RANKS,
@@ -125,6 +144,7 @@ def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[st
         *(_ranks(memory_workers=4, partition=name) for name in HOLDING),
         _ranks(**{**_SPILL, "memory_workers": 6}),
         _ranks(collective="gloo"),
+        _planned(2, RANKS, **_TWO),
         Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, {"tensor_parallel_size": 2, "memory_workers": 2}),
         Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, {"tensor_parallel_size": 4, "memory_workers": 4}),
         *(_fixed("combined", **o, overlap=overlap, pipeline=3) for o in splits for overlap in (True, False)),
@@ -173,6 +193,13 @@ def _restored(**options: Any) -> tuple[Setting, Setting]:
     found = {**options, **FIXED.options, "enable_prefix_caching": True, "kv_offloading_size": "1GiB"}
     first = Setting("restore", Exactness.BITWISE, FIXED, found)
     return first, Setting("restore", Exactness.BITWISE, FIXED, found, alone=True, restored=True)
+
+
+def _planned(size: int = 1, like: Setting = FIXED, **options: Any) -> Setting:
+    """One more worker of each of ``size`` ranks, which then ends with the first ones of all."""
+    had = options["memory_workers"]
+    changes = Resize(had + size), Resize(had, tuple(range(size)))
+    return Setting("planned change", Exactness.BITWISE, like, {**options, **FIXED.options}, changes=changes)
 
 
 def _ranks(**options: Any) -> Setting:

@@ -26,6 +26,7 @@ from lamina.request import RequestOutput, SamplingParams
 
 from .agreement import ERROR_ALLOWED, Agreement, compare
 from .matrix import BASE_OPTIONS, BASE_STORE, Setting
+from .resized import Resized
 from .tight import Tight
 from .verdict import Outcome, Plans, Verdict, failed, judge
 
@@ -88,19 +89,25 @@ class Check:
                 if setting.restored:
                     llm.engine.rest()  # until all is saved
                     llm.engine.scheduler.give_up_retained()
-                verdict = self._judge(setting, self._outcome(llm, wire, setting.alone, start))
+                try:
+                    verdict = self._judge(setting, self._outcome(llm, wire, setting, start))
+                except ValueError as e:
+                    if not setting.changes:
+                        raise
+                    verdict = failed(setting, str(e), held=None)
                 if setting.restored and _loaded_bytes(llm) == before:
                     verdict = failed(setting, "no KV was loaded: prompts need more than 128 tokens", held=None)
                 yield verdict
                 start = time.monotonic()
 
-    def _outcome(self, llm: LLM, wire: RecordedWire, alone: bool, start: float) -> Outcome:
+    def _outcome(self, llm: LLM, wire: RecordedWire, setting: Setting, start: float) -> Outcome:
         wire.clear()
         prompts = list(self._prompts) or random_prompts(llm, self._params)
+        resized = Resized(llm, setting.changes)
         outputs = [
             o
-            for batch in ([[p] for p in prompts] if alone else [prompts])
-            for o in llm.generate(batch, self._params, use_tqdm=False)
+            for batch in ([[p] for p in prompts] if setting.alone else [prompts])
+            for o in resized.generate(batch, self._params)
         ]
         stats, info = llm.stats(), llm.engine.info
         if self._tight is None and info.bind is not None:
@@ -117,6 +124,7 @@ class Check:
             seconds=time.monotonic() - start,
             idle=tuple(n for n, s in stats.items() if n.startswith("memory") and not s["stored_bytes"]),
             lent=sum(wire.lent.values()),
+            moved_bytes=resized.moved_bytes,
         )
 
     def _judge(self, setting: Setting, outcome: Outcome) -> Verdict:

@@ -30,6 +30,7 @@ class Outcome:
     seconds: float
     idle: tuple[str, ...] = ()  # memory workers that had nothing to attend
     lent: int = 0  # stripes that were on loan
+    moved_bytes: int = 0  # of KV, as memory workers came and went
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,9 @@ def judge(setting: Setting, run: Outcome, like: Outcome | None) -> Verdict:
     if setting.lends:
         held = held and run.lent > 0
         notes.append(f"stripes lent: {run.lent}")
+    if setting.changes:
+        held = held and run.moved_bytes > 0
+        notes.append(f"bytes of KV moved: {run.moved_bytes}")
     if not held and difference is not None and difference.first is not None:
         notes.append("first difference in prompt {}, token {}".format(*difference.first))
     if run.agreement.worst_margin:

@@ -1,0 +1,57 @@
+"""A run in whose midst memory workers come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+from lamina.llm import LLM
+from lamina.request import RequestOutput, SamplingParams
+
+from .matrix import Resize
+
+
+class Resized:
+    """Of one engine: its prompts, while its memory workers change. ``moved_bytes``: of KV, so far."""
+
+    def __init__(self, llm: LLM, changes: Sequence[Resize]) -> None:
+        self._llm, self._left = llm, list(changes)
+        self._elastic = llm.pools.elastic
+        self._under_way = False
+        self.moved_bytes = 0
+
+    def generate(self, prompts: Any, params: SamplingParams) -> list[RequestOutput]:
+        """As ``LLM.generate``. A change begins once as many as run at once have a token, the next one behind it. Raises
+        ValueError where there can be no such change, and as ``LLM.stream``.
+        """
+        found = dict[int, RequestOutput]()
+        at_once = min(len(prompts), self._llm.engine.config.batching.max_num_seqs)
+        with closing(self._llm.stream(prompts, params)) as stream:
+            for output in stream:
+                found[output.request_id] = output
+                self._take_outcome()
+                if self._left and not self._under_way and len(found) >= at_once:
+                    self._begin(self._left.pop(0))
+        self._take_outcome()
+        if self._left or self._under_way:
+            raise ValueError("sequences ended before memory workers had come and gone: raise --max-tokens")
+        return [found[i] for i in stream.request_ids]
+
+    def _begin(self, change: Resize) -> None:
+        """And wait until those who come are there: sequences must not end before."""
+        wanted = self._elastic.plan(change.workers)
+        self._llm.engine.check_room(wanted.capacity)
+        self._elastic.begin(wanted, change.leaving)
+        self._under_way = True
+        while self._elastic.preparing:
+            self._llm.stats()
+
+    def _take_outcome(self) -> None:
+        outcome = self._elastic.take_outcome()
+        if outcome is None:
+            return
+        if outcome.error:
+            raise ValueError(outcome.error)
+        self._under_way = False
+        self.moved_bytes += outcome.moved_bytes
