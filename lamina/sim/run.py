@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pprint import pformat
 from typing import Any, NamedTuple
@@ -13,8 +14,9 @@ from lamina.engine.engine import Engine
 from lamina.request import CompletionOutput, RequestOutput, Told, scored
 
 from .clock import VirtualClock
+from .elastic import capacity_of
 from .model import Letters
-from .scenario import Arriving, Scenario, params_of, scenario
+from .scenario import Arriving, Scenario, params_of, planned, scenario
 from .wire import SimWire
 
 MOST_STEPS = 2_000
@@ -27,6 +29,7 @@ class Played(NamedTuple):
     requests: list[tuple[Completion, ...]]
     losses: int
     preemptions: int
+    changes: int
 
 
 class ScenarioError(AssertionError):
@@ -34,9 +37,9 @@ class ScenarioError(AssertionError):
 
 
 def check(of: Scenario) -> Played:
-    """Play ``of``, and the same without losses: nobody may see a difference. Raises ScenarioError."""
+    """Play ``of``, and the same without losses and changes: nobody may see a difference. Raises ScenarioError."""
     try:
-        found, wanted = play(of), play(replace(of, faults=()))
+        found, wanted = play(of), play(replace(of, faults=(), changes=()))
         for ask, mine, same in zip(of.asks, found.requests, wanted.requests, strict=True):
             if ask.cancel_s is None:
                 assert mine == same, f"{mine} in place of {same}"
@@ -49,7 +52,7 @@ def check_restart(of: Scenario) -> bool:
     """Play a part of ``of``; then another engine goes on with what readers have by then. Whether some request had begun
     by then. Raises ScenarioError.
     """
-    seeded, calm = with_seeds(of), _Play(replace(of, faults=()))
+    seeded, calm = with_seeds(of), _Play(replace(of, faults=(), changes=()))
     wanted = calm.run()
     try:
         before = _Play(seeded)
@@ -84,8 +87,8 @@ def play(of: Scenario) -> Played:
 
 
 def smaller(of: Scenario) -> Scenario:
-    """A part of a broken scenario that is broken too: without requests and losses that are not needed for it."""
-    for name in ("faults", "asks"):
+    """A part of a broken scenario that is broken too: without what is not needed for it."""
+    for name in ("faults", "changes", "asks"):
         for one in getattr(of, name):
             left: dict[str, Any] = {name: tuple(x for x in getattr(of, name) if x is not one)}
             less = replace(of, **left)
@@ -101,7 +104,7 @@ class _Play:
         self._of, self._clock = of, VirtualClock()
         self._wire = SimWire(of, self._clock)
         self._engine = Engine(self._wire, make_config({**of.options, "transport": "shm"}), self._clock)
-        self._left = in_order(of)
+        self._left, self._changes = in_order(of), list(of.changes)
         self._asked: dict[int, tuple[int, Arriving]] = {}  # by request: its place, and what it is
         self._outputs: dict[int, RequestOutput] = {}
         self._seen: dict[tuple[int, int], tuple[list[int], str]] = {}
@@ -124,12 +127,14 @@ class _Play:
             found[place] = _told(output)
         for place, output in self._ended.items():
             found[place] = _told(output)
-        return Played(found, self._wire.losses, engine.scheduler.num_preemptions)
+        wire, preemptions = self._wire, engine.scheduler.num_preemptions
+        return Played(found, wire.losses, preemptions, wire.elastic.changes)
 
     def take_steps(self, most: int) -> bool:
         """So many at most; whether all has come to its end."""
         for _ in range(most):
             self._let_requests_come()
+            self._let_changes_come()
             if not self._engine.has_work and not self._left:
                 return True
             self._take(self._engine.step())
@@ -166,6 +171,16 @@ class _Play:
             request = engine.add(list(ask.prompt), params_of(ask), make_pieces=Letters)
             self._asked[request] = place, ask
 
+    def _let_changes_come(self) -> None:
+        """One at a time; what would need KV to be computed again is refused, as the server does."""
+        elastic = self._wire.elastic
+        while self._changes and self._changes[0].at_s <= self._clock.now and not elastic.under_way:
+            asked = self._changes.pop(0)
+            shape = self._of.layout_of(asked.workers, asked.num_blocks)
+            with suppress(ValueError):
+                self._engine.check_room(capacity_of(shape))
+                elastic.begin(asked, shape)
+
     def _cancel(self) -> None:
         for request, (_, ask) in self._asked.items():
             if ask.cancel_s is not None and self._clock.now >= ask.at_s + ask.cancel_s:
@@ -191,7 +206,7 @@ class _Play:
 
     def _check_rest(self) -> None:
         """Behind a change of the view: everybody holds what the ledger says."""
-        ledger, holders = self._engine._ledger, self._of.layout.holders
+        ledger, holders = self._engine._ledger, self._wire.layout.holders
         ledger.check_integrity()
         for worker in self._wire.memory:
             worker.tables.check_integrity()
@@ -228,16 +243,19 @@ def _as_told(of: CompletionOutput) -> Told:
 
 def main(first: int = 0, count: int = 1000) -> None:
     """Play ``count`` seeds. A broken one is made small, printed and raised."""
-    losses = preemptions = 0
+    losses = preemptions = changes = 0
     for seed in range(first, first + count):
-        try:
-            outcome = check(scenario(seed))
-            check_restart(scenario(seed))
-        except ScenarioError:
-            check(smaller(scenario(seed)))
-            raise
-        losses, preemptions = losses + outcome.losses, preemptions + outcome.preemptions
-    sys.stdout.write(f"{count} scenarios from {first} on: {losses} losses, {preemptions} preemptions, nothing wrong\n")
+        for of in (scenario(seed), planned(seed)):
+            try:
+                outcome = check(of)
+                check_restart(of)
+            except ScenarioError:
+                check(smaller(of))
+                raise
+            losses, preemptions = losses + outcome.losses, preemptions + outcome.preemptions
+            changes += outcome.changes
+    counts = f"{losses} losses, {preemptions} preemptions, {changes} changes of memory workers"
+    sys.stdout.write(f"{2 * count} scenarios from {first} on: {counts}, nothing wrong\n")
 
 
 if __name__ == "__main__":

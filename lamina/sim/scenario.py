@@ -38,6 +38,18 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class PlannedChange:
+    """At a time somebody asks for so many memory workers, each with so many blocks. ``again``: who dies while KV moves;
+    ("memory", -1): nobody, but some of it is damaged.
+    """
+
+    at_s: float
+    workers: int
+    num_blocks: int
+    again: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class Scenario:
     """``seed``: also of the simulated times. ``options``: of the engine. ``windows``: of its layer groups."""
 
@@ -48,20 +60,33 @@ class Scenario:
     num_blocks: int
     asks: tuple[Arriving, ...] = ()
     faults: tuple[Fault, ...] = field(default=())
+    changes: tuple[PlannedChange, ...] = ()
 
     @property
     def layout(self) -> PoolShape:
-        """Of the memory workers."""
-        workers = self.options["memory_workers"]
+        """Of the memory workers, at first."""
+        return self.layout_of(self.options["memory_workers"], self.num_blocks)
+
+    def _weights(self, workers: int) -> tuple[int, ...]:
+        """Of heads. Together they weigh what they did at first, whoever has them: so the tokens are the same."""
+        first = self.options["memory_workers"]
+        if workers == first or self.partition != "head":
+            return tuple(range(2, 2 + workers))
+        others = range(3, 2 + workers)
+        return (*others, sum(range(2, 2 + first)) - sum(others))
+
+    def layout_of(self, workers: int, num_blocks: int) -> PoolShape:
+        """Of so many, each with so many blocks."""
+        weights = self._weights(workers)
         stripe = 2 if self.partition in ("token", "spill") else 0
         if self.partition == "head" or workers == 1:
             lanes = [Lanes()] * len(self.windows)
             holders = [list(range(workers))] * len(lanes)
-            return PoolShape(list(self.windows), lanes, holders, 0, False, self.num_blocks, BLOCK)
+            return PoolShape(list(self.windows), lanes, holders, 0, False, num_blocks, BLOCK, weights)
         parts = [Lanes(tuple(w == owner for w in range(workers))) for owner in range(workers)]
         each = [(window, lanes, [owner]) for window in self.windows for owner, lanes in enumerate(parts)]
         return PoolShape([w for w, _, _ in each], [x for _, x, _ in each], [h for _, _, h in each], stripe,
-                      self.partition == "spill", self.num_blocks, BLOCK)  # fmt: skip
+                      self.partition == "spill", num_blocks, BLOCK, weights)  # fmt: skip
 
 
 def scenario(seed: int) -> Scenario:
@@ -95,6 +120,22 @@ def scenario(seed: int) -> Scenario:
         stripes = -(-MAX_LEN // (2 * BLOCK)) + options["memory_workers"]
         partition, num_blocks = "spill", 2 * -(-stripes // options["memory_workers"]) + seed // 5 % 3
     return Scenario(seed, options, partition, windows, num_blocks, asks, tuple(sorted(faults, key=lambda f: f.at_s)))
+
+
+def planned(seed: int) -> Scenario:
+    """The scenario of ``seed``, while memory workers come and go; without what forbids that."""
+    of, rng = scenario(seed), random.Random(f"planned {seed}")
+    kept = "kv_offloading_size", "preemption_mode"
+    options = {name: value for name, value in of.options.items() if name not in kept}
+    of = replace(of, options=options, partition="token" if of.partition == "spill" else of.partition)
+    least, changes = -(-MAX_LEN // BLOCK), list[PlannedChange]()
+    for at_s in sorted(rng.uniform(0.0, 0.4) for _ in range(rng.choice((1, 2, 2, 3)))):
+        workers, spare = rng.randint(1, 4), rng.choice((0, 3, 100))
+        victims = [("memory", -1), *(("memory", w) for w in range(workers)), ("compute", 0)]
+        again = tuple(rng.choice(victims) for _ in range(rng.choice((0, 0, 1, 2))))
+        changes.append(PlannedChange(at_s, workers, least + spare, again))
+    faults = of.faults if rng.random() < 0.5 else ()
+    return replace(of, num_blocks=max(of.num_blocks, least), changes=tuple(changes), faults=faults)
 
 
 def _ask(rng: random.Random) -> Arriving:

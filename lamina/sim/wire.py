@@ -15,6 +15,7 @@ from lamina.protocol.tiers import TierFacts, Transferred
 from lamina.sampling.history import Due, Histories
 
 from .clock import VirtualClock
+from .elastic import SimElastic, capacity_of
 from .model import EOS, VOCAB, drawn, value
 from .scenario import MAX_LEN, Fault, Scenario
 from .workers import MOST_KEPT, PAGE, TORN, SimMemory, SimPrefill
@@ -52,12 +53,12 @@ class SimWire:
 
     def __init__(self, scenario: Scenario, clock: VirtualClock) -> None:
         layout = scenario.layout
-        self.clock, self._layout = clock, layout
+        self.clock, self.layout = clock, layout
         self._rng = random.Random(scenario.seed)
+        self.elastic = SimElastic(self._rng, clock)
         self._batches = scenario.options["pipeline"]
-        self._num_memory = scenario.options["memory_workers"]
         self._replicas = max(1, self._batches - 1)
-        self.memory = [SimMemory(w, layout) for w in range(self._num_memory)]
+        self.memory = [SimMemory(w, layout) for w in range(scenario.options["memory_workers"])]
         self._num_prefill = scenario.options["prefill_workers"]
         self._keeps = bool(scenario.options.get("kv_offloading_size"))
         self.view, self._era = 1, b""
@@ -72,7 +73,7 @@ class SimWire:
         self._begin_view()
 
     def _begin_view(self) -> None:
-        self._prefills = [SimPrefill(self._layout) for _ in range(self._num_prefill)]
+        self._prefills = [SimPrefill(self.layout) for _ in range(self._num_prefill)]
         self._histories = [Histories() for _ in range(self._replicas)]
         self._queues: list[deque[list[_Passing]]] = [deque() for _ in self.memory]  # of rounds, by memory worker
         self._jobs: dict[int, deque[_Passing]] = {}  # batch -> its steps, not executed
@@ -85,7 +86,7 @@ class SimWire:
         self._arrivals = Arrivals()
 
     def _ready(self) -> ComputeReady:
-        layout = self._layout
+        layout = self.layout
         return ComputeReady(
             view=self.view, vocab_size=VOCAB, num_layers=3, max_model_len=MAX_LEN, dtype="float32",
             eos_token_ids=[EOS], windows=layout.windows, lanes=layout.lanes, stripe=layout.stripe, stays=layout.stays,
@@ -125,7 +126,7 @@ class SimWire:
 
     def wait(self) -> StepDone | Transferred | ViewChanged:
         while True:
-            if self._noticed:
+            if self._noticed or self.elastic.due:
                 return self._halt()
             if self._moved:
                 return self._moved.popleft()
@@ -136,18 +137,21 @@ class SimWire:
                 self._inbox.remove(chunk)
                 return chunk
             self._let_faults_come()
-            assert self.clock.advance(self._next_fault()) or self._faults, "nothing will ever happen any more"
+            more = self.clock.advance(self._next_event()) or self._faults or self.elastic.under_way
+            assert more, "nothing will ever happen any more"
 
     def look(self) -> ViewChanged | None:
         self._let_faults_come()
-        return self._halt() if self._dead else None
+        return self._halt() if self._dead or self.elastic.due else None
 
     def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
+        if not self._dead and not self.elastic.move(self.memory, keep, self._die):
+            return self._halt()
         self.clock.now += START_S
         self.view += 1
         for kind, number in self._dead:
             if kind == "memory":
-                self.memory[number] = SimMemory(number, self._layout)
+                self.memory[number] = SimMemory(number, self.layout)
         self._dead.clear()
         if self._again:
             met = self._rng.randint(0, len(self.memory))
@@ -172,8 +176,8 @@ class SimWire:
     def close(self) -> None: ...
 
     # What happens:
-    def _next_fault(self) -> float:
-        return self._faults[0].at_s if self._faults else float("inf")
+    def _next_event(self) -> float:
+        return min(self._faults[0].at_s if self._faults else float("inf"), self.elastic.due_at)
 
     def _let_faults_come(self) -> None:
         while self._faults and self._faults[0].at_s <= self.clock.now:
@@ -182,6 +186,8 @@ class SimWire:
             self._die(fault.victim)
 
     def _die(self, victim: Worker) -> None:
+        if victim[0] == "memory":  # of those that there are now
+            victim = "memory", victim[1] % len(self.memory)
         self._dead.add(victim)
         self.losses += 1
         view = self.view
@@ -207,9 +213,14 @@ class SimWire:
         found += [d for d in self._inbox if d.batch >= self._batches]
         self._tear()
         reports = [{} if ("memory", w.number) in self._dead else w.written.report() for w in self.memory]
+        capacity = None
+        if self.elastic.due and not self._dead:
+            self.layout = self.elastic.commit(self.memory)
+            self.memory = [SimMemory(w, self.layout) for w in range(1 + max(max(h) for h in self.layout.holders))]
+            capacity = capacity_of(self.layout)
         self.view += 1  # what was to happen in the one before will not
         self._begin_view()
-        return ViewChanged(found, reports)
+        return ViewChanged(found, reports, capacity)
 
     def _tear(self) -> None:
         """Steps that were executed are written to their end; of others a memory worker may have some layers."""

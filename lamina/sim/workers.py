@@ -30,10 +30,11 @@ class PoolShape(NamedTuple):
     stays: bool
     num_blocks: int
     block_size: int
+    weights: tuple[int, ...]  # of what the holders of a group store, by their number: each has heads of its own
 
     def weight(self, group: int, worker: int) -> int:
-        """Of what ``worker`` stores: those that share a group have heads of their own."""
-        return self.holders[group].index(worker) + 2
+        """Of what ``worker`` stores."""
+        return self.weights[self.holders[group].index(worker)]
 
     def tables(self, groups: Sequence[int]) -> BlockTables:
         """Of some groups."""
@@ -53,8 +54,8 @@ class SimMemory:
         self.last_transfer = -1
         self.expected: dict[int, int] = {}  # turns, and how many pages each needs
         self._saves: dict[int, list[tuple[bytes, list[list[int]]]]] = {}  # by transfer: pages, as they were
-        self._weights = [layout.weight(g, number) for g in self.groups]
-        self._size = layout.block_size
+        self.weights = [layout.weight(g, number) for g in self.groups]
+        self.size = layout.block_size
         self._blocks = [[[0] * layout.block_size for _ in range(layout.num_blocks)] for _ in self.groups]
 
     def begin(self, plan: StepPlan) -> None:
@@ -80,17 +81,17 @@ class SimMemory:
     def write(self, sequence: int, place: Place, position: int, stored: int) -> None:
         """As far as it is kept here."""
         for group in range(len(self.groups)):
-            if (block := self._block(group, sequence, place, position // self._size)) is not None:
-                block[position % self._size] = stored * self._weights[group]
+            if (block := self.block(group, sequence, place, position // self.size)) is not None:
+                block[position % self.size] = stored * self.weights[group]
 
     def total(self, sequence: int, place: Place, position: int, stop: int) -> int:
         """Of what a query at ``position`` sees below ``stop`` and is kept here."""
         found = 0
         for group, window in enumerate(self.tables.windows):
             low = max(0, position - window + 1) if window else 0
-            for number in range(low // self._size, -(-stop // self._size)):
-                if (block := self._block(group, sequence, place, number)) is not None:
-                    start = number * self._size
+            for number in range(low // self.size, -(-stop // self.size)):
+                if (block := self.block(group, sequence, place, number)) is not None:
+                    start = number * self.size
                     found += sum(block[max(0, low - start) : stop - start])
         return found
 
@@ -125,8 +126,8 @@ class SimMemory:
         """The blocks of one that are kept here."""
         first = op.first + number * PAGE
         place = op.place if isinstance(op, Import) else self.tables.place(op.sequence)
-        numbers = range(first // self._size, -(-min(first + PAGE, op.first + op.count) // self._size))
-        found = (self._block(group, op.sequence, place, n) for group in range(len(self.groups)) for n in numbers)
+        numbers = range(first // self.size, -(-min(first + PAGE, op.first + op.count) // self.size))
+        found = (self.block(group, op.sequence, place, n) for group in range(len(self.groups)) for n in numbers)
         return [block for block in found if block is not None]
 
     def reconcile(self, keep: Sequence[Keep]) -> None:
@@ -140,7 +141,16 @@ class SimMemory:
         self.written.reconcile(keep)
         self.expected.clear()
 
-    def _block(self, group: int, sequence: int, place: Place, number: int) -> list[int] | None:
+    def given(self, window: int, sequence: int, place: Place, number: int) -> list[list[int]]:
+        """Block ``number`` of a sequence, of the layers of a window, without weights; nothing where others keep it."""
+        found = list[list[int]]()
+        for group in (g for g, own in enumerate(self.tables.windows) if own == window):
+            if (block := self.block(group, sequence, place, number)) is not None:
+                found.append([stored // self.weights[group] for stored in block])
+        return found
+
+    def block(self, group: int, sequence: int, place: Place, number: int) -> list[int] | None:
+        """What is stored of it; None where others keep it."""
         tables = self.tables
         lane = tables.placement.lane(place, number // tables.stripe if tables.stripe else 0)
         if lane not in tables.lanes[group]:

@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from lamina.engine import scheduler as scheduler_module
 from lamina.engine.blocks.prefixes import Prefixes
+from lamina.engine.blocks.room import Room
 from lamina.engine.blocks.swaps import Swaps
 from lamina.engine.blocks.tier import Tier
 from lamina.engine.engine import Engine
@@ -20,10 +22,11 @@ from lamina.engine.sequence import Sequence
 from lamina.protocol.blocks.pool import BlockPool
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.sim.run import ScenarioError, check, check_restart, play, smaller
-from lamina.sim.scenario import Scenario, scenario
+from lamina.sim.scenario import Scenario, planned, scenario
 
 SEEDS, PARTS = 300, 6
 RESTARTS = 120
+PLANNED = 96
 ENOUGH = 600  # seeds, of which one must be broken by a mistake
 
 
@@ -47,6 +50,17 @@ def test_every_stream_goes_on(part: int) -> None:
 )
 def test_rare_ones(seed: int) -> None:
     check(scenario(seed))
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_stream_goes_on_while_memory_workers_come_and_go(part: int) -> None:
+    """Some die in the midst of it, and some KV is damaged; nobody sees a difference to as many workers as at first."""
+    losses = changes = 0
+    for seed in range(part, PLANNED, PARTS):
+        outcome = check(planned(seed))
+        losses, changes = losses + outcome.losses, changes + outcome.changes
+    assert changes > PLANNED / PARTS
+    assert losses > PLANNED / PARTS
 
 
 def test_what_is_kept_beside_the_pools_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +99,7 @@ def keeping(owner: type[Any], method: str, *fields: str) -> Callable[[pytest.Mon
     return make
 
 
-def replacing(owner: type[Any], method: str, wrong: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+def replacing(owner: Any, method: str, wrong: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda monkeypatch: monkeypatch.setattr(owner, method, wrong)
 
 
@@ -175,6 +189,19 @@ def rows_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tier, "load", wrong)
 
 
+def holders_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the memory workers from before."""
+    right = Engine._roll_back
+
+    def wrong(self: Engine, change: Any) -> Any:
+        before = self.info.holders
+        keep = right(self, change)
+        self.info = msgspec.structs.replace(self.info, holders=before)
+        return keep
+
+    monkeypatch.setattr(Engine, "_roll_back", wrong)
+
+
 MISTAKES = {
     "num_scheduled": replacing(
         Scheduler, "roll_back", lambda self, steps, kept, right=Scheduler.roll_back: right(self, [], kept)
@@ -231,6 +258,23 @@ MISTAKES = {
 }
 
 
+# Of what happens as memory workers come and go.
+PLANNED_MISTAKES = {
+    "where sequences lie": replacing(scheduler_module, "settle", lambda batches, found: []),
+    "who has no room": replacing(
+        scheduler_module, "settle", lambda *args, right=scheduler_module.settle: (right(*args), [])[1]
+    ),
+    "where they were": replacing(
+        Room,
+        "deal",
+        lambda self, keep, right=Room.deal: [msgspec.structs.replace(k, was=None) for k in right(self, keep)],
+    ),
+    "the ledger's blocks": replacing(BlockTables, "become", lambda self, other: None),
+    "who holds what": holders_kept,
+    "what is retained": replacing(Prefixes, "forget_all", lambda self: []),
+}
+
+
 # Rare mistakes: the first of the seeds, of which one must be broken.
 BEGIN = {
     "num_scheduled": 98,
@@ -250,9 +294,14 @@ def test_a_mistake_is_seen(mistake: str) -> None:
     assert any(breaks_by(mistake, scenario(seed)) for seed in range(begin, begin + ENOUGH))
 
 
+@pytest.mark.parametrize("mistake", PLANNED_MISTAKES)
+def test_a_mistake_about_planned_changes_is_seen(mistake: str) -> None:
+    assert any(breaks_by(mistake, planned(seed)) for seed in range(PLANNED))
+
+
 def breaks_by(mistake: str, of: Scenario) -> bool:
     with pytest.MonkeyPatch.context() as patch:
-        MISTAKES[mistake](patch)
+        (MISTAKES | PLANNED_MISTAKES)[mistake](patch)
         broken = breaks(of)
     return broken and not breaks(of)
 

@@ -1,0 +1,94 @@
+"""Memory workers of the simulation that come and go: who asks for it, who is there then, and whose KV moves."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from lamina.protocol.groups import Capacity
+from lamina.protocol.plan import Keep
+
+from .scenario import PlannedChange
+from .workers import PoolShape, SimMemory
+
+START_S = 0.1  # at most, of those that come
+
+
+class SimElastic:
+    """Of one wire: at most one change at a time, as of the real fleet."""
+
+    def __init__(self, rng: random.Random, clock: Callable[[], float]) -> None:
+        self._rng, self._clock = rng, clock
+        self._asked: tuple[PlannedChange, PoolShape] | None = None
+        self._due_at = float("inf")
+        self._old: list[SimMemory] | None = None  # whose KV is to be moved
+        self._dying: deque[tuple[str, int]] = deque()
+        self.changes = 0  # that were made
+
+    @property
+    def under_way(self) -> bool:
+        """Whether one is asked for, and not made yet."""
+        return self._asked is not None
+
+    @property
+    def due(self) -> bool:
+        """Whether all who are to come are there."""
+        return self._clock() >= self._due_at
+
+    @property
+    def due_at(self) -> float:
+        """When that is, or was."""
+        return self._due_at
+
+    def begin(self, asked: PlannedChange, shape: PoolShape) -> None:
+        """Memory workers of ``shape`` are to be there."""
+        self._asked, self._due_at = (asked, shape), self._clock() + self._rng.uniform(0.0, START_S)
+
+    def commit(self, old: list[SimMemory]) -> PoolShape:
+        """All are at rest: who is there from now on has no KV before ``move``."""
+        assert self._asked is not None
+        asked, shape = self._asked
+        self._asked, self._due_at, self._old = None, float("inf"), old
+        self._dying = deque(asked.again)
+        self.changes += 1
+        return shape
+
+    def move(self, memory: Sequence[SimMemory], keep: Sequence[Keep], die: Callable[[tuple[str, int]], None]) -> bool:
+        """Give ``memory`` the KV of ``keep``. False: somebody has died meanwhile, or what came was damaged; then some
+        have all that they were to have, and others nothing.
+        """
+        old, self._old = self._old, None
+        if old is None:
+            return True
+        dying, self._dying = self._dying, deque()
+        for victim in dying:
+            if victim[1] >= 0:  # else something is damaged, and nobody dies
+                die(victim)
+        for worker in memory:
+            if not dying or self._rng.random() < 0.5:
+                take(worker, keep, old)
+        return not dying
+
+
+def take(new: SimMemory, keep: Sequence[Keep], old: Sequence[SimMemory]) -> None:
+    """Have the KV of ``keep``, as one of the ``old`` workers has it where the sequence was."""
+    new.tables.reconcile(keep, moved=True)
+    new.written.reconcile(keep)
+    for each in keep:
+        was = each.was or each.place
+        for group, window in enumerate(new.tables.windows):
+            start, _ = new.tables.table(group, each.sequence)
+            for number in range(start, -(-each.length // new.size)):
+                block = new.block(group, each.sequence, each.place, number)
+                if block is not None:
+                    count = min(new.size, each.length - number * new.size)
+                    whole = next(x for w in old for x in w.given(window, each.sequence, was, number))
+                    block[:count] = [stored * new.weights[group] for stored in whole[:count]]
+
+
+def capacity_of(shape: PoolShape) -> Capacity:
+    """As the driver has it."""
+    blocks = [[shape.num_blocks] * len(h) for h in shape.holders]
+    sparse = [False] * len(shape.windows)
+    return Capacity(shape.windows, shape.lanes, shape.stripe, shape.stays, sparse, blocks, shape.holders)
