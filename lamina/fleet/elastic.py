@@ -27,7 +27,7 @@ from lamina.protocol.plan import Bind, Bound, Keep
 from lamina.protocol.recut import MakeRoom, Recut, Recutted, RoomMade
 
 from .cohort import Cohort
-from .members import JOIN_S, Member, Members
+from .members import JOIN_S, LostError, Member, Members
 
 log = logging.getLogger(__name__)
 
@@ -182,9 +182,7 @@ class Elastic:
         moves, self._moves = self._moves, []
         leaving, self._leaving = (self._leaving, []) if moves else ([], self._leaving)
         try:
-            for member, order in moves if keep else []:
-                send = self._tell if member in leaving else self._members.send
-                send(member, structs.replace(order, view=self._members.view, keep=list(keep)))
+            self._order(moves if keep else [], leaving, list(keep))
             answers = self._answers([m for m, _ in moves if m not in leaving], leaving) if keep else []
         finally:
             self._dismiss(leaving)
@@ -192,6 +190,18 @@ class Elastic:
             log.warning("KV could not be moved, and is computed again: %s", error)
         self._moved_bytes = sum(a.nbytes for a in answers)
         return not any(a.error for a in answers)
+
+    def _order(self, moves: Sequence[tuple[Member, Recut]], leaving: Sequence[Member], keep: list[Keep]) -> None:
+        """Tell all, also where one is lost: nobody may go on with KV that lies as before. Raises LostError."""
+        lost: LostError | None = None
+        for member, order in moves:
+            send = self._tell if member in leaving else self._members.send
+            try:
+                send(member, structs.replace(order, view=self._members.view, keep=keep))
+            except LostError as error:
+                lost = lost or error
+        if lost is not None:
+            raise lost
 
     def _answers(self, owing: Sequence[Member], leaving: Sequence[Member]) -> list[Recutted]:
         """Of all, or of those so far and an error where one that goes has died. Raises LostError."""
