@@ -29,6 +29,10 @@ COMMANDS = {
         "operate.drain",
         "have a running server take nothing new, and wait until all is finished; or take it again",
     ),
+    "cordon": (
+        "operate.cordon",
+        "have no new sequence begin on one memory worker of a running server; or let them again",
+    ),
     "worker": ("worker", "look after one worker of a driver that runs with --launcher static"),
     "cluster": ("cluster", "start, show and end a Ray cluster for workers on several hosts"),
     "plan": ("plan", "say which devices to buy for a trace of requests, and whether to split at all"),

@@ -37,6 +37,32 @@ def check_room(scheduler: Scheduler, info: ComputeReady) -> None:
         )
 
 
+def cordoned(scheduler: Scheduler, info: ComputeReady) -> list[int]:
+    """Memory workers on which no new sequence begins."""
+    return sorted({worker for group in scheduler.closed for worker in info.holders[group]})
+
+
+def cordon(scheduler: Scheduler, info: ComputeReady, worker: int, *, on: bool) -> None:
+    """Have no new sequence begin on a memory worker, or have them begin there again. Under tensor parallelism the same
+    holds for those of the other ranks that have the same sequences. Raises ValueError where that cannot be.
+    """
+    there = sorted({w for holders in info.holders for w in holders})
+    if worker not in there:
+        raise ValueError(f"memory worker {worker}: there are memory workers 0 to {there[-1]}")
+    if info.stripe or all(lanes.all for lanes in info.lanes):
+        raise ValueError(
+            "each memory worker has a part of every sequence, so none can go without new ones: that is for several "
+            "workers with --partition request; have it drained instead"
+        )
+    lanes = next(own for own, holders in zip(info.lanes, info.holders, strict=True) if worker in holders)
+    groups = {group for group, own in enumerate(info.lanes) if own == lanes}
+    closed = scheduler.closed | groups if on else scheduler.closed - groups
+    if len(closed) == len(info.lanes):
+        raise ValueError(f"memory worker {worker} is the last one on which sequences begin: let them begin on another")
+    scheduler.closed.clear()
+    scheduler.closed.update(closed)
+
+
 def scheduler_of(
     config: EngineConfig, info: ComputeReady, ledger: BlockTables, num_batches: int, clock: Callable[[], float]
 ) -> Scheduler:

@@ -73,6 +73,7 @@ class Scheduler:
         self._ledger = ledger
         self._cuts = Cuts(prefill_chunk, aligned)
         self._room = Room(ledger, max_num_seqs + prefill_chunk)
+        self.closed = self._room.closed  # groups in which no sequence begins
         self._waiting: deque[Sequence] = deque()
         self.batches = [Batch(i) for i in range(num_batches)]
         self._num_layers = num_layers

@@ -1,5 +1,5 @@
 """For whoever has the key of the operator: POST /scale, other numbers of workers while streams are open; POST /drain,
-nothing new for a time.
+nothing new for a time; POST /cordon, nothing new for one memory worker.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -22,8 +23,9 @@ from lamina.protocol.options.resolve import ModelLimits, check_model
 from .calls import Service
 from .door.bodies import parse
 from .errors import ApiError, json_response
-from .link.client import BusyError, EngineGoneError
+from .link.client import EngineGoneError
 from .link.messages import Ready
+from .link.resizing import BusyError
 from .link.restarts import PlanFailedError
 from .openapi import answers, described
 from .request.protocol import Int, Strict
@@ -47,6 +49,13 @@ class DrainRequest(Strict):
 
     on: bool = True
     memory_worker: Int | None = Field(None, ge=0)
+
+
+class CordonRequest(Strict):
+    """POST /cordon."""
+
+    memory_worker: Int = Field(ge=0)
+    on: bool = True
 
 
 SIZES = tuple(ScaleRequest.model_fields)
@@ -89,6 +98,20 @@ async def drain(request: Request) -> Response:
     return json_response({"draining": body.on, "completions": service.admission.completions})
 
 
+@router.post("/cordon", openapi_extra=described(CordonRequest), responses=answers(401, 409, 503, body=True))
+async def cordon(request: Request) -> Response:
+    """Have no new sequence begin on a memory worker, or have them begin there again (``on`` false). Those that are
+    there go on. Says on which of them none begins.
+    """
+    service: Service = request.app.state.service
+    _check_key(service.config.admin_key, request.headers.get("authorization", ""))
+    body = await parse(CordonRequest, request)
+    if unknown := sorted(set(body.model_extra or {})):
+        raise ApiError(400, f"unknown field {unknown[0]!r}; known: memory_worker, on", param=unknown[0])
+    with _refusals(service):
+        return json_response({"cordoned": await service.client.cordon(body.memory_worker, on=body.on)})
+
+
 async def _dismiss(service: Service, worker: int) -> dict[str, Any]:
     before = service.client.config
     count = before.topology.memory_workers if before else 0
@@ -105,10 +128,16 @@ async def _dismiss(service: Service, worker: int) -> dict[str, Any]:
 
 
 async def _change(service: Service, wanted: EngineConfig, leaving: Sequence[int] = ()) -> float:
+    with _refusals(service):
+        return round(await service.client.change(wanted, leaving), 3)
+
+
+@contextmanager
+def _refusals(service: Service) -> Iterator[None]:
     if service.admission.draining:
         raise ApiError(503, "the server is shutting down", code="shutting_down")
     try:
-        return round(await service.client.change(wanted, leaving), 3)
+        yield
     except BusyError as error:
         raise ApiError(409, str(error), code="busy") from None
     except EngineGoneError as error:

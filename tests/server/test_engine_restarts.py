@@ -20,7 +20,7 @@ from lamina.fleet.standing import STOPPED_S
 from lamina.protocol.control import ControlLink, Failed, Stop
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import SamplingParams, Told
-from lamina.server.link.client import JOIN_S, BusyError, EngineClient, EngineGoneError
+from lamina.server.link.client import JOIN_S, EngineClient, EngineGoneError
 from lamina.server.link.messages import (
     Add,
     Cancel,
@@ -34,6 +34,7 @@ from lamina.server.link.messages import (
     WorkerCounters,
 )
 from lamina.server.link.reply_feed import ReplyFeed
+from lamina.server.link.resizing import BusyError
 from lamina.server.link.restarts import EngineRestarts, PlanFailedError
 
 LIMIT_S = 10.0

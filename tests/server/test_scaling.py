@@ -21,7 +21,8 @@ KEY = "the-operator"
 def scalable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     log = tmp_path_factory.mktemp("scaling") / "log"
     env = {"LAMINA_ADMIN_KEY": KEY, "LAMINA_API_KEY": "a-client"}
-    server = Running(log, "--memory-workers", "1", "--max-recoveries", "0", env=env)
+    flags = ("--memory-workers", "1", "--partition", "request", "--max-recoveries", "0")
+    server = Running(log, *flags, env=env)
     yield server
     pids = server.descendants()
     server.kill()
@@ -37,6 +38,10 @@ def client(scalable: Running) -> Iterator[httpx.Client]:
 def scale(server: Running, *flags: str, key: str = KEY) -> int:
     command = "drain" if "--memory-worker" in flags else "scale"
     return main([command, server.url, *flags, "--admin-key", key])
+
+
+def cordon(server: Running, *flags: str) -> int:
+    return main(["cordon", server.url, "--admin-key", KEY, *flags])
 
 
 def is_memory_worker(pid: int) -> bool:
@@ -67,12 +72,21 @@ def test_streams_go_on_with_more_and_fewer_memory_workers(
     wanted = stream(())
     assert stream(("--memory-workers", "2")) == wanted
     assert memory_workers(scalable) == 2
+    assert cordon(scalable, "--memory-worker", "1") == 0
+    assert cordon(scalable, "--memory-worker", "0") == 2, "some must begin somewhere"
+    assert stream(("--memory-worker", "0")) == wanted
+    assert stream(("--memory-workers", "3")) == wanted
+    assert memory_workers(scalable) == 2, "sequences would move to it"
+    assert cordon(scalable, "--memory-worker", "1", "--undo") == 0
     first = min(p for p in scalable.descendants() if is_memory_worker(p))
     assert stream(("--memory-worker", "0")) == wanted
     assert memory_workers(scalable) == 1
     assert eventually(lambda: not alive([first]), 30), "the one that was named goes"
-    assert status == [0, 0]
-    said = capsys.readouterr().out
+    assert status == [0, 2, 2, 0]
+    said, refused = capsys.readouterr()
+    assert "no new sequence begins on memory worker 1\nsequences begin on all memory workers\n" in said
+    assert "memory worker 0 is the last one on which sequences begin" in refused
+    assert refused.count("memory worker 1 is cordoned, and sequences would move to it: undo that first") == 2
     assert "--memory-workers 1 -> --memory-workers 2; streams paused for" in said
     assert "memory worker 0 has gone; 1 left; streams paused for" in said
     assert eventually(lambda: health(client) == (200, "ok"), 60)
@@ -101,9 +115,27 @@ def test_what_cannot_be_is_refused_and_nothing_changes(
     assert sorted(scalable.descendants()) == workers
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--memory-worker", "0"], "each memory worker has a part of every sequence"),
+        (["--memory-worker", "1"], "memory worker 1: there are memory workers 0 to 0"),
+        (["--memory-worker", "-1"], "--memory-worker -1: memory workers are counted from 0"),
+    ],
+)
+def test_a_cordon_that_cannot_be_is_refused(
+    scalable: Running, capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    assert cordon(scalable, *flags) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
 def test_nobody_scales_without_the_operators_key(scalable: Running, client: httpx.Client) -> None:
     assert client.post("/scale", json={"memory_workers": 2}).status_code == 401
     assert httpx.post(f"{scalable.url}/scale", json={"memory_workers": 2}, timeout=30).status_code == 401
+    assert client.post("/cordon", json={"memory_worker": 0}).status_code == 401
 
 
 def test_a_drained_server_finishes_what_it_has_and_takes_nothing_new_until_that_is_undone(

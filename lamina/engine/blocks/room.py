@@ -33,6 +33,7 @@ class Room:
         self._ledger = ledger
         self.loans = Loans(ledger) if ledger.placement.stays else None
         self._max_rows = max_rows
+        self.closed: set[int] = set()  # groups in which no sequence begins
 
     @property
     def _places(self) -> list[Place]:
@@ -60,8 +61,12 @@ class Room:
         beside: Iterable[Sequence],
         running: Iterable[Sequence],
     ) -> Fit | None:
-        """Of a new sequence that begins with ``hit``, if there is one, in ``left`` blocks; see ``place``."""
+        """Of a new sequence that begins with ``hit``, if there is one, in ``left`` blocks; see ``place``. One that was
+        preempted goes back to its KV, also where no other begins.
+        """
         place: Place | None
+        if self.closed and not (isinstance(hit, Load) and hit.own):
+            left = [0 if group in self.closed else n for group, n in enumerate(left)]
         if isinstance(hit, Hit):
             place = self.loans.settled(hit.place, hit.length) if self.loans else hit.place
         else:
@@ -109,8 +114,9 @@ class Room:
 
     def deal(self, keep: Iterable[Keep]) -> list[Keep]:
         """Where sequences come to lie if all blocks are free, the longest first, so that each group holds its portion
-        as far as that goes; without those for which there is no room left.
+        as far as that goes; without those for which there is no room left. They may begin everywhere from now on.
         """
+        self.closed.clear()
         total = self._ledger.num_blocks
         left, found = list(total), list[Keep]()
 

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lamina.server.errors import ApiError, error_response
 
-OPEN = frozenset({"/health", "/scale", "/drain"})  # all but the first one have a key of their own
+OPEN = frozenset({"/health", "/scale", "/drain", "/cordon"})  # all but the first one have a key of their own
 
 
 class Auth:

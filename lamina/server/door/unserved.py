@@ -56,6 +56,7 @@ _BY_FLAG = {
     "/reset_prefix_cache": "--server-dev-mode",
     "/scale": "LAMINA_ADMIN_KEY",
     "/drain": "LAMINA_ADMIN_KEY",
+    "/cordon": "LAMINA_ADMIN_KEY",
     "/v1/sessions": "--enable-prefix-caching",
     "/v1/sessions/{session_id:path}": "--enable-prefix-caching",
     "/v1/completions/{answer_id}": "--journal DIR",

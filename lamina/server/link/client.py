@@ -23,6 +23,7 @@ from lamina.request import Blame, SamplingParams
 
 from .messages import (
     Cancel,
+    Cordon,
     Delta,
     Outputs,
     Ready,
@@ -37,8 +38,8 @@ from .messages import (
 )
 from .questions import ANSWER_S, Questions
 from .reply_feed import ReplyFeed
-from .resizing import Resizing
-from .restarts import EngineRestarts, Hearing, PlanFailedError
+from .resizing import BusyError, Resizing
+from .restarts import EngineRestarts, Hearing
 
 FROM_ENGINE = Ready | Progress | Outputs | State | WorkerCounters | SessionsAre | Refused | Scaled | Failed
 JOIN_S = 8.0
@@ -49,10 +50,6 @@ log = logging.getLogger(__name__)
 
 class EngineGoneError(WorkerError):
     """The engine process has ended, and why."""
-
-
-class BusyError(Exception):
-    """The engine is being replaced, and cannot be changed now."""
 
 
 class PromptRefusedError(Exception):
@@ -105,7 +102,7 @@ class EngineClient:
         self._decoder = msgspec.msgpack.Decoder(FROM_ENGINE)
         self._live: dict[int, _OpenPrompt] = {}
         self._closing = False
-        self._resizing = Resizing()
+        self._resizing = Resizing(self._send)
         self._next_key = 0
         self._questions = Questions()
         self._state_at = time.monotonic()
@@ -202,39 +199,36 @@ class EngineClient:
         ``leaving``: memory workers that go, in place or not at all. Returns the seconds without an engine. Raises
         BusyError, EngineGoneError, and PlanFailedError where no engine starts so: then one goes on as it was before.
         """
-        if self.failure is not None:
-            raise EngineGoneError(self.failure)
-        if self._restarts is None or not self._is_ready or self._restarts.planned or self._closing:
-            raise BusyError("the engine is being replaced, or ended: ask again once /health says ok")
-        had = self._restarts.config
+        restarts = self._settled()
+        had = restarts.config
         sizes = msgspec.structs.replace(config.topology, memory_workers=had.topology.memory_workers)
-        if self._resizing.under_way:
-            raise BusyError("its memory workers come or go already: ask again once they have")
         if sizes == had.topology:
             wanted = Scale(config.topology.memory_workers, list(leaving))
-            pause_s = await asyncio.shield(self._change_in_place(config, wanted))
+            pause_s = await asyncio.shield(self._resizing.change(wanted, lambda: restarts.adopt(config)))
             if pause_s is not None:
                 return pause_s
         if not self._is_ready:
             raise BusyError("the engine is being replaced: ask again once /health says ok")
-        planned, engine = self._restarts.plan(config), self._handle
+        planned, engine = restarts.plan(config), self._handle
         self._send(Stop())  # it says what it has, and ends with its workers
         asyncio.get_running_loop().call_later(JOIN_S, self._hurry, engine)
         return await asyncio.shield(planned)
 
-    async def _change_in_place(self, config: EngineConfig, wanted: Scale) -> float | None:
-        """Only memory workers come or go: seconds in which no step was done. None where all are to start anew. Raises
-        PlanFailedError.
+    async def cordon(self, worker: int, *, on: bool) -> list[int]:
+        """Have no new sequence begin on a memory worker, or have them begin there again. Returns all of which the
+        former holds. Raises as ``change``.
         """
-        assert self._restarts is not None
-        done = await self._resizing.ask(self._send, wanted)
-        if not done.in_place and not wanted.leaving:
-            log.info("all workers start anew, as %s", done.error)
-            return None
-        if done.error:
-            raise PlanFailedError(done.error)
-        self._restarts.adopt(config)
-        return done.pause_s
+        self._settled()
+        return await self._resizing.cordon(Cordon(worker, on))
+
+    def _settled(self) -> EngineRestarts:
+        """Raises EngineGoneError, BusyError where the engine cannot be changed now."""
+        if self.failure is not None:
+            raise EngineGoneError(self.failure)
+        if self._restarts is None or not self._is_ready or self._restarts.planned or self._closing:
+            raise BusyError("the engine is being replaced, or ended: ask again once /health says ok")
+        self._resizing.check()
+        return self._restarts
 
     def _hurry(self, engine: WorkerHandle) -> None:
         if engine is self._handle and self._is_ready and not self._closing:

@@ -16,7 +16,6 @@ from lamina.engine.conversations.sessions import SessionName
 from lamina.engine.engine import Engine
 from lamina.engine.wire import WorkerError
 from lamina.fleet.choose_transport import nearest
-from lamina.fleet.elastic import NotInPlaceError
 from lamina.fleet.pools import Pools
 from lamina.models.tokens import load_beside
 from lamina.protocol.control import ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
@@ -26,6 +25,7 @@ from .messages import (
     Add,
     AskSessions,
     Cancel,
+    Cordon,
     Delta,
     Outputs,
     Ready,
@@ -39,9 +39,10 @@ from .messages import (
     Times,
     WorkerCounters,
 )
+from .orders import obey
 
 log = logging.getLogger(__name__)
-FROM_SERVER = Start | Add | Cancel | Reset | AskSessions | Scale | Stop
+FROM_SERVER = Start | Add | Cancel | Reset | AskSessions | Scale | Cordon | Stop
 IDLE_S = 1.0  # how long an idle engine waits for a message before it looks at its workers
 STATE_S = 0.05
 WAITS = ("wait_s", "carry_s", "stored_wait_s")  # counters that grow while a worker waits for others
@@ -219,8 +220,9 @@ class _Loop:
                 self._engine.cancel(live.request_id)
         elif isinstance(message, Reset):
             self._engine.reset_prefix_cache()
-        elif isinstance(message, Scale):
-            self._scale(message)
+        elif isinstance(message, Scale | Cordon):
+            if (answer := obey(self._engine, self._pools, message)) is not None:
+                self._outbox.put(answer)
         elif isinstance(message, AskSessions):
             self._tell_sessions(message)
         elif isinstance(message, Exception):
@@ -234,15 +236,6 @@ class _Loop:
             found = [s for s in found if s.name == asked.drop]
             self._engine.drop_session(SessionName(asked.tenant, asked.drop))
         self._outbox.put(SessionsAre(asked.number, found))
-
-    def _scale(self, wanted: Scale) -> None:
-        elastic = self._pools.elastic
-        try:
-            change = elastic.plan(wanted.memory_workers)
-            self._engine.check_room(change.capacity)
-            elastic.begin(change, wanted.leaving)
-        except (ValueError, OSError) as error:
-            self._outbox.put(Scaled(error=str(error), in_place=not isinstance(error, NotInPlaceError)))
 
     def _add(self, add: Add) -> None:
         try:

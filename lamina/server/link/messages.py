@@ -89,14 +89,24 @@ class Scale(msgspec.Struct, frozen=True, tag="scale"):
     leaving: list[int] = []
 
 
+class Cordon(msgspec.Struct, frozen=True, tag="cordon"):
+    """Server -> engine: let no new sequence begin on this memory worker; or, not ``on``, let them again. Answered by
+    Scaled.
+    """
+
+    worker: int
+    on: bool
+
+
 class Scaled(msgspec.Struct, frozen=True, kw_only=True, tag="scaled"):
     """Engine -> server: it does. ``error``: it goes on as before, and why; ``in_place``: whether another engine could
-    do no better. ``pause_s``: in which no step was done.
+    do no better. ``pause_s``: in which no step was done. ``cordoned``: memory workers on which no sequence begins.
     """
 
     error: str = ""
     in_place: bool = True
     pause_s: float = 0.0
+    cordoned: list[int] = []
     ready: Ready | None = None  # with what has changed
 
 

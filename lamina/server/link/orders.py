@@ -1,0 +1,36 @@
+"""What an operator orders of an engine that runs: other memory workers, and on which of them sequences begin."""
+
+from __future__ import annotations
+
+from lamina.engine.configured import cordon, cordoned
+from lamina.engine.engine import Engine
+from lamina.fleet.elastic import NotInPlaceError
+from lamina.fleet.pools import Pools
+
+from .messages import Cordon, Scale, Scaled
+
+
+def obey(engine: Engine, pools: Pools, order: Scale | Cordon) -> Scaled | None:
+    """What there is to answer now; None: the order is being carried out."""
+    if isinstance(order, Scale):
+        return _scale(engine, pools, order)
+    error = ""
+    try:
+        cordon(engine.scheduler, engine.info, order.worker, on=order.on)
+    except ValueError as e:
+        error = str(e)
+    return Scaled(error=error, cordoned=cordoned(engine.scheduler, engine.info))
+
+
+def _scale(engine: Engine, pools: Pools, wanted: Scale) -> Scaled | None:
+    there = range(1 + max(max(holders) for holders in engine.info.holders))
+    gone = wanted.leaving or there[wanted.memory_workers :]
+    try:
+        if left := [w for w in cordoned(engine.scheduler, engine.info) if w not in gone]:
+            raise ValueError(f"memory worker {left[0]} is cordoned, and sequences would move to it: undo that first")
+        change = pools.elastic.plan(wanted.memory_workers)
+        engine.check_room(change.capacity)
+        pools.elastic.begin(change, wanted.leaving)
+    except (ValueError, OSError) as error:
+        return Scaled(error=str(error), in_place=not isinstance(error, NotInPlaceError))
+    return None

@@ -1,0 +1,118 @@
+"""A memory worker on which no new sequence begins: those that are there go on, all others begin elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from lamina.config import make_config
+from lamina.engine.configured import cordon, cordoned
+from lamina.engine.engine import Engine
+from lamina.protocol.partition import Lanes
+from lamina.request import SamplingParams
+from lamina.sim.clock import VirtualClock
+from lamina.sim.lossless import LosslessWire, ready_of
+
+BLOCK = 4
+WORKERS = 3
+# By request, over workers of one rank, or of two; by head, where each worker has some heads of every sequence; by
+# token, where each has some stripes.
+OWN = [Lanes(tuple(w == owner for w in range(WORKERS))) for owner in range(WORKERS)]
+BY_REQUEST = OWN, [[w] for w in range(WORKERS)], 0
+OF_RANKS = OWN, [[2 * w, 2 * w + 1] for w in range(WORKERS)], 0
+BY_HEAD = [Lanes()], [[*range(WORKERS)]], 0
+BY_TOKEN = OWN, [[w] for w in range(WORKERS)], 2
+
+
+def open_engine(
+    layout: tuple[list[Lanes], list[list[int]], int] = BY_REQUEST, blocks: int = 60, *, caches: bool = False
+) -> Engine:
+    lanes, holders, stripe = layout
+    ready = ready_of(num_layers=2, num_blocks=blocks, block_size=BLOCK, max_len=100)
+    ready = msgspec.structs.replace(
+        ready, windows=[0] * len(lanes), lanes=lanes, holders=holders, num_blocks=[[blocks]] * len(lanes), stripe=stripe
+    )
+    clock = VirtualClock()
+    options = {"transport": "shm", "block_size": BLOCK, "max_num_seqs": 32, "enable_prefix_caching": caches}
+    return Engine(LosslessWire(clock, ready, lambda load: 1.0), make_config(options), clock)
+
+
+def add(engine: Engine, count: int, prompt: int = 8, answer: int = 20) -> None:
+    for _ in range(count):
+        engine.add([1] * prompt, SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0))
+    engine.step()
+
+
+def lanes(engine: Engine) -> Iterator[int]:
+    return (s.place.lane for s in engine.scheduler._running)
+
+
+@pytest.mark.parametrize(("layout", "worker", "alike"), [(BY_REQUEST, 1, [1]), (OF_RANKS, 2, [2, 3])])
+def test_new_sequences_begin_elsewhere_until_that_is_undone(
+    layout: tuple[list[Lanes], list[list[int]], int], worker: int, alike: list[int]
+) -> None:
+    engine = open_engine(layout)
+    add(engine, 6)
+    assert {*lanes(engine)} == {0, 1, 2}
+    before = [s.id for s in engine.scheduler._running if s.place.lane == 1]
+    cordon(engine.scheduler, engine.info, worker, on=True)
+    assert cordoned(engine.scheduler, engine.info) == alike
+    add(engine, 6)
+    assert [s.id for s in engine.scheduler._running if s.place.lane == 1] == before, "who is there goes on, alone"
+    cordon(engine.scheduler, engine.info, worker, on=False)
+    assert cordoned(engine.scheduler, engine.info) == []
+    add(engine, 6)
+    assert len([s for s in engine.scheduler._running if s.place.lane == 1]) > len(before)
+
+
+def test_what_prompts_would_find_there_is_computed_again_elsewhere() -> None:
+    engine = open_engine(caches=True)
+    add(engine, 1, prompt=40, answer=1)
+    while engine.has_work:
+        engine.step()
+    add(engine, 1, prompt=40)
+    (found,) = engine.scheduler._running
+    assert found.num_cached, "the control"
+    cordon(engine.scheduler, engine.info, found.place.lane, on=True)
+    add(engine, 1, prompt=40)
+    _, fresh = engine.scheduler._running
+    assert fresh.num_cached == 0
+    assert fresh.place.lane != found.place.lane
+
+
+def test_who_finds_no_room_elsewhere_waits() -> None:
+    engine = open_engine(blocks=30)
+    for worker in (0, 2):
+        cordon(engine.scheduler, engine.info, worker, on=True)
+    add(engine, 3, prompt=50)
+    assert [*lanes(engine)] == [1, 1]
+    assert engine.scheduler.num_waiting == 1
+    cordon(engine.scheduler, engine.info, 0, on=False)
+    engine.step()
+    assert sorted(lanes(engine)) == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "worker", "words"),
+    [
+        (BY_REQUEST, 3, "memory worker 3: there are memory workers 0 to 2"),
+        (BY_HEAD, 0, "each memory worker has a part of every sequence"),
+        (BY_TOKEN, 0, "each memory worker has a part of every sequence"),
+    ],
+)
+def test_what_cannot_be_is_refused(layout: tuple[list[Lanes], list[list[int]], int], worker: int, words: str) -> None:
+    engine = open_engine(layout)
+    with pytest.raises(ValueError, match=words):
+        cordon(engine.scheduler, engine.info, worker, on=True)
+    assert cordoned(engine.scheduler, engine.info) == []
+
+
+def test_the_last_one_stays_open() -> None:
+    engine = open_engine()
+    for worker in (2, 0):
+        cordon(engine.scheduler, engine.info, worker, on=True)
+    with pytest.raises(ValueError, match="memory worker 1 is the last one"):
+        cordon(engine.scheduler, engine.info, 1, on=True)
+    assert cordoned(engine.scheduler, engine.info) == [0, 2]
