@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -70,7 +70,8 @@ class Elastic:
         self._config, self._members, self._cohort = config, members, cohort
         self._clock, self._free = clock, free
         self._change: Change | None = None  # asked for, and not under way yet
-        self._leaving: list[Member] = []
+        self._going: list[int] = []  # memory workers, by that change
+        self._leaving: list[Member] = []  # the same of the change that is under way
         self._coming: dict[Member, str] = {}  # who was started, and where it listens, once it is known
         self._preparing: dict[Member, Bind] = {}  # who has not its memory yet, and for what
         self._deadline = self._paused_at = 0.0
@@ -104,23 +105,22 @@ class Elastic:
         Raises ValueError, NotInPlaceError, OSError.
         """
         there, count = self._members.memory, change.topology.memory_workers
-        gone = list(leaving) or list(range(count, len(there)))
+        gone, size = list(leaving) or list(range(count, len(there))), change.topology.tensor_parallel_size
         if self._change is not None:
             raise ValueError("memory workers come or go already: wait until they have")
         if len(there) - len(gone) > count or not set(gone) <= set(range(len(there))):
             raise ValueError(f"memory workers {gone} are to go, of {len(there)}, and {count} are to stay")
-        if not self._cohort.may_have(count):
+        stay = staying(there, gone, size)
+        if not self._cohort.may_have(max(count, len(there))):  # who is to go may die, and be replaced, before
             raise NotInPlaceError("its launcher starts no more workers while others run")
-        self._change, self._leaving = change, [there[i] for i in gone]
+        self._change, self._going = change, gone
         self._deadline = self._clock() + self._config.deadlines.start_timeout_s
-        stay = [m for m in there if m not in self._leaving]
         try:
             for index in range(len(stay), count):
                 self._coming[self._cohort.start_beside("memory", index)] = ""
         except (OSError, ValueError) as error:
             self._give_up(str(error))
             raise
-        size = change.topology.tensor_parallel_size
         self._preparing = {m: change.binds[i % size][i // size] for i, m in enumerate([*stay, *self._coming])}
         for member in stay:
             self._tell(member, MakeRoom(self._preparing[member]))
@@ -155,17 +155,16 @@ class Elastic:
             return None
         change, before = self._change, self._members.memory
         self._change, self._paused_at, self._moved_bytes = None, paused_at, 0
-        stay = [m for m in before if m not in self._leaving]
-        after = stay + list(self._coming)
+        self._leaving, size = [before[i] for i in self._going], change.topology.tensor_parallel_size
+        after = staying(before, self._going, size) + list(self._coming)
+        self._cohort.may_have(len(after))
         partitions = [bind.partition for bind in self._cohort.binds]
-        for member in self._leaving:
+        for member in before:
             self._members.remove(member)
         for index, member in enumerate(after):
             member.handle.index = index
-            if member in self._coming:
-                self._members.append(member)
+            self._members.append(member)
         self._cohort.take_up(change.topology, [[b.kv_bytes for b in r] for r in change.binds], self._coming)
-        size = change.topology.tensor_parallel_size
         self._moves = [
             x
             for r in range(size)
@@ -235,10 +234,10 @@ class Elastic:
 
     def close(self) -> None:
         """End all who are not members. Idempotent."""
-        self._dismiss([*self._coming, *([] if self._change else self._leaving)])
+        self._dismiss([*self._coming, *self._leaving])
         for member, due in self._gone.items():
             member.handle.join(max(0.0, due - self._clock()))
-        self._coming, self._change, self._leaving, self._gone = {}, None, [], {}
+        self._coming, self._change, self._leaving, self._going, self._gone = {}, None, [], [], {}
 
     def _check_in_place(self) -> None:
         config = self._config
@@ -325,7 +324,7 @@ class Elastic:
         self._cohort.may_have(len(self._members.memory))
         for member in self._members.memory:
             self._tell(member, MakeRoom(None))
-        self._change, self._leaving, self._coming, self._preparing = None, [], {}, {}
+        self._change, self._going, self._coming, self._preparing = None, [], {}, {}
         self._outcome = Changed(why)
 
     def _dismiss(self, members: Iterable[Member]) -> None:
@@ -334,6 +333,19 @@ class Elastic:
             self._tell(member, Stop())
             member.link.close()
             self._gone[member] = self._clock() + JOIN_S
+
+
+def staying(there: Sequence[Member], gone: Collection[int], size: int) -> list[Member]:
+    """Of memory workers ``there``, who stays where those with the numbers ``gone`` go, in the order in which each of
+    ``size`` ranks keeps its own. Raises ValueError where ranks would keep unequal numbers.
+    """
+    ranks = [[m for i, m in enumerate(there) if i % size == rank and i not in gone] for rank in range(size)]
+    if len({len(rank) for rank in ranks}) > 1:
+        raise ValueError(
+            f"memory workers {', '.join(map(str, sorted(gone)))} cannot go: memory worker w is rank w mod {size}'s "
+            f"(--tensor-parallel-size), and each rank must keep as many"
+        )
+    return [member for each in zip(*ranks, strict=True) for member in each]
 
 
 def _bounds(binds: Sequence[Bind]) -> list[Bound]:

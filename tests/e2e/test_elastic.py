@@ -67,7 +67,7 @@ def counts(llm: LLM, role: str, name: str) -> float:
         ({"partition": "head"}, [(3, []), (1, []), (2, [])]),
         ({"partition": "token", "kv_cache_dtype": "int8"}, [(4, []), (2, [0, 2])]),
         ({"partition": "request", "pipeline": 2, "prefill_workers": 1}, [(3, []), (2, [1])]),
-        ({"partition": "token", "tensor_parallel_size": 2}, [(4, []), (2, [0, 1])]),
+        ({"partition": "token", "tensor_parallel_size": 2}, [(4, []), (2, [0, 3])]),
     ],
     ids=["head", "token", "request", "ranks"],
 )
@@ -126,6 +126,30 @@ def test_a_death_in_the_midst_of_a_move_costs_the_kv_and_nothing_else(
         assert killed
         assert [o.error for o in outcomes] == [""]
         assert counts(llm, "compute", "loads") == 1.0
+
+
+def test_one_that_is_to_go_may_die_before(tiny_lm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one takes its place, and goes."""
+    right, killed = Elastic.begin, list[int]()
+
+    def begin(self: Elastic, change: Any, leaving: Sequence[int] = ()) -> None:
+        right(self, change, leaving)
+        killed.append(self._members.memory[1].handle.pid)
+        os.kill(killed[0], signal.SIGKILL)
+
+    monkeypatch.setattr(Elastic, "begin", begin)
+    with open_llm(tiny_lm, transport="shm", dtype="float32") as llm:
+        wanted, _ = run(llm)
+        ids = [llm.engine.add(p, PARAMS) for p in PROMPTS]
+        outputs, outcomes = dict[int, Any](), list[Changed]()
+        for outcome in steps(llm, outputs):
+            outcomes += [outcome] if outcome else []
+            if len(outputs) == len(ids) and not killed:
+                change(llm, 1)
+        assert [outputs[i].outputs[0].token_ids for i in ids] == [tokens for tokens, _ in wanted]
+        assert killed
+        assert [o.error for o in outcomes] == [""]
+        assert len(llm.pools._members.memory) == 1
 
 
 def test_what_is_damaged_on_its_way_is_computed_again(tiny_lm: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from test_cohort import LIMIT_S, OPTIONS
 from lamina.config import make_config
 from lamina.engine.wire import ViewChanged, WorkerError
 from lamina.fleet.cohort import Cohort
-from lamina.fleet.elastic import Elastic
+from lamina.fleet.elastic import Elastic, staying
 from lamina.fleet.members import LostError, Members
 from lamina.fleet.pools import Pools
 from lamina.fleet.recoveries import RECENT_S
@@ -536,3 +536,15 @@ def test_a_replacement_that_cannot_start_ends_the_run_with_its_line(where: str) 
         pools.resume(KEEP)
     assert said
     assert pools.closed
+
+
+def test_who_stays_keeps_its_rank() -> None:
+    """Memory worker w is rank w mod 2's."""
+    run = Run(pipeline=1, prefill_workers=0, tensor_parallel_size=2, memory_workers=6, memory_weights="")
+    there = run.members.memory
+    assert staying(there, [], 2) == there
+    assert staying(there, [0, 3], 2) == [there[2], there[1], there[4], there[5]]
+    assert staying(there, [1, 2], 2) == [there[0], there[3], there[4], there[5]]
+    with pytest.raises(ValueError, match="memory workers 0, 2 cannot go: .*each rank must keep as many"):
+        staying(there, [2, 0], 2)
+    assert staying(there, [2, 0], 1) == [there[1], *there[3:]]
