@@ -152,6 +152,24 @@ def test_one_that_is_to_go_may_die_before(tiny_lm: Path, monkeypatch: pytest.Mon
         assert len(llm.pools._members.memory) == 1
 
 
+def test_a_spare_takes_any_of_the_places_that_there_are_by_then(tiny_lm: Path) -> None:
+    """Behind workers that came, and that went; it stays a spare meanwhile."""
+    with open_llm(tiny_lm, transport="shm", dtype="float32", partition="request", spare_memory=1) as llm:
+        wanted, _ = run(llm)
+        (first,) = [m.handle.pid for m in llm.pools._cohort._spares]
+        for sizes, place in (([(3, [])], 2), ([(1, [0, 2])], 0)):
+            (spare,) = [m.handle.pid for m in llm.pools._cohort._spares]
+            found, outcomes = run(llm, sizes)
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
+            assert [o.error for o in outcomes] == [""]
+            assert [m.handle.pid for m in llm.pools._cohort._spares] == [spare]
+            os.kill(llm.pools.pids[f"memory-{place}"], signal.SIGKILL)
+            found, _ = run(llm)
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
+            assert llm.pools.pids[f"memory-{place}"] == spare
+        assert first != spare, "it had a successor"
+
+
 def test_what_is_damaged_on_its_way_is_computed_again(tiny_lm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = zlib.crc32
     with open_llm(tiny_lm, transport="loopback", dtype="float32") as llm:
