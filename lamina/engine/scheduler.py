@@ -128,7 +128,7 @@ class Scheduler:
 
     def most_sequences(self, length: int) -> float:
         """How many of ``length`` tokens have room for their KV at once."""
-        return self._room.times(length)
+        return self._room.times(length, self.evictions.most_kept if self.evictions else 0)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""

@@ -239,7 +239,10 @@ def form_of(bind: Bind, kv_bytes: int) -> StoreForm:
         block_bytes[piece.group] += size * piece.kv_heads * head_bytes(piece.qk_dim, piece.v_dim, kv_dtype)
     windows, lanes, sparse = [g.window for g in groups], [g.lanes for g in groups], [g.sparse for g in groups]
     if any(g.sparse and not g.lanes.all for g in groups):
-        raise ValueError(f"--kv-sparsity evict: memory worker {bind.worker} has not all tokens of its heads")
+        raise ValueError(
+            f"--kv-sparsity evict: memory worker {bind.worker} has not all tokens of its heads: use --memory-workers, "
+            f"or --memory-weights, by which KV heads can be dealt out whole"
+        )
     stripe = bind.partition.stripe * CHUNK_TOKENS // size
     num_blocks = split_memory(
         kv_bytes,

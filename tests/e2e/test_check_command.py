@@ -67,13 +67,15 @@ def held(found: dict[str, Any]) -> None:
 
 
 def test_a_model_keeps_what_is_promised(tiny_lm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    axes = ("memory weights", "dtype")
+    axes = ("memory weights", "kv sparsity", "dtype")
     status, found, progress = check(tiny_lm, capsys, "--max-tokens", "16", *(f"--axis={a}" for a in axes))
     held(found)
     assert status == 0
-    assert [r["axis"] for r in found["runs"]] == ["base", *axes]
-    assert "3/3 dtype --dtype bfloat16: held" in progress
-    base, *_, dtype = found["runs"]
+    assert [r["axis"] for r in found["runs"]] == ["base", axes[0], axes[1], *axes[1:]]
+    assert "5/5 dtype --dtype bfloat16: held" in progress
+    base, _, evicting, split, dtype = found["runs"]
+    assert (evicting["promised"], split["promised"], split["found"]) == ("nothing", "bitwise", "bitwise")
+    assert evicting["logit_error"] > base["logit_error"], "KV was left out"
     assert base["same_as_generate"] == base["prompts"] == 6
     assert 0.0 < base["logit_error"] < 1e-4
     assert base["logit_error"] < dtype["logit_error"] < dtype["bound"]
@@ -110,8 +112,9 @@ def test_the_whole_matrix(tiny_lm: Path, capsys: pytest.CaptureFixture[str]) -> 
     _, found, _ = check(tiny_lm, capsys, "--all")
     assert found["held"], found["broken"]
     refused = {r["setting"] for r in found["runs"] if r["held"] is None}
-    hardware = ("verbs", "nic-model", "cuda", "flashinfer")
-    assert all(any(name in s for name in hardware) for s in refused), refused
+    hardware, sparse = ("verbs", "nic-model", "cuda", "flashinfer"), {s for s in refused if "--kv-sparsity" in s}
+    assert all(any(name in s for name in hardware) for s in refused - sparse), refused
+    assert len(sparse) == 3, "tokens of a head lie on several workers: three, striped, lent"
     assert any(r["setting"] == "--memory-workers 2 --transport tcp" and r["held"] for r in found["runs"])
 
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from lamina.cli.check.agreement import ERROR_ALLOWED, Agreement
 from lamina.cli.check.matrix import (
     BASE,
+    EVICTING,
+    EVICTING_RANKS,
     FIXED,
     LENDING,
     RANKS,
@@ -203,13 +205,17 @@ def test_settings_are_valid_and_follow_what_they_are_compared_with(settings: lis
     seen: set[Setting] = set()
     for setting in settings:
         assert setting.like is None or setting.like in seen
-        make_config({"memory_workers": 1, **setting.options})
+        if setting.drops and "partition" in setting.options:  # rows that show the refusal
+            with pytest.raises(ValueError, match="use --partition head"):
+                make_config({"memory_workers": 1, **setting.options})
+        else:
+            make_config({"memory_workers": 1, **setting.options})
         seen.add(setting)
         deterministic = bool(setting.options.get("deterministic"))
         if setting.promised == Exactness.BITWISE and ("pipeline" in setting.options or setting.alone):
             assert deterministic, "these change the rows of a step"
         if setting.promised == Exactness.BITWISE and deterministic:
-            assert setting.like in (FIXED, RANKS)
+            assert setting.like in (FIXED, RANKS, EVICTING, EVICTING_RANKS)
     assert len({(s.axis, s.text) for s in settings}) == len(settings)
 
 

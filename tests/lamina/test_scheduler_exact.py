@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from scheduled import make
 
+from lamina.engine.blocks.evictions import Evictions
 from lamina.engine.prefill import Prefill
 from lamina.engine.rounds.pipeline import route
 from lamina.engine.rounds.steps import ScheduledStep
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.protocol.blocks.tables import BlockTables
+from lamina.protocol.options.sparsity import SparsityOptions
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place, Placement
 from lamina.protocol.plan import Free, New, Rows, StepPlan
@@ -301,3 +303,14 @@ def test_how_many_sequences_fit_counts_every_lane(stripe: int) -> None:
     ledger = BlockTables([0, 0], [9, 9], 4, lanes, stripe)
     assert Scheduler(ledger, max_num_seqs=8, prefill_chunk=8).most_sequences(10) == 6.0
     assert Scheduler(tables(9), max_num_seqs=8, prefill_chunk=8).most_sequences(10) == 3.0
+
+
+@pytest.mark.parametrize(("length", "fits"), [(400, 8.0), (1000, 3.6), (100, 21.92)])
+def test_sequences_that_lose_blocks_take_their_budget_and_the_last_one_all(length: int, fits: float) -> None:
+    """Of 400 tokens 100 blocks are taken in full layers and 64 in sparse ones, where the last to come has 100 too:
+    7 * 64 + 100.
+    """
+    options = SparsityOptions(kv_sparsity="evict", kv_budget=128)  # and 128 until it drops again
+    ledger = BlockTables([0, 0], [900, 548], 4, sparse=[False, True])
+    evictions = Evictions(options, 4, 1)
+    assert Scheduler(ledger, max_num_seqs=8, prefill_chunk=8, evictions=evictions).most_sequences(length) == fits

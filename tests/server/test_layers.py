@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
 from lamina.server.app import make_app
+from lamina.server.link.messages import State
 from lamina.server.watch.gauges import EngineGauges
 from lamina.server.watch.observe import LogFormatter
 
@@ -225,6 +226,25 @@ def test_blocks_of_an_unequal_memory_worker_are_counted_in_full() -> None:
     assert found == {
         ("memory-0", "used"): 16, ("memory-0", "free"): 48, ("memory-1", "used"): 16, ("memory-1", "free"): 64,
     }  # fmt: skip
+
+
+def test_kept_and_dropped_blocks_are_told_by_tier_of_layers() -> None:
+    client = FakeClient()
+    names = ("lamina:kv_kept_blocks", "lamina:kv_dropped_blocks_total")
+
+    def found() -> dict[tuple[str, ...], float]:
+        samples = (s for f in EngineGauges(client, {}).collect() for s in f.samples)  # type: ignore[arg-type]
+        return {(s.name, *s.labels.values()): s.value for s in samples if s.name in names}
+
+    assert found() == {}, "nobody loses any"
+    blocks: dict[str, Any] = {
+        "num_blocks": [[60], [90, 80], [70]],
+        "holders": [[0], [0, 1], [0]],
+        "sparse": [False, True, False],
+    }
+    client.ready = msgspec.structs.replace(client.ready, **blocks)
+    client.state = State(running=1, waiting=0, free_blocks=[50, 75, 69], preemptions=0, steps=1, dropped_blocks=40)
+    assert found() == {(names[0], "full"): 11, (names[0], "sparse"): 5, (names[1],): 40}
 
 
 def test_the_cache_says_how_many_tokens_and_sequences_fit() -> None:

@@ -23,7 +23,7 @@ COMPLETION_ERRORS: list[dict[str, Any]] = [
     {"logit_bias": {"-1": 1}}, {"logit_bias": {"1": 101}}, {"logit_bias": [1]}, {"logit_bias": {"1": "a"}},
     {"temperature": -1}, {"temperature": 2.1}, {"temperature": "1"}, {"top_p": 1.1}, {"top_p": -0.1},
     {"top_k": -2}, {"top_k": 2**40}, {"min_p": 2}, {"presence_penalty": 3}, {"frequency_penalty": -3},
-    {"repetition_penalty": 0}, {"repetition_penalty": 5e-324},
+    {"kv_sparsity": "some"}, {"kv_sparsity": True}, {"repetition_penalty": 0}, {"repetition_penalty": 5e-324},
     {"min_tokens": 3, "max_tokens": 2}, {"min_tokens": 10**6, "max_tokens": None},
     {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": HUGE}, {"max_tokens": 256},
     {"max_tokens": 255, "prompt": "x y"},
@@ -99,7 +99,7 @@ def test_parameters_reach_the_engine_under_their_names() -> None:
         "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "max_tokens": 7, "min_tokens": 3,
         "stop": ["a"], "stop_token_ids": [9], "ignore_eos": True, "seed": 11, "presence_penalty": 0.5,
         "frequency_penalty": 0.25, "repetition_penalty": 1.5, "include_stop_str_in_output": True,
-        "skip_special_tokens": False, "logprobs": 2,
+        "skip_special_tokens": False, "logprobs": 2, "kv_sparsity": "none",
     }  # fmt: skip
     body = {"prompt": [5, 6], "logit_bias": {"7": 1.5}, "echo": True, **fields}
     assert ask("POST", "/v1/completions", make_service(client), json=body).status_code == 200

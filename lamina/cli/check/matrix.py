@@ -52,7 +52,12 @@ class Setting:
     @property
     def lends(self) -> bool:
         """Whether memory workers hold less than the longest sequence, so that one lies on loan in part."""
-        return self.options.get("partition") == LENDING and self.options["memory_workers"] > 1
+        return self.options.get("partition") == LENDING and not self.drops and self.options["memory_workers"] > 1
+
+    @property
+    def drops(self) -> bool:
+        """Whether sequences are to lose KV blocks."""
+        return self.options.get("kv_sparsity") == "evict"
 
     @property
     def text(self) -> str:
@@ -79,6 +84,10 @@ FIXED = Setting("deterministic", Exactness.TOKEN_EQUAL, BASE, {"deterministic": 
 # Sums over ranks round otherwise than those of one.
 _TWO: dict[str, Any] = {"tensor_parallel_size": 2, "memory_workers": 2, "deterministic": True}
 RANKS = Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, _TWO)
+# Approximate, so nothing is promised of the answers; but blocks are chosen alike by all. The smallest budget there is.
+_EVICT: dict[str, Any] = {"kv_sparsity": "evict", "kv_budget": 128, "kv_recent": 16, "deterministic": True}
+EVICTING = Setting("kv sparsity", Exactness.NOTHING, None, _EVICT)
+EVICTING_RANKS = Setting("kv sparsity", Exactness.NOTHING, None, {**_EVICT, **_TWO})
 
 
 def quick(attention: Sequence[str]) -> list[Setting]:
@@ -106,6 +115,8 @@ def quick(attention: Sequence[str]) -> list[Setting]:
         _ranks(pipeline=3),
         *(_bounded("attention", attention=name) for name in attention[-1:]),
         *_stored("int8"),
+        EVICTING,
+        _evicted(memory_workers=2),
         _rounded("bfloat16"),
     ]
 
@@ -153,6 +164,7 @@ def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[st
         *(Setting("prefill chunk", Exactness.TOKEN_EQUAL, BASE, {"prefill_chunk": n}) for n in (5, 512)),
         *(s for name in attention for s in _backend(name)),
         *(s for name in KV_CACHE_DTYPES if name != BASE_STORE for s in _stored(name)),
+        *_sparse(transports),
         *(_bounded("linear layers", gemm=name) for name in gemm),
         *(_rounded(name) for name in ("bfloat16", "float16")),
     ]  # fmt: skip
@@ -222,6 +234,26 @@ def _stored(name: str) -> tuple[Setting, Setting]:
     whole = Setting("kv cache dtype", Exactness.BOUNDED, None, {"kv_cache_dtype": name})
     split = {**whole.options, "memory_workers": 3, "partition": "token", "overlap": False}
     return whole, Setting("kv cache dtype", Exactness.BITWISE, whole, split)
+
+
+def _evicted(like: Setting = EVICTING, **options: Any) -> Setting:
+    return Setting("kv sparsity", Exactness.BITWISE, like, {**like.options, **options})
+
+
+def _sparse(transports: Sequence[str]) -> list[Setting]:
+    """Scores are sums over heads, whoever has them. Where tokens of a head are dealt out, nobody can score them: these
+    are refused.
+    """
+    return [
+        EVICTING,
+        Setting("kv sparsity", Exactness.BITWISE, EVICTING, _EVICT, alone=True),
+        *(_evicted(memory_workers=n) for n in (2, 3, 4)),
+        _evicted(memory_workers=2, memory_weights="0.75,0.25"),
+        *(_evicted(memory_workers=2, transport=name, overlap=False) for name in transports[:2]),
+        *(_evicted(memory_workers=2, partition=name) for name in ("token", LENDING)),
+        EVICTING_RANKS,
+        *(_evicted(EVICTING_RANKS, memory_workers=4, transport=name) for name in transports[:1]),
+    ]
 
 
 def _rounded(dtype: str) -> Setting:

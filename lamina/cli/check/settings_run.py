@@ -97,6 +97,9 @@ class Check:
                     verdict = failed(setting, str(e), held=None)
                 if setting.restored and _loaded_bytes(llm) == before:
                     verdict = failed(setting, "no KV was loaded: prompts need more than 128 tokens", held=None)
+                if setting.drops and (evictions := llm.engine.scheduler.evictions) and not evictions.num_dropped:
+                    more = f"no KV block was dropped: prompts need more than {llm.engine.config.kv.kv_budget} tokens"
+                    verdict = failed(setting, more, held=None)
                 yield verdict
                 start = time.monotonic()
 

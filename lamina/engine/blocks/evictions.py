@@ -12,6 +12,7 @@ from lamina.engine.sequence import Sequence
 from lamina.kv.sparsity import DECODE_ROWS, PROMPT_ROWS, BlockScores, Budget
 from lamina.protocol.options.sparsity import SCORE_TOKENS, SparsityOptions
 from lamina.protocol.plan import Prune, Score
+from lamina.protocol.sparse import most_kept
 from lamina.protocol.sparse_ops import Scored
 
 
@@ -21,6 +22,7 @@ class Evictions:
     def __init__(self, options: SparsityOptions, block_size: int, num_workers: int) -> None:
         """``num_workers``: memory workers, each of which tells the scores of its heads."""
         self._budget = Budget(options.kv_budget, options.kv_sink, options.kv_recent, block_size)
+        self.most_kept = most_kept(options)  # tokens, in a sparse layer
         self._num_workers = num_workers
         self._asked: dict[int, Sequence] = {}  # sequences with reports to come, by number
         self._due: list[Prune] = []  # for the next round

@@ -19,6 +19,7 @@ class Ledger(Protocol):
 
     lanes: tuple[Lanes, ...]  # group -> what it keeps
     num_blocks: tuple[int, ...]  # group -> KV blocks
+    sparse: tuple[bool, ...]  # group -> whether sequences may lose blocks there
     windows: tuple[int, ...]  # group -> tokens that its layers see; 0 = all
     block_size: int  # tokens
     placement: Placement  # its stripes in blocks

@@ -44,14 +44,18 @@ class Room:
         """That a sequence at ``place``, of ``length`` tokens, takes at most."""
         return self._ledger.most_blocks(place, length, self._max_rows)
 
-    def times(self, length: int) -> float:
-        """How many sequences of ``length`` tokens all blocks hold at once, if each place has as many of them."""
+    def times(self, length: int, most_kept: int = 0) -> float:
+        """How many sequences of ``length`` tokens all blocks hold at once, if each place has as many of them.
+        ``most_kept``: tokens that one has in sparse layers once it has lost blocks; the last one to come has not yet.
+        """
         each = [self.blocks_of(place, length) for place in self._places]
-        return min(
-            total * len(each) / needed
-            for total, needed in zip(self._ledger.num_blocks, map(sum, zip(*each, strict=True)), strict=True)
-            if needed
-        )
+        whole: list[int] = [sum(n) for n in zip(*each, strict=True)]
+        room = list(self._ledger.num_blocks)
+        if most_kept:
+            kept = -(-most_kept // self._ledger.block_size) * len(each)
+            needed = [min(n, kept) if sparse else n for n, sparse in zip(whole, self._ledger.sparse, strict=True)]
+            room, whole = [n - a + b for n, a, b in zip(room, whole, needed, strict=True)], needed
+        return min(n * len(each) / needed for n, needed in zip(room, whole, strict=True) if needed)
 
     def fit(
         self,

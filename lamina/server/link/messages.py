@@ -74,6 +74,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     holders: list[list[int]]  # group -> numbers of the memory workers that have it
     hops_per_step: int  # layers: each is one way to the memory workers and back
     keeps_kv: bool = False  # of requests that have ended
+    sparse: list[bool] = []  # group -> whether sequences lose KV blocks there; empty: they lose none
     truncates: bool = False  # prompts that are longer than the context, in place of refusing them
     fits: float = 0.0  # sequences of max_model_len tokens whose KV the pool holds at once
     row_bytes: dict[str, int]  # "q", "kv", "o": bytes of one row in all layers
@@ -165,6 +166,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     free_blocks: list[int]  # by group, of the holder with the fewest blocks
     preemptions: int
     steps: int
+    dropped_blocks: int = 0  # KV blocks that sequences have lost, each in all sparse layers
     borrowed: list[int] | None = None  # KV blocks by the group that lends them; None: none does
     prefix_queries: int = 0  # tokens of all completions that were admitted
     prefix_hits: int = 0  # of them, those whose KV was there

@@ -81,6 +81,8 @@ class EngineGauges(Collector):
                 blocks.add_metric([*self._values, f"memory-{worker}", str(group), "used"], used)
                 blocks.add_metric([*self._values, f"memory-{worker}", str(group), "free"], total - used)
         yield blocks
+        if any(ready.sparse):
+            yield from self._tiers(state)
         if state.borrowed is not None:
             borrowed = self._gauge_of("borrowed_blocks", "KV blocks of sequences at home elsewhere", "creditor")
             creditors = dict.fromkeys(sorted(w for holders in ready.holders for w in holders), 0)
@@ -89,6 +91,18 @@ class EngineGauges(Collector):
             for worker, count in creditors.items():
                 borrowed.add_metric([*self._values, f"memory-{worker}"], count)
             yield borrowed
+
+    def _tiers(self, state: State) -> Iterator[Metric]:
+        """Blocks of running sequences where they keep all, and where they lose some."""
+        ready, held = self._client.ready, {"full": 0, "sparse": 0}
+        for sparse, totals, free in zip(ready.sparse, ready.num_blocks, state.free_blocks, strict=True):
+            held["sparse" if sparse else "full"] += min(totals) - free
+        kept = self._gauge_of("kv_kept_blocks", "KV blocks of running completions by tier of layers", "tier")
+        for tier, count in held.items():
+            kept.add_metric([*self._values, tier], count)
+        dropped = self._counter("kv_dropped_blocks", "KV blocks that completions have lost in each sparse layer")
+        dropped.add_metric(self._values, state.dropped_blocks)
+        yield from (kept, dropped)
 
     def _sessions(self, state: State) -> Iterator[Metric]:
         tiers = self._gauge_of("sessions", "sessions by the place of their KV", "tier")
