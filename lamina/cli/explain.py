@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ from lamina.config import OPTIONS
 from lamina.facts.hardware import DEVICES, Device, device
 from lamina.facts.report import estimate_text, explain_text
 from lamina.facts.roofline import Estimate, estimate
+from lamina.protocol.declare import parse_size
+from lamina.protocol.options import BatchingOptions, KVOptions
+from lamina.protocol.sparsity_options import SparsityOptions
 
 from .flags import check_writable
 
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lamina.converter import SlicedProgram
+    from lamina.planner.kv_tiers import KVTiers, MemorySplit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--batch", type=int, default=300, help="sequences in a step (300)")
     group.add_argument("--length", type=int, default=4096, help="stored tokens of each sequence (4096)")
     group.add_argument("--kv-cache-dtype", default="auto", help="stored K and V: auto (the model's dtype), int8 or fp8")
+    group = parser.add_argument_group("KV with --kv-sparsity evict, of sequences of --length tokens")
+    group.add_argument("--kv-budget", type=int, metavar="N", help="tokens that a sequence keeps in each sparse layer")
+    group.add_argument(
+        "--kv-full-layers", type=int, default=1, metavar="N", help="the first layers, which keep all (1)"
+    )
+    group.add_argument("--kv-memory", default="", metavar="SIZE", help="of one memory worker: how it is split, too")
     parser.add_argument("--print-config", action="store_true", help="print all settings, defaults filled in, as JSON")
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be planned, and exit")
 
@@ -60,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tensor_parallel_size < 1:
         raise ValueError(f"--tensor-parallel-size must be at least 1, not {args.tensor_parallel_size}")
     devices = _devices(args)
+    sparsity = _sparsity(args)
     _check_dtype(args.dtype)
     check_writable(args.dot, "--dot")
     OPTIONS["kv_cache_dtype"].check(args.kv_cache_dtype)
@@ -78,16 +90,23 @@ def run(args: argparse.Namespace) -> int:
     if devices is not None:
         layers = attention_work(program, args.kv_cache_dtype)
         modelled = estimate(gemm_work(program), layers, program.weight_bytes, **vars(devices))
+    tiers = _tiers(args, sparsity, program) if sparsity is not None else []
     if args.dot:
         Path(args.dot).write_text(to_dot(program))
-    _print(args, facts, modelled, devices)
+    _print(args, facts, modelled, devices, tiers)
     return 0
 
 
 def _print(
-    args: argparse.Namespace, facts: dict[str, Any], modelled: Estimate | None, devices: _Devices | None
+    args: argparse.Namespace,
+    facts: dict[str, Any],
+    modelled: Estimate | None,
+    devices: _Devices | None,
+    tiers: Sequence[KVTiers | MemorySplit],
 ) -> None:
     if args.json:
+        for part in tiers:
+            facts |= part.facts
         if modelled is not None and devices is not None:
             named = {"compute_device": devices.compute.name, "memory_device": devices.memory.name}
             facts["modelled"] = {**named, "kv_cache_dtype": args.kv_cache_dtype, **dataclasses.asdict(modelled)}
@@ -96,6 +115,8 @@ def _print(
     sys.stdout.write(explain_text(facts))
     if modelled is not None and devices is not None:
         sys.stdout.write("\n" + estimate_text(modelled, devices.compute, devices.memory, args.kv_cache_dtype))
+    for part in tiers:
+        sys.stdout.write("\n" + "\n".join(part.lines) + "\n")
     if args.dot:
         sys.stdout.write(f"\nwrote {args.dot}; draw it with: dot -Tsvg -O {args.dot}\n")
 
@@ -118,6 +139,34 @@ def _devices(args: argparse.Namespace) -> _Devices | None:
     compute = device(args.compute_device, "--compute-device")
     memory = device(args.memory_device, "--memory-device")
     return _Devices(compute, memory, num_compute, num_memory, args.batch, args.length)
+
+
+def _sparsity(args: argparse.Namespace) -> SparsityOptions | None:
+    """None: nobody asks. Raises ValueError."""
+    if args.kv_budget is None:
+        if args.kv_memory or args.kv_full_layers != 1:
+            raise ValueError("--kv-full-layers and --kv-memory are for --kv-budget: say that too, or leave them out")
+        return None
+    if args.kv_memory:
+        parse_size(args.kv_memory, "--kv-memory")
+    options = SparsityOptions(kv_sparsity="evict", kv_budget=args.kv_budget, kv_full_layers=args.kv_full_layers)
+    options.check_budget(KVOptions().block_size)
+    return options
+
+
+def _tiers(args: argparse.Namespace, options: SparsityOptions, program: SlicedProgram) -> list[KVTiers | MemorySplit]:
+    """What sequences keep, and how --kv-memory is split. Raises ValueError."""
+    from lamina.kv.stored import stored_dtype
+    from lamina.models.convert import layer_shapes
+    from lamina.planner.kv_tiers import split_of, tiers_of
+
+    layers, dtype = layer_shapes(program), stored_dtype(args.kv_cache_dtype, program.calls[0].q.dtype)
+    parts: list[KVTiers | MemorySplit] = [tiers_of(layers, dtype, options, args.length)]
+    if args.kv_memory:
+        kv_bytes, rows = parse_size(args.kv_memory, "--kv-memory"), BatchingOptions().max_rows
+        size = KVOptions().block_size
+        parts.append(split_of(layers, dtype, options, args.length, kv_bytes, block_size=size, max_rows=rows))
+    return parts
 
 
 def _check_dtype(dtype: str) -> None:

@@ -229,9 +229,9 @@ def _slices(facts: _RankFacts, config: EngineConfig) -> int:
 
 
 def _blocks(facts: _RankFacts, config: EngineConfig, partition: Partition, worker: int, kv_bytes: int) -> int:
-    from lamina.compute.capacity import blocks_bytes
+    from lamina.compute.capacity import split_blocks
 
-    return blocks_bytes(
+    return split_blocks(
         facts.layers,
         partition,
         worker,
@@ -241,7 +241,7 @@ def _blocks(facts: _RankFacts, config: EngineConfig, partition: Partition, worke
         max_rows=config.batching.max_rows,
         max_len=facts.max_len,
         sparsity=config.kv,
-    )
+    ).nbytes
 
 
 def _tokens(facts: _RankFacts, config: EngineConfig, worker: int, kv: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -77,7 +78,20 @@ def channel_bytes(*inboxes: Geometry) -> int:
     return sum(inbox.slots * (-(-inbox.slot_bytes // PAGE) + 1) * PAGE for inbox in inboxes)
 
 
-def blocks_bytes(
+class BlockSplit(NamedTuple):
+    """By group of layers. Null blocks are not counted."""
+
+    groups: list[Group]
+    block_bytes: list[int]  # of one block in all layers of the group
+    num_blocks: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all blocks, null blocks included."""
+        return sum((n + 1) * size for n, size in zip(self.num_blocks, self.block_bytes, strict=True))
+
+
+def split_blocks(
     layers: Sequence[LayerShape],
     partition: Partition,
     worker: int,
@@ -88,9 +102,9 @@ def blocks_bytes(
     max_rows: int,
     max_len: int,
     sparsity: SparsityOptions,
-) -> int:
-    """What the KV blocks of ``worker`` take of ``kv_bytes``, in a store of ``dtype``, null blocks included. Raises
-    ValueError where that cannot hold one sequence.
+) -> BlockSplit:
+    """How ``worker`` splits ``kv_bytes``, in a store of ``dtype``. Raises ValueError where that cannot hold one
+    sequence.
     """
     groups, windows = list[Group](), [AttentionSpec.decode(layer.spec).window for layer in layers]
     held = held_pieces(layers, windows, partition, worker, groups, sparse_layers(layers, windows, sparsity))
@@ -109,7 +123,7 @@ def blocks_bytes(
         max_len=max_len,
         most_kept=[most_kept(sparsity) * group.sparse for group in groups],
     )
-    return sum((n + 1) * nbytes for n, nbytes in zip(counts, sizes, strict=True))
+    return BlockSplit(groups, sizes, counts)
 
 
 def check_longest(bounds: Sequence[Bound], max_len: int, block_size: int) -> None:

@@ -148,3 +148,35 @@ def test_a_model_is_traced_for_the_first_explanation_alone(
     assert told() == first
     with pytest.raises(AssertionError, match="traced again"):  # code that comes with a model may be anything
         told("--trust-remote-code")
+
+
+def test_kv_that_a_budget_keeps_is_told_by_tier_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = [_config(tmp_path, 4), "--no-weights", "--length", "1000", "--kv-budget", "256"]
+    facts = _json(capsys, *plan, "--kv-memory", "10MB")
+    token = 2 * (16 + 16) * 2  # KV heads, K and V of 16 numbers in bf16, in one layer
+    assert [(t["name"], t["layers"], t["token_bytes"]) for t in facts["kv_tiers"]["tiers"]] == [
+        ("full", 1, token), ("sparse", 3, 3 * token)
+    ]  # fmt: skip
+    assert facts["kv_tiers"]["gain"] == pytest.approx(4000 / 1768)
+    assert facts["kv_split"]["sparse"] > 1.5 * facts["kv_split"]["full"] > 0
+    assert main(["explain", *plan]) == 0
+    assert "2.26 times as many sequences" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--kv-memory", "1GB"], "--kv-full-layers and --kv-memory are for --kv-budget"),
+        (["--kv-budget", "0"], "--kv-budget"),
+        (["--kv-budget", "64"], "--kv-budget 64 has no room"),
+        (["--kv-budget", "256", "--kv-memory", "much"], "--kv-memory must be a size"),
+        (["--kv-budget", "256", "--kv-full-layers", "4"], "--kv-full-layers 4 leaves none of 4 layers"),
+        (["--kv-budget", "256", "--kv-memory", "10KB"], "raise --kv-memory"),
+    ],
+)
+def test_budgets_that_nothing_can_be_told_of_are_one_line(
+    flags: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", _config(tmp_path, 4), "--no-weights", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line

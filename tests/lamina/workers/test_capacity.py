@@ -10,11 +10,11 @@ from lamina.attention.merge import CHUNK_TOKENS
 from lamina.compute import capacity
 from lamina.compute.capacity import (
     attention_bytes,
-    blocks_bytes,
     channel_bytes,
     choose_kv_bytes,
     geometries,
     kv_geometries,
+    split_blocks,
     store_bytes,
 )
 from lamina.kv.stored import stored_dtype
@@ -151,7 +151,7 @@ def test_blocks_are_counted_as_a_store_has_them(
             for piece in layer
             for x in (piece.kv.k, piece.kv.v, *(piece.kv.scales or ()))
         )
-        counted = blocks_bytes(
+        counted = split_blocks(
             layers,
             each.partition,
             worker,
@@ -161,7 +161,7 @@ def test_blocks_are_counted_as_a_store_has_them(
             max_rows=each.max_rows,
             max_len=each.max_model_len,
             sparsity=each.kv,
-        )
+        ).nbytes
         assert counted == have
         assert 0.9 * kv_bytes < counted <= kv_bytes
 

@@ -1,0 +1,166 @@
+"""What the KV of a sequence takes by tier of layers, and how memory is split between tiers. Modelled: sums alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from lamina.attention.spec import AttentionSpec
+from lamina.compute.capacity import split_blocks
+from lamina.engine.blocks.room import Room
+from lamina.facts.report import size, table
+from lamina.kv.stored import head_bytes
+from lamina.protocol.groups import partition_of
+from lamina.protocol.placement import FIRST
+from lamina.protocol.plan import LayerShape
+from lamina.protocol.sparse import most_kept, sparse_layers
+from lamina.protocol.sparsity_options import SparsityOptions
+from lamina.protocol.tables import BlockTables
+
+
+class LayerTier(NamedTuple):
+    """Layers that keep alike. Tokens of one sequence: just after blocks were dropped, and before they are again."""
+
+    name: str
+    layers: int
+    kept: int
+    most: int
+    token_bytes: int  # in all of these layers
+
+
+@dataclass(frozen=True)
+class KVTiers:
+    """Of one sequence of ``length`` tokens."""
+
+    length: int
+    budget: int
+    tiers: list[LayerTier]
+
+    @property
+    def gain(self) -> float:
+        """By how much the KV of a sequence shrinks once it has lost blocks."""
+        return self._whole / sum(t.kept * t.token_bytes for t in self.tiers)
+
+    @property
+    def least_gain(self) -> float:
+        """The same at its largest, before it loses blocks again."""
+        return self._whole / sum(t.most * t.token_bytes for t in self.tiers)
+
+    @property
+    def _whole(self) -> int:
+        """Bytes of one that loses nothing."""
+        return sum((self.length if t.name == SPARSE else t.kept) * t.token_bytes for t in self.tiers)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For programs."""
+        tiers = [t._asdict() for t in self.tiers]
+        return {"kv_tiers": {"length": self.length, "tiers": tiers, "gain": self.gain, "least_gain": self.least_gain}}
+
+    @property
+    def lines(self) -> list[str]:
+        """For people."""
+        kept = sum(t.kept * t.token_bytes for t in self.tiers)
+        head = f"KV by tier of layers, modelled: a sequence of {self.length} tokens, --kv-budget {self.budget}"
+        rows = [["tier", "layers", "tokens kept", "bytes", ""]]
+        rows += [[t.name, str(t.layers), str(t.kept), size(t.kept * t.token_bytes), ""] for t in self.tiers]
+        gains = f"{self.gain:.2f} times as many sequences; {self.least_gain:.2f} just before blocks are dropped again"
+        return [head, *table(rows), f"  together {size(kept)} of {size(self._whole)} with all KV: {gains}"]
+
+
+@dataclass(frozen=True)
+class MemorySplit:
+    """Of one memory worker's KV memory."""
+
+    kv_bytes: int
+    block_size: int
+    blocks: dict[str, tuple[int, int]]  # by tier: KV blocks, and those of one prompt that has lost none yet
+    full: float  # sequences that have room at once without sparsity
+    sparse: float  # the same with it, where one of them has all of its prompt yet
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For programs."""
+        return {"kv_split": asdict(self)}
+
+    @property
+    def lines(self) -> list[str]:
+        """For people."""
+        rows = [["tier", "KV blocks", "of a prompt in flight", ""]]
+        rows += [[name, str(n), str(prompt), ""] for name, (n, prompt) in self.blocks.items()]
+        head = f"{size(self.kv_bytes)} of KV memory, in blocks of {self.block_size} tokens"
+        room = f"room for {self.sparse:.1f} such sequences, one of which has all of its prompt yet"
+        return [head, *table(rows), f"  {room}; {self.full:.1f} with all KV"]
+
+
+FULL, SPARSE = "full", "sparse"
+
+
+def tiers_of(layers: Sequence[LayerShape], dtype: torch.dtype, options: SparsityOptions, length: int) -> KVTiers:
+    """Of a model of ``layers``, in a store of ``dtype``. Raises ValueError where no layer can be sparse."""
+    windows = _windows(layers)
+    found = dict[str, LayerTier]()
+    for layer, window, sparse in zip(layers, windows, sparse_layers(layers, windows, options), strict=True):
+        name = SPARSE if sparse else _dense(window)
+        kept = min(length, options.kv_budget if sparse else window or length)
+        most = min(length, most_kept(options)) if sparse else kept
+        before = found.get(name) or LayerTier(name, 0, kept, most, 0)
+        token = layer.kv_heads * head_bytes(layer.qk_dim, layer.v_dim, dtype)
+        found[name] = before._replace(layers=before.layers + 1, token_bytes=before.token_bytes + token)
+    return KVTiers(length, options.kv_budget, list(found.values()))
+
+
+def split_of(
+    layers: Sequence[LayerShape],
+    dtype: torch.dtype,
+    options: SparsityOptions,
+    length: int,
+    kv_bytes: int,
+    *,
+    block_size: int,
+    max_rows: int,
+) -> MemorySplit:
+    """Of one memory worker that has all layers. Raises ValueError where it cannot hold one sequence."""
+    sparse, fits = _room(layers, dtype, options, length, kv_bytes, block_size, max_rows)
+    _, full = _room(layers, dtype, SparsityOptions(), length, kv_bytes, block_size, max_rows)
+    names = [SPARSE if s else _dense(w) for s, w in zip(sparse.sparse, sparse.windows, strict=True)]
+    prompt = Room(sparse, max_rows).blocks_of(FIRST, length)
+    return MemorySplit(
+        kv_bytes, block_size, dict(zip(names, zip(sparse.num_blocks, prompt, strict=True), strict=True)), full, fits
+    )
+
+
+def _room(
+    layers: Sequence[LayerShape],
+    dtype: torch.dtype,
+    options: SparsityOptions,
+    length: int,
+    kv_bytes: int,
+    block_size: int,
+    max_rows: int,
+) -> tuple[BlockTables, float]:
+    """The blocks, all free, and the sequences that they hold."""
+    groups, _, counts = split_blocks(
+        layers,
+        partition_of("head", layers, [1.0], length),
+        0,
+        dtype,
+        kv_bytes,
+        block_size=block_size,
+        max_rows=max_rows,
+        max_len=length,
+        sparsity=options,
+    )
+    blocks = BlockTables([g.window for g in groups], counts, block_size, sparse=[g.sparse for g in groups])
+    return blocks, Room(blocks, max_rows).times(length, most_kept(options) if options.evicts else 0)
+
+
+def _windows(layers: Sequence[LayerShape]) -> list[int]:
+    return [AttentionSpec.decode(layer.spec).window for layer in layers]
+
+
+def _dense(window: int) -> str:
+    return f"window of {window}" if window else FULL
