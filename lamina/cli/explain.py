@@ -14,9 +14,9 @@ from lamina.config import OPTIONS
 from lamina.facts.hardware import DEVICES, Device, device
 from lamina.facts.report import estimate_text, explain_text
 from lamina.facts.roofline import Estimate, estimate
-from lamina.protocol.declare import parse_size
-from lamina.protocol.options import BatchingOptions, KVOptions
-from lamina.protocol.sparsity_options import SparsityOptions
+from lamina.protocol.options.declare import parse_size
+from lamina.protocol.options.engine import BatchingOptions, KVOptions
+from lamina.protocol.options.sparsity import SparsityOptions
 
 from .flags import check_writable
 

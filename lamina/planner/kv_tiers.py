@@ -13,12 +13,12 @@ from lamina.compute.capacity import split_blocks
 from lamina.engine.blocks.room import Room
 from lamina.facts.report import size, table
 from lamina.kv.stored import head_bytes
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.groups import partition_of
+from lamina.protocol.options.sparsity import SparsityOptions
 from lamina.protocol.placement import FIRST
 from lamina.protocol.plan import LayerShape
 from lamina.protocol.sparse import most_kept, sparse_layers
-from lamina.protocol.sparsity_options import SparsityOptions
-from lamina.protocol.tables import BlockTables
 
 
 class LayerTier(NamedTuple):

@@ -5,47 +5,24 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from lamina.engine.wire import ViewChanged
 from lamina.fleet.arrivals import Arrivals
-from lamina.protocol.control import ComputeReady, Drawn, RunRound, RunStep, StepDone
+from lamina.protocol.control import ComputeReady, RunRound, StepDone
 from lamina.protocol.plan import Drop, Export, Fork, Grant, Import, Keep, New, Rows
 from lamina.protocol.tiers import TierFacts, Transferred
-from lamina.sampling.history import Due, Histories
+from lamina.sampling.history import Histories
 
 from .clock import VirtualClock
 from .elastic import SimElastic, capacity_of
 from .model import EOS, VOCAB, drawn, value
+from .passing import Chunk, Passing
 from .scenario import MAX_LEN, Fault, Scenario
 from .workers import MOST_KEPT, PAGE, TORN, SimMemory, SimPrefill
 
 NOTICED_S = 0.01  # from a death to the driver's knowing it
 START_S = 1.0  # of a new worker
 Worker = tuple[str, int]
-
-
-@dataclass
-class _Passing:
-    """A step on its way."""
-
-    run: RunStep
-    due: list[dict[int, Due]]  # by replica
-    begun: set[int] = field(default_factory=set)  # memory workers that have applied the plan
-    written: set[int] = field(default_factory=set)
-    executed: bool = False
-
-
-@dataclass
-class _Chunk:
-    """A prefill worker's step on its way. ``values`` once it is computed."""
-
-    run: RunStep
-    worker: int
-    values: list[int] = field(default_factory=list)
-    drawn: list[Drawn] = field(default_factory=list)
-    stored: set[int] = field(default_factory=set)
-    granted: set[int] = field(default_factory=set)
 
 
 class SimWire:
@@ -75,10 +52,10 @@ class SimWire:
     def _begin_view(self) -> None:
         self._prefills = [SimPrefill(self.layout) for _ in range(self._num_prefill)]
         self._histories = [Histories() for _ in range(self._replicas)]
-        self._queues: list[deque[list[_Passing]]] = [deque() for _ in self.memory]  # of rounds, by memory worker
-        self._jobs: dict[int, deque[_Passing]] = {}  # batch -> its steps, not executed
+        self._queues: list[deque[list[Passing]]] = [deque() for _ in self.memory]  # of rounds, by memory worker
+        self._jobs: dict[int, deque[Passing]] = {}  # batch -> its steps, not executed
         self._last: dict[int, dict[int, int]] = {}  # batch -> sequence -> token
-        self._chunks: list[deque[_Chunk]] = [deque() for _ in range(self._num_prefill)]
+        self._chunks: list[deque[Chunk]] = [deque() for _ in range(self._num_prefill)]
         self._grants: list[dict[tuple[int, int], Grant]] = [{} for _ in self.memory]  # by prefill worker and step
         self._told: list[tuple[Worker, StepDone]] = []  # on their way to the driver
         self._inbox: list[StepDone] = []
@@ -110,7 +87,7 @@ class SimWire:
             assert step.plan.step > self._numbers.get(step.plan.batch, -1), "a step of a number that there was"
             self._numbers[step.plan.batch] = step.plan.step
         self._arrivals.expect(new)
-        jobs = [_Passing(s, [h.learn(s.plan.ops, s.draws) for h in self._histories]) for s in new.steps]
+        jobs = [Passing(s, [h.learn(s.plan.ops, s.draws) for h in self._histories]) for s in new.steps]
         for job in jobs:
             self._jobs.setdefault(job.run.plan.batch, deque()).append(job)
         for number, queue in enumerate(self._queues):
@@ -121,7 +98,7 @@ class SimWire:
     def prefill(self, worker: int, new: RunRound) -> None:
         (run,) = new.steps
         assert run.plan.view == self.view, "a chunk of another view"
-        self._chunks[worker].append(_Chunk(run, worker))
+        self._chunks[worker].append(Chunk(run, worker))
         self._compute_next(worker)
 
     def wait(self) -> StepDone | Transferred | ViewChanged:
@@ -254,7 +231,7 @@ class SimWire:
         if self._queues[number]:
             self._later(self._begin, number, self._queues[number][0])
 
-    def _begin(self, number: int, jobs: list[_Passing]) -> None:
+    def _begin(self, number: int, jobs: list[Passing]) -> None:
         if not self._lives("memory", number):
             return
         worker = self.memory[number]
@@ -292,7 +269,7 @@ class SimWire:
                 self._later(self._write, number, job)
         self._try_execute(batch)
 
-    def _execute(self, job: _Passing) -> None:
+    def _execute(self, job: Passing) -> None:
         run, plan, at = job.run, job.run.plan, 0
         last, ids, seen = self._last.get(plan.batch, {}), list[int](), list[int]()
         for row in plan.rows:
@@ -322,13 +299,13 @@ class SimWire:
     def _total(self, row: Rows, position: int, stop: int) -> int:
         return sum(worker.total(row.sequence, row.place, position, stop) for worker in self.memory)
 
-    def _write(self, number: int, job: _Passing) -> None:
+    def _write(self, number: int, job: Passing) -> None:
         if self._lives("memory", number):
             self.memory[number].written.done(job.run.plan.rows)
             job.written.add(number)
             self._if_round_is_over(number, self._queues[number][0])
 
-    def _if_round_is_over(self, number: int, jobs: list[_Passing]) -> None:
+    def _if_round_is_over(self, number: int, jobs: list[Passing]) -> None:
         if self._queues[number] and self._queues[number][0] is jobs and all(number in j.written for j in jobs):
             self._queues[number].popleft()
             self._go_on(number)
@@ -360,7 +337,7 @@ class SimWire:
         if chunk is not None:
             self._later(self._compute, worker, chunk)
 
-    def _compute(self, worker: int, chunk: _Chunk) -> None:
+    def _compute(self, worker: int, chunk: Chunk) -> None:
         if not self._lives("prefill", worker) or chunk.values:
             return
         (row,), at = chunk.run.plan.rows, self._prefills[worker]
@@ -386,7 +363,7 @@ class SimWire:
                 chunk.granted.add(number)
                 self._later(self._store, number, chunk)
 
-    def _store(self, number: int, chunk: _Chunk) -> None:
+    def _store(self, number: int, chunk: Chunk) -> None:
         if not self._lives("memory", number):
             return
         grant, memory = self._grants[number][chunk.worker, chunk.run.plan.step], self.memory[number]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scheduled import check_tokens, make
 from test_swaps import PAGE, TierHouse, ops_of
 
+from lamina.engine.conversations.sessions import SessionName
 from lamina.engine.sequence import Sequence
-from lamina.engine.sessions import SessionName
 from lamina.protocol.plan import Drop, Export
 
 

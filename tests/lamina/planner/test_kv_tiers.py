@@ -9,8 +9,8 @@ import torch
 
 from lamina.attention.spec import AttentionSpec
 from lamina.planner.kv_tiers import MemorySplit, split_of, tiers_of
+from lamina.protocol.options.sparsity import SparsityOptions
 from lamina.protocol.plan import LayerShape
-from lamina.protocol.sparsity_options import SparsityOptions
 
 LLAMA_3_8B = [LayerShape(32, 8, 128, 128, AttentionSpec(scale=1.0).encode())] * 32
 LENGTH = 4500  # 4,000 of a prompt, 500 generated
