@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,7 @@ from lamina.cli.check.settings_run import Check
 from lamina.cli.launch import main
 from lamina.compute.worker import ComputeWorker
 from lamina.config import make_config
+from lamina.fleet.elastic import Change, Elastic
 from lamina.fleet.launchers import local
 from lamina.kv.pool import LayerStore, WriteIndex
 from lamina.kv.stored import StoredRows
@@ -251,6 +253,19 @@ def test_kv_that_is_damaged_as_it_moves_is_found(based: Check, monkeypatch: pyte
     monkeypatch.setattr(Mover, "_put", forget)
     (found,) = based.run([PLANNED])
     assert (found.held, found.found) == (False, "nothing")
+
+
+def test_a_change_that_comes_to_nothing_is_a_broken_promise(based: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = Elastic.begin
+
+    def begin_late(self: Elastic, change: Change, leaving: Sequence[int] = ()) -> None:
+        begin(self, change, leaving)
+        self._deadline = -math.inf
+
+    monkeypatch.setattr(Elastic, "begin", begin_late)
+    (verdict,) = based.run([PLANNED])
+    assert verdict.held is False
+    assert "memory workers could not come or go: new memory workers took too long" in verdict.note
 
 
 def test_sequences_that_end_before_a_change_are_no_run_of_it(based: Check) -> None:

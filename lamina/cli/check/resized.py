@@ -12,6 +12,10 @@ from lamina.request import RequestOutput, SamplingParams
 from .matrix import Resize
 
 
+class GivenUpError(Exception):
+    """A change that was begun came to nothing, and why."""
+
+
 class Resized:
     """Of one engine: its prompts, while its memory workers change. ``moved_bytes``: of KV, so far."""
 
@@ -23,7 +27,7 @@ class Resized:
 
     def generate(self, prompts: Any, params: SamplingParams) -> list[RequestOutput]:
         """As ``LLM.generate``. A change begins once as many as run at once have a token, the next one behind it. Raises
-        ValueError where there can be no such change, and as ``LLM.stream``.
+        ValueError where there can be no such change, GivenUpError where one failed, and as ``LLM.stream``.
         """
         found = dict[int, RequestOutput]()
         at_once = min(len(prompts), self._llm.engine.config.batching.max_num_seqs)
@@ -52,6 +56,6 @@ class Resized:
         if outcome is None:
             return
         if outcome.error:
-            raise ValueError(outcome.error)
+            raise GivenUpError(outcome.error)
         self._under_way = False
         self.moved_bytes += outcome.moved_bytes

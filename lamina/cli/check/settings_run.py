@@ -26,7 +26,7 @@ from lamina.request import RequestOutput, SamplingParams
 
 from .agreement import ERROR_ALLOWED, Agreement, compare
 from .matrix import BASE_OPTIONS, BASE_STORE, Setting
-from .resized import Resized
+from .resized import GivenUpError, Resized
 from .tight import Tight
 from .verdict import Outcome, Plans, Verdict, failed, judge
 
@@ -95,6 +95,8 @@ class Check:
                     if not setting.changes:
                         raise
                     verdict = failed(setting, str(e), held=None)
+                except GivenUpError as e:
+                    verdict = failed(setting, f"memory workers could not come or go: {e}", held=False)
                 if setting.restored and _loaded_bytes(llm) == before:
                     verdict = failed(setting, "no KV was loaded: prompts need more than 128 tokens", held=None)
                 if setting.drops and (evictions := llm.engine.scheduler.evictions) and not evictions.num_dropped:
