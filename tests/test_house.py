@@ -43,7 +43,7 @@ STOREYS = (
 # The same of netstack, whose face hands names on.
 NETWORK_STOREYS = (
     ("bench", "doctor"),
-    ("auto", "emulate", "loopback"),  # made of other transports
+    ("auto", "checksum", "emulate", "loopback"),  # made of other transports
     ("cuda", "nic_model", "rdma"),
     ("host",),  # shared memory, TCP, one process
     ("schemes",),  # the table of transports: their names, none of their modules

@@ -139,7 +139,7 @@ PyObject* ring_bytes(PyObject*, PyObject* args) {
   return PyLong_FromUnsignedLongLong(Ring::bytes(slots, slot_bytes));
 }
 
-// check(part, frame, bytes): the checksum of a part of a frame; for tests.
+// check(part, frame, bytes): the checksum of a part of a frame; of other bytes, by a part that no frame has.
 PyObject* check(PyObject*, PyObject* args) {
   Number part, frame;
   Py_buffer data;

@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import struct
 import time
-import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -23,6 +22,7 @@ from torch import Tensor
 from lamina.buffers import tensor_over
 from lamina.kv.stored import is_scaled
 from lamina.netstack import Channel, ChannelTimeout, Geometry, NoResource, Terms
+from lamina.netstack.checksum import CHECKSUM_BYTES, checksum
 from lamina.protocol.plan import ProtocolError
 from lamina.protocol.recut import Recut, Strip, Strips
 from lamina.workers.view import ViewDoor, ViewFabric
@@ -32,7 +32,7 @@ from .store import Store, layer_window
 SLOTS = 8
 SLOT_BYTES = 1 << 20
 LOOK_S = 0.0005  # at a channel, while others may bring something, too
-_TAG = struct.Struct("<IIIII")
+_TAG = struct.Struct(f"<IIII{CHECKSUM_BYTES}s")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -48,7 +48,7 @@ class MoveTag(NamedTuple):
     layer: int
     strip: int = 0
     part: int = 0
-    checksum: int = 0  # CRC-32 of its bytes
+    checksum: bytes = bytes(CHECKSUM_BYTES)  # of its bytes
 
     def pack(self) -> bytes:
         return _TAG.pack(*self)
@@ -157,7 +157,7 @@ class Mover:
         item = out.popleft()
         if isinstance(item, _StripPart):
             self._gather(item, self._views(item, slot.data))
-            channel.put_signal(slot, item.tag._replace(checksum=zlib.crc32(slot.data)).pack())
+            channel.put_signal(slot, item.tag._replace(checksum=checksum(slot.data)).pack())
         else:
             channel.put_signal(slot, item.pack())
         return True
@@ -173,11 +173,8 @@ class Mover:
         tag = item.tag if isinstance(item, _StripPart) else item
         try:
             nbytes = self._nbytes(item) if isinstance(item, _StripPart) else 0
-            checksum = zlib.crc32(arrival.data) if nbytes else 0
-            if (
-                bytes(arrival.tag[: _TAG.size]) != tag._replace(checksum=checksum).pack()
-                or arrival.data.nbytes != nbytes
-            ):
+            expected = tag._replace(checksum=checksum(arrival.data)) if nbytes else tag
+            if bytes(arrival.tag[: _TAG.size]) != expected.pack() or arrival.data.nbytes != nbytes:
                 raise ProtocolError(f"what came from {channel.peer_name} is damaged, or is not {tag} of {nbytes} bytes")
             if isinstance(item, _StripPart):
                 self._put(item, self._views(item, arrival.data))

@@ -110,8 +110,10 @@ def slot_stride(slot_bytes: int, /) -> int:
 def inbox_bytes(slots: int, slot_bytes: int, /) -> int:
     """Bytes of the memory of one direction, inbox and staging alike."""
 
-def check(part: int, frame: int, data: bytes, /) -> bytes:
-    """The checksum of part 1 (header) or 2 (payload) of the frame with that count in its direction, 16 bytes."""
+def check(part: int, frame: int, data: bytes | bytearray | memoryview, /) -> bytes:
+    """The checksum of part 1 (header) or 2 (payload) of a frame, by its count in its direction, or of other bytes (3);
+    16 bytes.
+    """
 
 def seal(key: bytes, counter: int, data: bytes | memoryview, /) -> bytes:
     """``data`` under AES-256-GCM, its code of 16 bytes behind it. ``key``: 32 bytes, of one direction of one session;

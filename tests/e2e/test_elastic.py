@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -171,11 +170,11 @@ def test_a_spare_takes_any_of_the_places_that_there_are_by_then(tiny_lm: Path) -
 
 
 def test_what_is_damaged_on_its_way_is_computed_again(tiny_lm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = zlib.crc32
+    right = moves.checksum
     with open_llm(tiny_lm, transport="loopback", dtype="float32") as llm:
         wanted, _ = run(llm)
-        sums = iter([12345])
-        monkeypatch.setattr(moves.zlib, "crc32", lambda data: next(sums, None) or right(data))
+        sums = iter([bytes(16)])
+        monkeypatch.setattr(moves, "checksum", lambda data: next(sums, None) or right(data))
         found, (outcome,) = run(llm, [(1, [])])
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
         assert (outcome.error, outcome.moved_bytes) == ("", 0)

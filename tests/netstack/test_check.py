@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wiring import KEY, PATH, ROOT
 
+from lamina.netstack import checksum
+
 native = pytest.importorskip("lamina.netstack.host.native", exc_type=ImportError)
 COUNTERS = st.one_of(st.integers(0, 3), st.integers(0, (1 << 64) - 1))
 
@@ -43,6 +45,18 @@ def test_every_length_around_the_blocks() -> None:
     data = os.urandom(600)
     for nbytes in range(600):
         assert native.check(1, 7, data[:nbytes]) == frames.check(1, 7, data[:nbytes]), nbytes
+
+
+def test_what_is_no_frame_has_a_checksum_of_the_same_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the native module, of another one, which is as long."""
+    data = os.urandom(1000)
+    found = checksum.checksum(memoryview(data))
+    assert found == frames.check(3, 0, data)
+    assert found != checksum.checksum(data[:-1] + bytes([data[-1] ^ 1]))
+    monkeypatch.setattr(checksum, "check", None)
+    other = checksum.checksum(data)
+    assert len(other) == len(found) == checksum.CHECKSUM_BYTES
+    assert other != checksum.checksum(data[:-1] + bytes([data[-1] ^ 1]))
 
 
 def test_every_flipped_bit_shows() -> None:

@@ -40,6 +40,7 @@ _MET = re.compile(r"view \d+: .* is pid \d+")  # a line of the log, when workers
 _PLACE = re.compile(r"([a-z]+-\d+) is pid (\d+)")
 START_S, END_S = 600.0, 60.0
 LOOK_S = 0.05
+FIND_S = 5.0
 JOURNAL_SIZE = "8MiB"  # which all streams of a hit fit in
 TRIP_S = 3.0  # for a message of the kind to come
 TRIP_LOOK_S = 0.002
@@ -107,11 +108,16 @@ class Target:
         return [self._server.pid, *self._descendants()]
 
     def victim(self, role: str, rng: random.Random) -> Victim:
-        """A process of ``role``; "" = any worker that has a place. Raises ValueError where there is none."""
-        found = [v for v in self._processes() if v.role == role or (not role and v.role not in ("engine", SPARE))]
-        if not found:
-            raise ValueError(f"--faults: the server has no {role} worker: its flags say how many")
-        return rng.choice(found)
+        """A process of ``role``; "" = any worker that has a place. Raises ValueError where there is none for FIND_S:
+        Linux may leave out a child while another one ends.
+        """
+        deadline = time.perf_counter() + FIND_S
+        while time.perf_counter() < deadline:
+            found = [v for v in self._processes() if v.role == role or (not role and v.role not in ("engine", SPARE))]
+            if found:
+                return rng.choice(found)
+            time.sleep(LOOK_S)
+        raise ValueError(f"--faults: the server has no {role} worker: its flags say how many")
 
     def strike(self, victim: Victim, how: str, moment: StrikeMoment = ANY_TIME) -> str:
         """Send it the signal of that name; CUT: end a connection of it to a memory worker; SCALE: have the server go on

@@ -1,9 +1,8 @@
-"""Pages in the host's memory, of one process. A checksum (CRC-32) of each atom is kept beside it."""
+"""Pages in the host's memory, of one process. A checksum of each atom is kept beside it."""
 
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,11 +10,12 @@ from lamina.kv.media import AtomLostError, Bytes, HeldPage, MediumError, MediumP
 from lamina.kv.pages import Atom, Page
 from lamina.kv.victims import VictimQueue, rank_of
 from lamina.kv.windows import Expected
+from lamina.netstack.checksum import checksum
 
 
 class _Copy(NamedTuple):
     data: bytes
-    crc: int
+    sum: bytes
 
 
 class _HostPage(NamedTuple):
@@ -52,7 +52,7 @@ class HostMedium:
         """Copy the atoms into the page. Raises NoRoomError; ValueError for a page that is there otherwise."""
         if not atoms:
             raise ValueError("a write has at least one atom")
-        new = {atom: _Copy(bytes(data), zlib.crc32(data)) for atom, data in atoms.items()}
+        new = {atom: _Copy(bytes(data), checksum(data)) for atom, data in atoms.items()}
         with self._lock:
             old = self._open().get(page.key)
             if old is not None and not page.is_same(old.page):
@@ -76,7 +76,7 @@ class HostMedium:
                 raise ValueError(f"an atom of {len(lying.atoms[atom].data)} bytes, and a buffer of {view.nbytes}")
         for atom, view in views.items():
             view[:] = lying.atoms[atom].data
-            if zlib.crc32(view) != lying.atoms[atom].crc:
+            if checksum(view) != lying.atoms[atom].sum:
                 raise AtomLostError(f"an atom is damaged: layer {atom.layer}, head {atom.head}")
 
     def take(self, key: bytes, atoms: frozenset[Atom] | None = None) -> tuple[Page, dict[Atom, bytes]]:
@@ -86,7 +86,7 @@ class HostMedium:
         there = {} if lying is None else {a: c for a, c in lying.atoms.items() if atoms is None or a in atoms}
         if lying is None or not there:
             raise AtomLostError("no such atom is here")
-        if any(zlib.crc32(copy.data) != copy.crc for copy in there.values()):
+        if any(checksum(copy.data) != copy.sum for copy in there.values()):
             raise AtomLostError("an atom is damaged")
         return lying.page, {atom: copy.data for atom, copy in there.items()}
 
