@@ -4,11 +4,13 @@ Sequences decode on real processes; at random moments one worker after the other
 time between two outputs behind a kill; a start of the same workers is measured beside it, as a new process takes most
 of the pause. Every completion is compared with that of a run without a kill: how many have other tokens, and how far
 log-probabilities lie apart up to the first one. Beside that, the error of the undisturbed run to the same tokens in
-float32: what half precision rounds in any case. Prints a table and JSON lines; --write appends those to
+float32: what half precision rounds in any case. With --many any worker is killed, one behind the other, every few steps
+of the same streams, which begin again and again. Prints a table and JSON lines; --write appends those to
 perf/results/bench_recovery.jsonl.
 
     python perf/bench_recovery.py examples/tiny_lm/model --write
     python perf/bench_recovery.py examples/tiny_lm/model --dtype bfloat16 --no-deterministic --write
+    python perf/bench_recovery.py examples/tiny_lm/model --memory-workers 3 --many 200 --write
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ from common import cpu_pressure, record, spread
 
 from lamina import LLM, SamplingParams
 from lamina.request import CompletionOutput
+
+OUTPUTS = 16, 320  # of all streams, between two kills: half a step of 32, or ten steps
+MOMENT_S = 0.02  # from an output to the kill behind it, at most
 
 
 class Parting(NamedTuple):
@@ -47,7 +52,11 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=192, help="of a completion")
     parser.add_argument("--kills", type=int, default=5, help="of each kind of worker")
+    parser.add_argument("--many", type=int, default=0, help="kills in all, of any worker, one behind the other")
     parser.add_argument("--transport", default="shm")
+    parser.add_argument("--partition", default="head")
+    parser.add_argument("--spare-compute", type=int, default=0)
+    parser.add_argument("--spare-memory", type=int, default=0)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -58,10 +67,14 @@ def main() -> None:
         "prefill_workers": args.prefill_workers,
         "pipeline": args.pipeline,
         "transport": args.transport,
+        "partition": args.partition,
+        "spare_compute": args.spare_compute,
+        "spare_memory": args.spare_memory,
     }
     begun = time.perf_counter()
     with LLM(args.model, max_recoveries=10**6, dtype=args.dtype, deterministic=args.deterministic, **options) as llm:
-        results, wanted = measure(llm, args, time.perf_counter() - begun)
+        how = many if args.many else measure
+        results, wanted = how(llm, args, time.perf_counter() - begun)
     prompts = prompts_of(args, results["vocabulary"])
     if args.dtype != "float32":
         results["rounding"] = rounding(args.model, prompts, wanted, options)
@@ -113,6 +126,82 @@ def measure(llm: LLM, args: argparse.Namespace, start_s: float) -> tuple[dict[st
         "cpu_pressure": cpu_pressure(),
     }
     return results, wanted
+
+
+class Killer:
+    """Of any worker, every few outputs. ``pauses``: by role, of each kill the longest time without an output until the
+    next one, or until the streams have ended.
+    """
+
+    def __init__(self, llm: LLM, rng: random.Random) -> None:
+        self._llm, self._rng = llm, rng
+        self.pauses: dict[str, list[float]] = {}
+        self._left = rng.randint(*OUTPUTS)  # outputs until the next kill
+        self._timer: threading.Timer | None = None
+        self._last = 0.0  # output, or kill
+        self._role = ""  # of the last kill
+        self._pause = 0.0
+
+    def look(self) -> None:
+        """There is an output."""
+        now = time.perf_counter()
+        self._pause, self._last = max(self._pause, now - self._last), now
+        self._left -= 1
+        if not self._left:
+            self._note()
+            self._timer = threading.Timer(self._rng.uniform(0.0, MOMENT_S), self._kill)
+            self._timer.start()
+            self._left = self._rng.randint(*OUTPUTS)
+
+    def rest(self) -> None:
+        """All streams have ended, and others begin."""
+        self._note()
+        self._last = time.perf_counter()
+
+    def _note(self) -> None:
+        if self._timer is not None:
+            self._timer.join()
+            self.pauses.setdefault(self._role, []).append(self._pause)
+        self._timer, self._pause = None, 0.0
+
+    def _kill(self) -> None:
+        victim, pid = self._rng.choice(sorted(self._llm.pools.pids.items()))
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        self._role = victim.partition("-")[0]
+
+
+def many(llm: LLM, args: argparse.Namespace, start_s: float) -> tuple[dict[str, Any], list[CompletionOutput]]:
+    """As ``measure``, of --many kills of any worker."""
+    killer, prompts = Killer(llm, random.Random(args.seed)), prompts_of(args, llm.engine.info.vocab_size)
+    params = [params_of(i, args.tokens) for i in range(args.sequences)]
+    wanted, _, _ = stream(llm, prompts, params, "", 0.0)
+    partings, begun = list[Parting](), time.perf_counter()
+    killer.rest()
+    while (kills := sum(map(len, killer.pauses.values()))) < args.many:
+        outputs: dict[int, CompletionOutput] = {}
+        with llm.stream(prompts, params) as outcome:
+            for output in outcome:
+                killer.look()
+                outputs[output.request_id] = output.outputs[0]
+            ids = outcome.request_ids
+        killer.rest()
+        partings += map(parting, [outputs[i] for i in ids], wanted, params)
+    other = sum(p.parts for p in partings)
+    for role, each in killer.pauses.items():
+        print(f"{role:8} {len(each):3} kills   pause {median(each):6.2f} s, at most {max(each):6.2f} s")
+    print(f"{kills} kills in {time.perf_counter() - begun:.0f} s: {other} of {len(partings)} streams with other tokens")
+    return {
+        "pause_s": {role: spread(each) for role, each in killer.pauses.items()},
+        "longest_s": {role: max(each) for role, each in killer.pauses.items()},
+        "kills": {role: len(each) for role, each in killer.pauses.items()},
+        "start_s": start_s,
+        "completions": len(partings),
+        "other_tokens": other,
+        "apart": max(p.apart for p in partings),
+        "vocabulary": llm.engine.info.vocab_size,
+        "cpu_pressure": cpu_pressure(),
+    }, wanted
 
 
 def parting(found: CompletionOutput, wanted: CompletionOutput, params: SamplingParams) -> Parting:
