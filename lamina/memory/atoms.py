@@ -98,8 +98,12 @@ class PoolAtoms:
         found = dict[Atom, memoryview]()
         for heads, ids, atoms in self._room(at):
             for part, mine in zip(heads.parts, _split(heads, atoms, at.tokens), strict=True):
-                blocks = _bytes(part)[list(ids)] if part.device.type == "cpu" else _bytes(part[list(ids)])
-                mine[:] = blocks.swapaxes(0, 1).reshape(heads.num, -1, mine.shape[2])[:, : at.tokens]
+                here = part.device.type == "cpu"
+                blocks, numbers = (_bytes(part), ids) if here else (_bytes(part[list(ids)]), range(len(ids)))
+                size = part.shape[2]
+                for first, number in zip(range(0, at.tokens, size), numbers, strict=True):
+                    rows = mine[:, first : first + size]
+                    rows[:] = blocks[number][:, : rows.shape[1]]  # the only copy
             found |= _named(heads, atoms)
         return found
 
