@@ -11,7 +11,8 @@
 # A cluster's hosts run it with --network host: channels go to the addresses of the hosts.
 
 FROM python:3.11-slim-bookworm AS build
-RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+# The headers of libibverbs: with them the network stack has its way to RDMA cards.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ libibverbs-dev && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/lamina
 ENV PATH=/opt/lamina/bin:$PATH
 ARG PIP_ARGS=""
@@ -22,8 +23,9 @@ COPY . .
 RUN pip install --no-cache-dir $PIP_ARGS -c constraints.txt ".[serve,ray]"
 
 FROM python:3.11-slim-bookworm
-# OpenMP for torch; a login for `lamina-launch cluster`
-RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 openssh-client \
+# OpenMP for torch; a login for `lamina-launch cluster`; RDMA cards, which a container gets with --device /dev/infiniband
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends libgomp1 openssh-client libibverbs1 ibverbs-providers \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --create-home lamina
 COPY --from=build /opt/lamina /opt/lamina

@@ -51,6 +51,12 @@ def test_programs_that_are_called_are_there() -> None:
     assert SSH[0] == "ssh"
 
 
+def test_the_network_stack_is_built_with_its_way_to_rdma_cards() -> None:
+    """Its headers where it is built; the library, and the cards' own parts of it, where it runs."""
+    assert "libibverbs-dev" in packages(BUILD)
+    assert {"libibverbs1", "ibverbs-providers"} <= packages(FINAL)
+
+
 def test_what_is_installed_is_what_the_project_has() -> None:
     (extras,) = re.findall(r'"\.\[([\w,]+)\]"', BUILD)
     assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
