@@ -3,6 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MODEL ?= examples/tiny_lm/model
+# Tests wait for other processes a quarter of their time: three at once keep two cores busy, in 6 GB of memory.
+JOBS ?= 3
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 NATIVE = $(shell find csrc tests perf -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test test-ray test-slow lint check properties format fuzz clean test-vm test-vm-all weekly
@@ -11,7 +14,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py $(MODEL) $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(PYTEST)
 
 # Workers on the nodes of a real Ray cluster on this machine, one test after another; none may take for ever.
 test-ray: $(READY)
@@ -19,7 +22,7 @@ test-ray: $(READY)
 
 # All that is slow and needs neither a device nor a download.
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow and not gpu and not rdma and not vm' --ignore=tests/clients
+	$(PYTEST) -m 'slow and not gpu and not rdma and not vm' --ignore=tests/clients
 
 # What nobody waits for; see CONTRIBUTING.md. All of it is run, also where an early part has failed.
 weekly: $(READY)
@@ -40,11 +43,11 @@ lint: $(READY)
 	$(BIN)/mypy
 
 check: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(PYTEST)
 
 # The property tests with examples that no run has tried before.
 properties: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile=search \
+	$(PYTEST) --hypothesis-profile=search \
 	  -m 'hypothesis and not slow and not gpu and not rdma and not vm'
 
 format: $(READY)
