@@ -12,6 +12,7 @@ from . import netstack
 from .config import changed, make_config
 from .engine.engine import Engine
 from .engine.streams import Asked, Streams
+from .engine.tuning.measure import tune
 from .fleet.choose_transport import nearest
 from .fleet.pools import Pools
 from .models.checkpoint import peek_config
@@ -67,10 +68,11 @@ class Front:
             self.pools = Pools(model, config, on_progress)
             try:
                 self.tokenizer = loading.result(limit_s)
+                self.engine = Engine(self.pools, config, trace=self.pools.tracer.recorder)
+                tune(self.engine, on_progress)
             except BaseException:
                 self.pools.close()
                 raise
-            self.engine = Engine(self.pools, config, trace=self.pools.tracer.recorder)
         self.streams = Streams(self.engine)
 
     def default_params(self) -> SamplingParams:

@@ -54,13 +54,14 @@ HOUSES = {"lamina": STOREYS, "netstack": NETWORK_STOREYS}
 FACES = ("__init__", "__main__")
 POLICY = (
     "engine/scheduler.py", "engine/prefill.py", "engine/rounds/steps.py", "engine/sequence.py",
-    "engine/rounds/pipeline.py", "engine/rounds/tuner.py", "engine/blocks/tier.py",
+    "engine/rounds/pipeline.py", "engine/tuning/tuner.py", "engine/tuning/laws.py", "engine/blocks/tier.py",
     "engine/blocks/newcomers.py", "engine/blocks/prefixes.py", "engine/blocks/room.py",
     "engine/blocks/relief.py", "engine/blocks/swaps.py", "engine/timing.py", "engine/draws.py",
     "engine/blocks/ledger.py", "engine/blocks/evictions.py", "kv/sparsity.py", "protocol/sparse.py",
     "engine/kept.py", "memory/written.py", "pasted.py", "sampling/settings.py", "protocol/blocks/tables.py",
     "protocol/blocks/counts.py", "protocol/layout.py", "protocol/partition.py", "protocol/codec.py",
     "protocol/placement.py", "protocol/options/declare.py", "protocol/options/engine.py",
+    "protocol/options/topology.py",
     "protocol/options/resolve.py", "request/params.py", "request/unserved.py", "request/outputs.py",
     "config.py", "cores.py", "fleet/hosts/placement.py", "fleet/recoveries.py", "fleet/standing.py",
     "kv/keys.py", "kv/pages.py", "kv/victims.py", "engine/rounds/leap.py", "engine/conversations/sessions.py",

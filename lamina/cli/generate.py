@@ -79,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
                 show(output)
         finally:
             text.end()
-        if config.topology.tries_pipelines:
-            print(f"--pipeline auto: {llm.engine.info.summary['pipeline']}", file=sys.stderr)
+        if reason := llm.engine.info.summary.get("plan"):
+            print(f"--plan auto: {reason}", file=sys.stderr)
     return 0
 
 

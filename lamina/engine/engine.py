@@ -25,11 +25,11 @@ from .conversations.sessions import SessionName
 from .draws import draw_of, scores_of, seed_of
 from .kept import KeptKV
 from .request import Request, extend
-from .rounds.steps import Round, ScheduledStep
-from .rounds.tuner import Tuner
+from .rounds.steps import ScheduledStep
 from .sequence import Sequence
 from .text import OPEN_BYTES, Pieces, Spell, TextStream, spelled
 from .timing import Timing
+from .tuning.tuner import Tuner
 from .wire import Clock, ViewChanged, Wire
 
 log = logging.getLogger(__name__)
@@ -45,10 +45,8 @@ class Engine:
         self._clock = clock
         self._trace = trace
         self._ledger = blocks_of(self.info)
-        self._tuner = Tuner(config.topology.most_batches) if config.topology.tries_pipelines else None
-        if self._tuner:
-            self.info.summary["pipeline"] = self._tuner.reason
-        num_batches = self._tuner.n if self._tuner else config.topology.most_batches
+        self._tuner: Tuner | None = None
+        num_batches = 1 if config.topology.plans else config.topology.most_batches
         self.scheduler = scheduler_of(config, self.info, self._ledger, num_batches, clock)
         stripe = self.info.stripe * self.info.block_size * self._ledger.num_lanes
         self._overflow = overflow_of(config.overflow, self.info.max_model_len, stripe)
@@ -84,11 +82,13 @@ class Engine:
         spell: Spell | None = None,
         salt: bytes = b"",
         session: SessionName | None = None,
+        kept: bool = True,
     ) -> int:
         """Queue a prompt; returns the request's id. ``told``: of completions that another engine began; they go on
         behind that, given the seed that they had. ``held``: its tokens are chosen by ``choose``, not drawn; it has one
         completion. ``spell``: for logprobs. ``salt``: it shares KV with requests of the same salt only. ``session``: it
-        is the next turn of that one. Raises ValueError for a prompt that cannot be served.
+        is the next turn of that one. ``kept``: its KV serves others behind its end. Raises ValueError for a prompt that
+        cannot be served.
         """
         self.check(prompt, params, session)
         request_id, self._next_request = self._next_request, self._next_request + 1
@@ -101,7 +101,7 @@ class Engine:
         sequences = [self._sequence(request_id, prompt, params, seed_of(seed, i), i) for i in range(params.n)]
         for sequence in sequences:
             sequence.held, sequence.salt, sequence.sparse = held, salt, is_sparse(params, self.config)
-            sequence.session, sequence.discarded = known, discarded
+            sequence.session, sequence.discarded, sequence.outlived = known, discarded, not kept
         outputs = [s.output for s in sequences]
         output = RequestOutput(request_id, text, list(given), outputs, RequestTimes(self._clock()))
         if params.prompt_logprobs is not None:
@@ -367,14 +367,13 @@ class Engine:
         finished = self.scheduler.complete(step)
         if finished and self._timing:
             self._timing.done(step.plan.step, finished, now)
-        if finished and self._tuner:
-            self._tune(self._tuner, finished, now)
+        if finished and self._tuner and self._tuner.observe(finished):
+            self.follow(self._tuner)
         return self._ended(touched.values())
 
-    def _tune(self, tuner: Tuner, finished: Round, now: float) -> None:
-        if tuner.observe(finished, now):
-            log.info("--pipeline auto: %s", tuner.reason)
-            self.info.summary["pipeline"] = tuner.reason
+    def follow(self, tuner: Tuner) -> None:
+        """Have it say how many batches take turns."""
+        self._tuner, self.info.summary["plan"] = tuner, tuner.reason
         self.scheduler.regroup(tuner.n)
 
     def _append(self, request: Request, sequence: Sequence, drawn: Drawn) -> None:

@@ -32,8 +32,8 @@ from lamina.protocol.control import (
     StartCompute,
     StartMemory,
 )
-from lamina.protocol.options.declare import MEASURED
-from lamina.protocol.options.engine import EngineConfig, TopologyOptions
+from lamina.protocol.options.engine import EngineConfig
+from lamina.protocol.options.topology import TopologyOptions
 from lamina.protocol.plan import Bind, Keep
 from lamina.protocol.tiers import StoredPages
 
@@ -232,7 +232,7 @@ class Cohort:
 
     def _weigh(self) -> None:
         """Where the memory workers' parts of the work are to be measured. All measure at once, as they will read."""
-        if self.topology.memory_weights != MEASURED:
+        if not self.topology.weighs:
             return
         for member in self._members.memory:
             self._members.send(member, AskRate())

@@ -21,8 +21,8 @@ from lamina.engine.wire import Clock
 from lamina.facts.room import free_bytes, too_little
 from lamina.protocol.control import Failed, LinkClosedError, MemoryReady, Stop
 from lamina.protocol.groups import Capacity, of_all_ranks, partition_of, together
-from lamina.protocol.options.declare import MEASURED
-from lamina.protocol.options.engine import EngineConfig, TopologyOptions
+from lamina.protocol.options.engine import EngineConfig
+from lamina.protocol.options.topology import TopologyOptions
 from lamina.protocol.plan import Bind, Bound, Keep
 from lamina.protocol.recut import MakeRoom, Recut, Recutted, RoomMade
 
@@ -251,7 +251,7 @@ class Elastic:
             raise NotInPlaceError(f"KV is on --memory-device {config.devices.memory_device}")
         if any(bind.partition.stays for bind in self._cohort.binds):
             raise NotInPlaceError("memory workers lend each other blocks")
-        if config.launching.memory_addresses or config.topology.memory_weights == MEASURED:
+        if config.launching.memory_addresses or config.topology.weighs:
             raise NotInPlaceError("each memory worker has an address, or a part of the work, of its own")
 
     def _binds_of(self, wanted: TopologyOptions, rank: int, bind: Bind, asked: int, had: int) -> list[Bind]:

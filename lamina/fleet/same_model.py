@@ -9,7 +9,7 @@ import msgspec
 
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.groups import Capacity, of_all_ranks
-from lamina.protocol.options.engine import TopologyOptions
+from lamina.protocol.options.topology import TopologyOptions
 
 log = logging.getLogger(__name__)
 

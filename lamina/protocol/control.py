@@ -18,7 +18,8 @@ import msgspec
 
 from lamina.request import FILTERS, Score
 
-from .options.engine import BatchingOptions, Deadlines, DeviceOptions, KVOptions, ModelOptions, TopologyOptions
+from .options.engine import BatchingOptions, Deadlines, DeviceOptions, KVOptions, ModelOptions
+from .options.topology import TopologyOptions
 from .partition import Lanes
 from .plan import Bind, Keep, StepPlan
 from .tiers import TierFacts, TierPlace

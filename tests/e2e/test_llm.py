@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 
 from lamina import LLM, SamplingParams, netstack
+from lamina.engine.rounds.steps import Round
+from lamina.engine.tuning.laws import RoundLaws
+from lamina.engine.tuning.tuner import Tuner
 from lamina.netstack import SCHEMES
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
@@ -75,22 +78,34 @@ def test_batches_that_take_turns_give_the_same_bits(
     assert steps[0] < steps[2] < steps[1], "each batch takes steps of its own"
 
 
+class Restless(Tuner):
+    """Another number of batches every few rounds."""
+
+    def observe(self, done: Round) -> bool:
+        self.n, self.rounds = 1 + getattr(self, "rounds", 0) // 7 % 3, getattr(self, "rounds", 0) + 1
+        return True
+
+
 def test_batches_are_dealt_anew_and_the_bits_stay(llama_path: Path, prompts: list[list[int]]) -> None:
     params, found = SamplingParams(temperature=0.0, max_tokens=60, logprobs=2, ignore_eos=True), []
-    for options in ({"pipeline": 1}, {"pipeline": "auto:3"}):
+    for options in ({"pipeline": 1}, {"plan": "auto:3"}):
         with LLM(str(llama_path), transport="loopback", deterministic=True, prefill_chunk=32, **options) as llm:
+            planned = llm.engine.info.summary.get("plan", "")
+            if planned:
+                llm.engine.follow(Restless(3, RoundLaws((1.0, 0.0), (1.0, 0.0, 0.0), 0.0, 2, {})))
+            begun = llm.stats()
             found.append([o.outputs[0].logprobs for o in llm.generate(prompts, params)])
-            stats, summary = llm.stats(), llm.engine.info.summary
+            ended = llm.stats()
     assert found[0] == found[1]
-    assert re.search(r"takes [0-9.]+ ms with 1, [0-9.]+ ms with 2, [0-9.]+ ms with 3$", summary["pipeline"])
-    assert stats["compute-1"]["steps"] > 0
+    assert re.match(r"1 batch until requests come; measured at the start: slices [0-9.]+ ms", planned)
+    assert ended["compute-1"]["steps"] > begun["compute-1"]["steps"]
 
 
 def test_replicas_whose_reports_pile_up_keep_the_order_of_tokens(
     llama_path: Path, prompts: list[list[int]], reference: Reference
 ) -> None:
     """One batch, three layers: its steps end on either replica in turn, and each has a link of its own."""
-    with LLM(str(llama_path), transport="loopback", pipeline="auto:3") as llm:
+    with LLM(str(llama_path), transport="loopback", plan="auto:3") as llm:
         pools, piled = llm.pools, 0
         replicas, wait = [m for m in pools._members if m.handle.role == "compute"], pools.wait
 
@@ -278,9 +293,9 @@ def shared_llm(llama_path: Path) -> Any:
         ({"memory_workers": 2, "memory_weights": "1,1000"}, "memory worker 0 of 2 would get nothing of 4 KV heads"),
         ({"memory_weights": "0,0"}, "--memory-weights must be positive"),
         ({"memory_weights": "measure"}, "--memory-weights must be positive numbers .* or measured"),
-        ({"pipeline": "fast"}, "--pipeline must be at least 1, or auto, not fast"),
-        ({"pipeline": 0}, "--pipeline must be at least 1, or auto, not 0"),
-        ({"pipeline": "auto", "compute_workers": 4}, "--compute-workers is no option any more: use --pipeline"),
+        ({"pipeline": "fast"}, "--pipeline must be a number of batches, not fast"),
+        ({"pipeline": 0}, "--pipeline must be at least 1, not 0"),
+        ({"plan": "auto", "compute_workers": 4}, "--compute-workers is no option any more: use --pipeline"),
         ({"memory_weights": "1,1,1"}, "--memory-weights names 3 weights for --memory-workers 2"),
         ({"partition": "tea"}, "--partition must be one of head, token, request"),
         ({"memory_workers": 0}, "--memory-workers"),

@@ -11,12 +11,13 @@ import pytest
 from lamina.cli.launch import main
 from lamina.config import OPTIONS, changed, flat, make_config
 from lamina.protocol.options.declare import options_of
-from lamina.protocol.options.engine import EngineConfig, KVOptions, TopologyOptions
+from lamina.protocol.options.engine import EngineConfig, KVOptions
+from lamina.protocol.options.topology import TopologyOptions
 
 ASKED: list[dict[str, Any]] = [
     {},
     {"memory_weights": [0.7, 0.3], "memory_addresses": ["127.0.0.1:0", ""], "cores": "0-3,8/4/5"},
-    {"memory_weights": "measured", "cores": "auto", "pipeline": "auto:3", "start_timeout_s": 5},
+    {"memory_weights": "measured", "cores": "auto", "plan": "auto:3", "start_timeout_s": 5},
     {"pipeline": 3, "prefill_workers": 1, "overlap": False, "kv_cache_dtype": "fp8", "kv_memory": "1GiB"},
 ]
 
@@ -67,7 +68,8 @@ def test_every_option_is_declared_once() -> None:
         (KVOptions, {"overlap": 1}, "Expected `bool`"),
         (TopologyOptions, {"memory_weights": [0.0]}, "--memory-weights must be positive"),
         (TopologyOptions, {"memory_workers": 0}, ">= 1"),
-        (TopologyOptions, {"pipeline": "auto:0"}, "--pipeline"),
+        (TopologyOptions, {"pipeline": 0}, "--pipeline"),
+        (TopologyOptions, {"plan": "auto:0"}, "--plan"),
     ],
 )
 def test_what_comes_from_the_wire_is_checked_as_what_is_made_here(
@@ -87,25 +89,52 @@ def test_flags_of_lists(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "batches", "replicas"), [("auto", 2, 1), ("auto:1", 1, 1), ("auto:4", 4, 3), (3, 3, 2)]
+    ("asked", "batches", "replicas"),
+    [({"plan": "auto"}, 2, 1), ({"plan": "auto:1"}, 1, 1), ({"plan": "auto:4"}, 4, 3), ({"pipeline": 3}, 3, 2)],
 )
-def test_batches_to_try_have_their_replicas(pipeline: int | str, batches: int, replicas: int) -> None:
-    topology = TopologyOptions(pipeline=pipeline)
+def test_batches_that_may_be_chosen_have_their_replicas(asked: dict[str, Any], batches: int, replicas: int) -> None:
+    topology = TopologyOptions(**asked)
     assert (topology.most_batches, topology.replicas) == (batches, replicas)
-    assert topology.tries_pipelines == isinstance(pipeline, str)
+    assert topology.plans == topology.weighs == ("plan" in asked)
 
 
-@pytest.mark.parametrize("pipeline", ["auto:", "auto:0", "auto:x", "auto:-1", "auto:\u0663"])
-def test_other_words_for_batches_are_refused(pipeline: str) -> None:
-    with pytest.raises(ValueError, match=f"--pipeline must be at least 1, or auto, not {pipeline}"):
-        TopologyOptions(pipeline=pipeline)
+def test_a_plan_measures_the_parts_of_the_work_unless_they_are_given() -> None:
+    assert not TopologyOptions(plan="auto", memory_weights=(2.0, 1.0)).weighs
+    assert not TopologyOptions(plan="auto", memory_workers=2, tensor_parallel_size=2).weighs, "each rank has one"
+    assert TopologyOptions(memory_weights="measured").weighs
+
+
+@pytest.mark.parametrize("plan", ["auto:", "auto:0", "auto:x", "auto:-1", "auto:\u0663", "fast"])
+def test_other_words_for_a_plan_are_refused(plan: str) -> None:
+    with pytest.raises(ValueError, match=f"--plan must be auto, or auto:n for up to n batches, not {plan}"):
+        TopologyOptions(plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        (
+            {"pipeline": "auto:3"},
+            "--pipeline must be a number of batches, not auto:3: use --plan auto:3, which measures it",
+        ),
+        (
+            {"pipeline": "auto", "plan": "auto"},
+            "--pipeline must be a number of batches, not auto: use --plan auto, which",
+        ),
+        ({"pipeline": 3, "plan": "auto"}, "--plan auto chooses --pipeline: leave that out, or say --plan auto:3"),
+        ({"plan": "auto:2000"}, "--plan auto:n must be at most 1025, not 2000"),
+    ],
+)
+def test_a_plan_and_a_number_of_batches_do_not_go_together(asked: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=f"^{line}"):
+        make_config(asked)
 
 
 def test_the_old_number_of_replicas_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
-    new = "use --pipeline auto:n, which tries up to n batches on n - 1 replicas"
+    new = "use --pipeline n, or --plan auto:n, for up to n batches on n - 1 replicas"
     line = f"--compute-workers is no option any more: {new}"
     with pytest.raises(ValueError, match="--compute-workers") as refused:
-        make_config({"pipeline": "auto", "compute_workers": 3})
+        make_config({"plan": "auto", "compute_workers": 3})
     assert str(refused.value) == line
     for given in (["--compute-workers", "3"], ["--compute-workers=3"], ["--compute-workers"]):
         assert main(["generate", "m", "--prompt", "x", *given]) == 2

@@ -8,7 +8,8 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from lamina.protocol.options.declare import flag
-from lamina.protocol.options.engine import KV_CACHE_DTYPES, KVOptions, TopologyOptions
+from lamina.protocol.options.engine import KV_CACHE_DTYPES, KVOptions
+from lamina.protocol.options.topology import TopologyOptions
 from lamina.protocol.partition import PARTITIONS
 
 

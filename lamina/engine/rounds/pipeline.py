@@ -64,23 +64,30 @@ def route(batch: int, step: int, layers: int, n: int, replicas: int = 0) -> tupl
 
 
 def rotation(
-    n: int, slice_s: Sequence[float], attention_s: Sequence[float], tokens: int, network_s: float = 0.0
+    n: int,
+    slice_s: Sequence[float],
+    attention_s: Sequence[float],
+    tokens: int,
+    network_s: float = 0.0,
+    replicas: int = 0,
 ) -> PipelinePlan:
     """Plan ``tokens`` tokens of n batches.
 
     ``slice_s[k]``, ``attention_s[k]``: time of slice k, of its attention. The first slice of a token includes the last
     one of the token before and sampling. ``network_s``: what a turn waits for the network, both ways together, beyond
-    what is hidden; half of it before its attention. Raises ValueError for what cannot be planned.
+    what is hidden; half of it before its attention. ``replicas``: see ``replica_of``. Raises ValueError
+    for what cannot be planned.
     """
     _check(n, slice_s, attention_s, tokens, network_s)
     layers = len(slice_s)
-    replica_free = [0.0] * num_replicas(n)
+    replicas = replicas or num_replicas(n)
+    replica_free = [0.0] * replicas
     ready = [0.0] * n  # when a batch's O is back
     pool_free = 0.0
     events = []
     for turn in range(tokens * layers):
         for batch in range(n):
-            replica, k = replica_of(batch, turn, n), turn % layers
+            replica, k = replica_of(batch, turn, n, replicas), turn % layers
             start = max(ready[batch], replica_free[replica - 1])
             if turn == 0:  # the stagger: no sooner than the memory workers can take its Q
                 start = max(start, pool_free - network_s / 2 - slice_s[0])
@@ -93,19 +100,21 @@ def rotation(
         n,
         events,
         max(e.attention_end for e in events),
-        tokens * lower_bound(n, slice_s, attention_s, network_s),
+        tokens * lower_bound(n, slice_s, attention_s, network_s, replicas),
         {
-            "compute": _busy(events, lambda e: (e.start, e.end), n, num_replicas(n)),
+            "compute": _busy(events, lambda e: (e.start, e.end), n, replicas),
             "memory": _busy(events, lambda e: (e.attention_start, e.attention_end), n, 1),
         },
     )
 
 
-def lower_bound(n: int, slice_s: Sequence[float], attention_s: Sequence[float], network_s: float = 0.0) -> float:
+def lower_bound(
+    n: int, slice_s: Sequence[float], attention_s: Sequence[float], network_s: float = 0.0, replicas: int = 0
+) -> float:
     """Least time per token of all n batches: the memory pool's work, a replica's share of the slices, or one chain."""
     slices, attention = sum(slice_s), sum(attention_s)
     chain = slices + attention + network_s * len(slice_s)
-    return max(n * attention, n * slices / num_replicas(n), chain)
+    return max(n * attention, n * slices / min(n, replicas or num_replicas(n)), chain)
 
 
 def _busy(events: list[PlannedTurn], span: Callable[[PlannedTurn], tuple[float, float]], n: int, units: int) -> float:

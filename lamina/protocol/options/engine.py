@@ -8,8 +8,7 @@ Flags of ``lamina-launch`` and keywords of ``LLM`` have the names of the fields.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -17,10 +16,8 @@ from msgspec import Meta
 from lamina.cores import Cores
 from lamina.netstack import HERE, beyond_host
 from lamina.netstack.contract.terms import NAME_BYTES
-from lamina.protocol.partition import PARTITIONS
 
 from .declare import (
-    MEASURED,
     OneOf,
     Options,
     ReadText,
@@ -28,23 +25,19 @@ from .declare import (
     flag,
     listed,
     parse_size,
-    parse_weights,
     size_text,
     torch_name,
 )
 from .overflow import OverflowOptions
 from .sparsity import SparsityOptions
 from .tier import TierOptions
+from .topology import TopologyOptions
 
-_T = TypeVar("_T")
 CHUNK_TOKENS = 128  # of attention.merge, which needs torch
 MOST_THREADS = 1024
-MOST_WORKERS = 1024
-MOST_BATCHES = MOST_WORKERS + 1
 PLACEMENTS = ("pack", "spread")
 LAUNCHERS = ("auto", "local", "ray", "static")  # of fleet.launcher, which is a room above
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-COLLECTIVES = ("auto", "mesh", "gloo", "nccl")  # of collective, which is a room above
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")  # of kv.stored, which needs torch
 _DEVICE = re.compile(r"cpu|auto|cuda(:\d{1,4})?")
@@ -116,99 +109,6 @@ class BatchingOptions(Options, frozen=True, kw_only=True):
     def max_rows(self) -> int:
         """Rows of a step at most: every sequence decodes one token, beside one prefill chunk."""
         return self.max_num_seqs + self.prefill_chunk
-
-
-class TopologyOptions(Options, frozen=True, kw_only=True):
-    """How many workers of each kind there are, and how they share the work."""
-
-    memory_workers: Annotated[
-        int, Meta(ge=1, le=MOST_WORKERS), "memory workers, which share the KV cache and the attention over it"
-    ] = 2
-    memory_weights: Annotated[
-        tuple[float, ...] | str,
-        ReadText(parse_weights),
-        "each memory worker's part of the work, such as 0.7,0.3; measured = by how fast each reads its memory at "
-        "the start; empty = equal parts",
-    ] = ()
-    partition: Annotated[
-        str,
-        OneOf(tuple(PARTITIONS)),
-        "what memory workers share: KV heads (head; the tokens of a head where heads do not divide), tokens of "
-        "every sequence (token), whole sequences (request), or whole sequences but for what does not fit (spill)",
-    ] = "head"
-    pipeline: Annotated[
-        int | str,
-        "batches that take turns: while one is attended, others are in the slices; n > 2 rotate over n - 1 "
-        "replicas; auto:n = what is fastest here of up to n, found by trying; auto = auto:2",
-    ] = 1
-    tensor_parallel_size: Annotated[
-        int,
-        Meta(ge=1),
-        "compute workers that share the weights of a replica, a part each; must divide the memory workers",
-    ] = 1
-    collective: Annotated[
-        str,
-        OneOf(COLLECTIVES),
-        "how these ranks sum what each has: mesh (by way of the hosts, over --transport), gloo (so too, over its "
-        "own TCP), nccl (from GPU to GPU), or auto (nccl where each rank has a GPU of one host to itself, else "
-        "mesh)",
-    ] = "auto"
-    prefill_workers: Annotated[
-        int,
-        Meta(ge=0, le=MOST_WORKERS),
-        "workers of their own for prompts, which then do not slow decoding; 0 = the compute workers do them",
-    ] = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.memory_weights != MEASURED:
-            parse_weights(self.memory_weights)
-        known = re.fullmatch(r"auto(:[1-9][0-9]*)?", str(self.pipeline))
-        if not known and (isinstance(self.pipeline, str) or self.pipeline < 1):
-            raise ValueError(f"--pipeline must be at least 1, or auto, not {self.pipeline}")
-        if self.most_batches > MOST_BATCHES:
-            raise ValueError(f"--pipeline must be at most {MOST_BATCHES}, not {self.pipeline}")
-
-    @property
-    def tries_pipelines(self) -> bool:
-        """Whether the number of batches is found by trying."""
-        return isinstance(self.pipeline, str)
-
-    @property
-    def most_batches(self) -> int:
-        """That take turns, at most."""
-        return self.pipeline if isinstance(self.pipeline, int) else int(self.pipeline.partition(":")[2] or 2)
-
-    @property
-    def replicas(self) -> int:
-        """Copies of the weights, each on ``tensor_parallel_size`` compute workers."""
-        return max(1, self.most_batches - 1)
-
-    @property
-    def at_once(self) -> bool:
-        """Whether both pools work at the same time, and not in turns."""
-        return self.most_batches > 1 or self.prefill_workers > 0
-
-    @property
-    def num_compute(self) -> int:
-        """Compute workers: of every replica, one for each rank."""
-        return self.replicas * self.tensor_parallel_size
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Role -> its workers."""
-        return {"memory": self.memory_workers, "compute": self.num_compute, "prefill": self.prefill_workers}
-
-    @property
-    def weights(self) -> list[float]:
-        """Each memory worker's part of the work, in any unit; equal ones where they are to be measured."""
-        if isinstance(self.memory_weights, str) or not self.memory_weights:
-            return [1.0] * self.memory_workers
-        return list(self.memory_weights)
-
-    def of_rank(self, each: Sequence[_T], rank: int) -> list[_T]:
-        """Of what there is one of for each memory worker, what belongs to those of ``rank``."""
-        return list(each[rank :: self.tensor_parallel_size])
 
 
 class DeviceOptions(Options, frozen=True, kw_only=True):

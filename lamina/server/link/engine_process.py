@@ -14,6 +14,7 @@ from typing import Any
 from lamina import netstack
 from lamina.engine.conversations.sessions import SessionName
 from lamina.engine.engine import Engine
+from lamina.engine.tuning.measure import tune
 from lamina.engine.wire import WorkerError
 from lamina.fleet.choose_transport import nearest
 from lamina.fleet.pools import Pools
@@ -74,7 +75,8 @@ def _log(start: Start) -> None:
     """What becomes of workers, to stderr, as the server's own lines."""
     if not start.log_json:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-        logging.getLogger("lamina.fleet").setLevel(logging.INFO)
+        for room in ("lamina.fleet", "lamina.engine.tuning"):
+            logging.getLogger(room).setLevel(logging.INFO)
 
 
 def _serve(link: ControlLink, start: Start) -> None:
@@ -89,6 +91,7 @@ def _serve(link: ControlLink, start: Start) -> None:
     pools = Pools(start.model, config, progress)
     try:
         engine = Engine(pools, config, trace=pools.tracer.recorder)
+        tune(engine, progress)
         loop = _Loop(link, engine, pools, tokenizer.result(limit_s))
         try:
             loop.run()

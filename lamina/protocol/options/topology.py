@@ -1,0 +1,130 @@
+"""How many workers of each kind there are, and how they share the work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, TypeVar
+
+from msgspec import Meta
+
+from lamina.protocol.partition import PARTITIONS
+
+from .declare import MEASURED, OneOf, Options, ReadText, parse_weights
+
+_T = TypeVar("_T")
+MOST_WORKERS = 1024
+MOST_BATCHES = MOST_WORKERS + 1
+COLLECTIVES = ("auto", "mesh", "gloo", "nccl")  # of collective, which is a room above
+
+
+class TopologyOptions(Options, frozen=True, kw_only=True):
+    """How many workers of each kind there are, and how they share the work."""
+
+    memory_workers: Annotated[
+        int, Meta(ge=1, le=MOST_WORKERS), "memory workers, which share the KV cache and the attention over it"
+    ] = 2
+    memory_weights: Annotated[
+        tuple[float, ...] | str,
+        ReadText(parse_weights),
+        "each memory worker's part of the work, such as 0.7,0.3; measured = by how fast each reads its memory at "
+        "the start; empty = equal parts",
+    ] = ()
+    partition: Annotated[
+        str,
+        OneOf(tuple(PARTITIONS)),
+        "what memory workers share: KV heads (head; the tokens of a head where heads do not divide), tokens of "
+        "every sequence (token), whole sequences (request), or whole sequences but for what does not fit (spill)",
+    ] = "head"
+    pipeline: Annotated[
+        int | str,
+        "batches that take turns: while one is attended, others are in the slices; n > 2 rotate over n - 1 replicas",
+    ] = 1
+    plan: Annotated[
+        str,
+        "auto:n = measure at the start what both pools and their link take, and serve by it: up to n batches, on n - 1 "
+        "replicas, and --memory-weights measured; auto = auto:2; empty = as the options say",
+    ] = ""
+    tensor_parallel_size: Annotated[
+        int,
+        Meta(ge=1),
+        "compute workers that share the weights of a replica, a part each; must divide the memory workers",
+    ] = 1
+    collective: Annotated[
+        str,
+        OneOf(COLLECTIVES),
+        "how these ranks sum what each has: mesh (by way of the hosts, over --transport), gloo (so too, over its "
+        "own TCP), nccl (from GPU to GPU), or auto (nccl where each rank has a GPU of one host to itself, else "
+        "mesh)",
+    ] = "auto"
+    prefill_workers: Annotated[
+        int,
+        Meta(ge=0, le=MOST_WORKERS),
+        "workers of their own for prompts, which then do not slow decoding; 0 = the compute workers do them",
+    ] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.memory_weights != MEASURED:
+            parse_weights(self.memory_weights)
+        if isinstance(self.pipeline, str):
+            more = f": use --plan {self.pipeline}, which measures it" if re.match("auto", self.pipeline) else ""
+            raise ValueError(f"--pipeline must be a number of batches, not {self.pipeline}{more}")
+        if self.pipeline < 1:
+            raise ValueError(f"--pipeline must be at least 1, not {self.pipeline}")
+        if self.plan and not re.fullmatch(r"auto(:[1-9][0-9]*)?", self.plan):
+            raise ValueError(f"--plan must be auto, or auto:n for up to n batches, not {self.plan}")
+        if self.plan and self.pipeline > 1:
+            raise ValueError(
+                f"--plan {self.plan} chooses --pipeline: leave that out, or say --plan auto:{self.pipeline}"
+            )
+        if self.most_batches > MOST_BATCHES:
+            name = "--plan auto:n" if self.plan else "--pipeline"
+            raise ValueError(f"{name} must be at most {MOST_BATCHES}, not {self.most_batches}")
+
+    @property
+    def plans(self) -> bool:
+        """Whether the number of batches and the parts of the work are measured."""
+        return bool(self.plan)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the memory workers' parts of the work are measured."""
+        several = self.memory_workers > self.tensor_parallel_size
+        return self.memory_weights == MEASURED or (self.plans and several and not self.memory_weights)
+
+    @property
+    def most_batches(self) -> int:
+        """That take turns, at most."""
+        return int(self.plan.partition(":")[2] or 2) if self.plan else int(self.pipeline)
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the weights, each on ``tensor_parallel_size`` compute workers."""
+        return max(1, self.most_batches - 1)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether both pools work at the same time, and not in turns."""
+        return self.most_batches > 1 or self.prefill_workers > 0
+
+    @property
+    def num_compute(self) -> int:
+        """Compute workers: of every replica, one for each rank."""
+        return self.replicas * self.tensor_parallel_size
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Role -> its workers."""
+        return {"memory": self.memory_workers, "compute": self.num_compute, "prefill": self.prefill_workers}
+
+    @property
+    def weights(self) -> list[float]:
+        """Each memory worker's part of the work, in any unit; equal ones where they are to be measured."""
+        if isinstance(self.memory_weights, str) or not self.memory_weights:
+            return [1.0] * self.memory_workers
+        return list(self.memory_weights)
+
+    def of_rank(self, each: Sequence[_T], rank: int) -> list[_T]:
+        """Of what there is one of for each memory worker, what belongs to those of ``rank``."""
+        return list(each[rank :: self.tensor_parallel_size])
