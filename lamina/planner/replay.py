@@ -15,12 +15,10 @@ from dataclasses import replace
 from itertools import count, pairwise
 from typing import NamedTuple
 
-from lamina.config import make_config
 from lamina.engine.engine import Engine
-from lamina.protocol.options.engine import EngineConfig
 from lamina.request import RequestOutput, SamplingParams
 from lamina.sim.clock import VirtualClock
-from lamina.sim.lossless import LosslessWire, RoundLoad, leap, ready_of
+from lamina.sim.lossless import PREFILL_WORKERS, LosslessWire, RoundLoad, SimulatedPool, leap
 
 from .cost import BatchLoad, CostModel
 from .deployment import Deployment, DeviceMemory
@@ -28,7 +26,6 @@ from .traces import RequestTrace
 
 BLOCK = 16  # tokens of a KV block
 CHUNK = 512  # tokens of a prompt in a round, where prompts take time
-PREFILL_WORKERS = 64  # that take no time: only so many prompts begin in a round
 _WARM = 0.15  # of the tokens, until as many sequences run as fit
 _TELL = 64  # rounds, until it is told how far it is
 _AHEAD = 2 * PREFILL_WORKERS  # requests that wait at least, so that there always is a next one
@@ -102,11 +99,9 @@ def simulated(
         raise UnplayableError(
             f"--trace: a request of {trace.longest} tokens does not fit {blocks * BLOCK} tokens of KV"
         )
-    clock = VirtualClock()
-    ready = ready_of(num_layers=costs.model.num_layers, num_blocks=blocks, block_size=BLOCK, max_len=trace.longest + 1)
-    seconds = _seconds(costs, deployment)
-    wire = LosslessWire(clock, ready, lambda load: seconds(load) * times())
-    return Engine(wire, _config(deployment, trace, most or blocks, chunk), clock), wire
+    layers, seconds = costs.model.num_layers, _seconds(costs, deployment)
+    pool = SimulatedPool(layers, blocks, BLOCK, trace.longest, most or blocks, deployment.batches, chunk)
+    return pool.engine(VirtualClock(), lambda load: seconds(load) * times())
 
 
 def jittered(trace: RequestTrace, seed: int) -> RequestTrace:
@@ -258,12 +253,3 @@ def _seconds(costs: CostModel, deployment: Deployment) -> Callable[[RoundLoad], 
         ).seconds
 
     return seconds
-
-
-def _config(deployment: Deployment, trace: RequestTrace, most: int, chunk: int) -> EngineConfig:
-    options = {
-        "transport": "shm", "block_size": BLOCK, "max_num_seqs": most, "memory_workers": 1,
-        "prefill_chunk": chunk or max(trace.longest, BLOCK), "prefill_workers": 0 if chunk else PREFILL_WORKERS,
-        "pipeline": deployment.batches, "enable_prefix_caching": False,
-    }  # fmt: skip
-    return make_config(options)

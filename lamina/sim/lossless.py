@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from lamina.config import make_config
 from lamina.engine.engine import Engine
 from lamina.engine.wire import ViewChanged
 from lamina.protocol.control import ComputeReady, Drawn, RunRound, RunStep, StepDone
@@ -20,6 +21,7 @@ from lamina.protocol.plan import Keep
 from .clock import VirtualClock
 
 TOKEN = 1  # that every row draws
+PREFILL_WORKERS = 64  # that take no time: only so many prompts begin in a round
 
 
 class StepLoad(NamedTuple):
@@ -96,16 +98,30 @@ class LosslessWire:
         """Whether one round is in flight, and nothing that is done waits to be told."""
         return len(self._flights) == 1 and not self._done
 
+    @property
+    def due(self) -> float:
+        """When ``wait`` has something to tell; infinite where nothing is under way."""
+        if self._done:
+            return self.clock.now
+        return self._flights[0].due if self._flights else float("inf")
+
+    def foreseen(self, rounds: int) -> float:
+        """When the last of so many rounds behind the only one in flight will be done, if all are like it."""
+        (flight,) = self._flights
+        return self._free_at + sum(self._seconds(flight.load.later(n)) for n in range(1, rounds + 1))
+
     def leap(self, most: int, until: float) -> list[float]:
-        """Skip rounds like the only one in flight: ``most``, or up to the first that is done at ``until`` or later.
-        When each of them is done, the one in flight first; the last that was skipped is in flight then.
+        """Skip rounds like the only one in flight: ``most``, or those that are done before ``until``. When each of them
+        is done, the one in flight first; the last that was skipped is in flight then.
         """
         (flight,) = self._flights
         times = list[float]()
-        while len(times) < most and (not times or times[-1] < until):
+        while len(times) < most and self._free_at < until:
             times.append(self._free_at)
             self._free_at += self._seconds(flight.load.later(len(times)))
             self.decoding.append(flight.load.decoding)
+        if not times:
+            return []
         done = [msgspec.structs.replace(d, step=d.step + len(times)) for d in flight.done]
         self._flights[0] = _Flight(flight.load.later(len(times)), self._free_at, done)
         while self.clock.advance(times[-1]):
@@ -129,17 +145,45 @@ class LosslessWire:
 
 
 def leap(engine: Engine, wire: LosslessWire, until: float = float("inf")) -> list[float]:
-    """Skip rounds that are all alike, of requests without texts, up to the first that is done at ``until`` or later.
-    When each of them is done: each gives all running sequences a token. Empty where none can be skipped.
+    """Skip rounds that are all alike, of requests without texts, and are done before ``until``. When each of them is
+    done: each gives all running sequences a token. Empty where none can be skipped.
     """
-    if until <= wire.clock.now:  # somebody has come by now
-        return []
     most = engine.scheduler.rounds_alike(TOKEN) if wire.rests else 0
     if most < 1:
         return []
     times = wire.leap(most, until)
-    engine.leap(len(times), TOKEN)
+    if times:
+        engine.leap(len(times), TOKEN)
     return times
+
+
+class SimulatedPool(NamedTuple):
+    """Workers that take the time of a function, as an engine sees them. ``blocks`` of ``block`` tokens; sequences of up
+    to ``longest`` tokens, ``most`` at once, in ``batches``. ``chunk``: rows of prompts in a round, 0 = prompts take no
+    time.
+    """
+
+    layers: int
+    blocks: int
+    block: int
+    longest: int
+    most: int
+    batches: int = 1
+    chunk: int = 0
+
+    def engine(self, clock: VirtualClock, seconds: Callable[[RoundLoad], float]) -> tuple[Engine, LosslessWire]:
+        """The engine that serves, unchanged, on a wire of such workers. ``seconds``: of a round."""
+        ready = ready_of(
+            num_layers=self.layers, num_blocks=self.blocks, block_size=self.block, max_len=self.longest + 1
+        )
+        options = {
+            "transport": "shm", "block_size": self.block, "max_num_seqs": self.most, "memory_workers": 1,
+            "prefill_chunk": self.chunk or max(self.longest, self.block),
+            "prefill_workers": 0 if self.chunk else PREFILL_WORKERS, "pipeline": self.batches,
+            "enable_prefix_caching": False,
+        }  # fmt: skip
+        wire = LosslessWire(clock, ready, seconds)
+        return Engine(wire, make_config(options), clock), wire
 
 
 def ready_of(*, num_layers: int, num_blocks: int, block_size: int, max_len: int) -> ComputeReady:

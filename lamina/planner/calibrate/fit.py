@@ -12,6 +12,8 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
+from lamina.engine.conductor.estimate import PrefillTime
+from lamina.engine.conductor.overload import TokenTime
 from lamina.engine.conductor.squares import Squares
 from lamina.facts.hardware import Device
 from lamina.planner.cost import BatchLoad, CostModel
@@ -26,13 +28,14 @@ COMPUTE, MEMORY = "recorded-compute", "recorded-memory"
 _NOMINAL = 1000.0  # of peaks that nobody states: they cancel out, since tables are of this model
 _LEAST = 3  # steps without prompts
 _INSTANT = 1e-12  # seconds: of what is in the slices already
+_TOKENS = 1024.0  # features of one order of magnitude
 _SIZES = 24  # of the table of attention, each twice the one before
 
 
 class Calibration(NamedTuple):
     """``by_rows``: rows -> seconds of slices, steps that said so. Attention of a layer on one worker: ``floor_s``, and
     seconds of a byte. ``between_s``: of a step; ``driver_s``: of a round. ``spread``: steps that decoded, over what the
-    tables say of them.
+    tables say of them. ``decode``, ``prefill``: the same run by the Conductor's laws; the latter None without prompts.
     """
 
     costs: CostModel
@@ -44,6 +47,8 @@ class Calibration(NamedTuple):
     driver_s: float
     chunk: int
     spread: list[float]
+    decode: TokenTime
+    prefill: PrefillTime | None
 
 
 def calibrate(run: RecordedRun, model: ModelFacts, constants: Constants, source: str) -> Calibration:
@@ -70,7 +75,29 @@ def calibrate(run: RecordedRun, model: ModelFacts, constants: Constants, source:
     costs.link = replace(link, round_trip_s=each)
     took = ((s.whole_s, costs.round(deployment, [_load(s, model)]).seconds) for s in decoding)
     spread = [whole / expected for whole, expected in took]
-    return Calibration(costs, deployment, by_rows, floor, byte, between, used["driver_round"], run.chunk, spread)
+    return Calibration(
+        costs, deployment, by_rows, floor, byte, between, used["driver_round"], run.chunk, spread,
+        _decode_law(decoding), _prefill_law(run.steps),
+    )  # fmt: skip
+
+
+def _decode_law(steps: Sequence[RecordedStep]) -> TokenTime:
+    """Of steps that decode, whole: by rows and by tokens that attention reads."""
+    squares = Squares(3)
+    for s in steps:
+        squares.add((1.0, s.rows, s.pairs / _TOKENS), s.whole_s, s.whole_s)
+    a, b, c = squares.solution()
+    return TokenTime(a, b, c / _TOKENS)
+
+
+def _prefill_law(steps: Sequence[RecordedStep]) -> PrefillTime | None:
+    """Of steps that are a chunk of one prompt: what each takes whatever it has counts as its rows'."""
+    alone = [s for s in steps if s.whole_s and s.draws <= 1 < s.rows]
+    squares = Squares(2)
+    for s in alone:
+        squares.add((s.rows, 2 * s.pairs / _TOKENS), s.whole_s, s.whole_s)
+    b, c = squares.solution()
+    return PrefillTime(0.0, b, c / _TOKENS) if alone else None
 
 
 def _by_rows(steps: Sequence[RecordedStep]) -> dict[int, tuple[float, int]]:

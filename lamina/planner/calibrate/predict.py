@@ -52,6 +52,7 @@ def calibration_text(found: Calibration, source: str, predicted: dict[str, Tempo
         f"  attention of a layer: {found.floor_s * 1e6:.1f} us, and {found.byte_s * 1e12:.1f} us for 10^6 bytes",
         f"  a step besides: {found.between_s * 1e3:.2f} ms; the driver, beside it: {found.driver_s * 1e3:.2f} ms",
     ]
+    lines.append(f"  by the Conductor's laws:  lamina-launch simulate {_law_flags(found)} ...")
     if predicted:
         told = [["predicted", "tokens/s", "TBT p50", "p99"]]
         told += [
@@ -62,6 +63,11 @@ def calibration_text(found: Calibration, source: str, predicted: dict[str, Tempo
     return "\n".join(lines) + "\n"
 
 
+def _law_flags(found: Calibration) -> str:
+    laws = {"--decode-law": found.decode} | ({"--prefill-law": found.prefill} if found.prefill else {})
+    return " ".join(f"{flag} {','.join(f'{x:.4g}' for x in law)}" for flag, law in laws.items())
+
+
 def calibration_json(found: Calibration, source: str, predicted: dict[str, Tempo]) -> dict[str, Any]:
     """The same; times in seconds."""
     return {
@@ -69,5 +75,6 @@ def calibration_json(found: Calibration, source: str, predicted: dict[str, Tempo
         "slices": {str(rows): {"seconds": took, "steps": steps} for rows, (took, steps) in found.by_rows.items()},
         "attention": {"layer_s": found.floor_s, "byte_s": found.byte_s},
         "between_s": found.between_s, "driver_s": found.driver_s, "chunk": found.chunk,
+        "decode_law": [*found.decode], "prefill_law": found.prefill and [*found.prefill],
         "predicted": {name: tempo._asdict() for name, tempo in predicted.items()},
     }  # fmt: skip

@@ -1,91 +1,81 @@
-"""An instance that decodes on a virtual clock: all its completions take a token in each step."""
+"""An instance that decodes on a virtual clock that others use as well: an engine of its own, whose rounds take the time
+of a law. What it does to whom is the engine's scheduler alone.
+"""
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable
+from itertools import pairwise
 
 from lamina.engine.conductor.overload import TokenTime
+from lamina.request import RequestOutput, SamplingParams
 from lamina.sim.clock import VirtualClock
+from lamina.sim.lossless import TOKEN, RoundLoad, SimulatedPool, leap
+
+# Room that nobody fills: what binds here are times.
+_ROOM = SimulatedPool(layers=1, blocks=1 << 18, block=128, longest=1 << 20, most=1 << 14)
 
 
 class SimulatedInstance:
-    """Steps between two changes of who decodes are taken at once: each is longer by what the rows have added."""
+    """Prompts come with their KV and first token."""
 
     def __init__(self, clock: VirtualClock, law: TokenTime, ended: Callable[[int, float], None]) -> None:
         """``ended`` is told of a completion at its last token, and the longest of its steps in seconds."""
-        self._clock, self._law, self._ended = clock, law, ended
-        self._last_step: list[tuple[int, int]] = []  # a heap: (number of a completion's last step, completion)
-        self._stored = dict[int, int]()  # completion -> its tokens less the number of the step
-        self._longest = dict[int, float]()
-        self._total = 0  # of _stored
-        self._step = 0  # that are done at _since_s
-        self._since_s = 0.0
-        self._change = 0
+
+        def seconds(load: RoundLoad) -> float:
+            return law.seconds(load.rows, sum(step.stored for step in load.steps) - load.rows)
+
+        self._clock, self._ended = clock, ended
+        self._engine, self._wire = _ROOM.engine(clock, seconds)
+        self._names = dict[int, int]()  # request of the engine -> completion
+        self._longest = dict[int, float]()  # request -> seconds
+        self._since_s = 0.0  # when the round in flight began
+        self._change = 0  # of who decodes
 
     def join(self, request: int, stored: int, answer: int) -> None:
-        """``request`` decodes ``answer`` tokens behind ``stored``, from the next step on."""
+        """``request`` decodes ``answer`` tokens behind ``stored``, as soon as the engine takes it in."""
         self._catch_up()
-        heapq.heappush(self._last_step, (self._step + answer, request))
-        self._stored[request] = stored - self._step
-        self._total += stored - self._step
-        self._longest[request] = 0.0
-        self._await_end()
+        params = SamplingParams(max_tokens=answer + 1, ignore_eos=True, temperature=0)
+        number = self._engine.add([0] * stored, params)
+        self._names[number], self._longest[number] = request, 0.0
+        self._go_on()
 
-    def _first_s(self) -> float:
-        """Of the step that comes next."""
-        rows = len(self._stored)
-        return self._law.seconds(rows, self._total + rows * self._step)
+    def _go_on(self) -> None:
+        """Up to where the round in flight takes time."""
+        while self._engine.has_work and not self._clock.now < self._wire.due < math.inf:
+            self._note(self._engine.step())
+            self._since_s = self._clock.now
+        if self._engine.has_work:
+            self._await()
 
-    def _seconds(self, steps: int) -> float:
-        rows = len(self._stored)
-        return steps * self._first_s() + self._law.c * rows * steps * (steps - 1) / 2
+    def _await(self) -> None:
+        """The first round behind which another one comes than would be foreseen now."""
+        self._change += 1
+        change = self._change
+        rounds = self._engine.scheduler.rounds_alike(TOKEN) if self._wire.rests else 0
+        due = self._wire.foreseen(rounds) if rounds > 0 else self._wire.due
+
+        def done() -> None:
+            if change == self._change:
+                self._catch_up()
+                self._go_on()
+
+        self._clock.later(due - self._clock.now, done)
 
     def _catch_up(self) -> None:
-        """Up to the end of the step that runs now."""
-        now = self._clock.now
-        if not self._stored:
-            self._since_s = now
-        if self._since_s >= now:
-            return
-        growth, first = self._law.c * len(self._stored) / 2, self._first_s()
-        passed = now - self._since_s
-        about = (
-            passed / first
-            if not growth
-            else (math.sqrt((first - growth) ** 2 + 4 * growth * passed) - (first - growth)) / (2 * growth)
-        )
-        steps = max(0, math.ceil(about - 1e-9))
-        self._take(min(steps, self._last_step[0][0] - self._step))
+        """With rounds that are over by now, all but one that ends now."""
+        times = leap(self._engine, self._wire, self._clock.now) if self._engine.has_work else []
+        if times:
+            longest = max(b - a for a, b in pairwise([self._since_s, *times]))
+            self._longest = {number: max(before, longest) for number, before in self._longest.items()}
+            self._since_s = times[-1]
 
-    def _take(self, steps: int) -> None:
-        if steps <= 0:
-            return
-        longest = self._first_s() + self._law.c * len(self._stored) * (steps - 1)
-        self._since_s += self._seconds(steps)
-        self._step += steps
-        for request, before in self._longest.items():
-            if longest > before:
-                self._longest[request] = longest
-
-    def _await_end(self) -> None:
-        self._change += 1
-        if not self._stored:
-            return
-        change, steps = self._change, self._last_step[0][0] - self._step
-        due = self._since_s + self._seconds(steps)
-
-        def end() -> None:
-            if change == self._change:
-                self._take(steps)
-                self._end()
-
-        self._clock.later(max(0.0, due - self._clock.now), end)
-
-    def _end(self) -> None:
-        while self._last_step and self._last_step[0][0] <= self._step:
-            _, request = heapq.heappop(self._last_step)
-            self._total -= self._stored.pop(request)
-            self._ended(request, self._longest.pop(request))
-        self._await_end()
+    def _note(self, outputs: list[RequestOutput]) -> None:
+        took = self._clock.now - self._since_s
+        for output in outputs:
+            number = output.request_id
+            if len(output.outputs[0].token_ids) > 1:
+                self._longest[number] = max(self._longest[number], took)
+            if output.finished:
+                self._ended(self._names.pop(number), self._longest.pop(number))

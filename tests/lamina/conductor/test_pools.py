@@ -23,14 +23,16 @@ LIMITS = Limits(ttft_s=40.0, tbt_s=0.05)
 SLOW = PrefillTime(0.0, 1 / 800, 1 / 8e7)
 
 
-def lagging(overload: str, *, check_again: bool) -> PoolsReport:
+def lagging(overload: str, *, check_again: bool, count: int) -> PoolsReport:
     """Prompts of 11 s, completions of 12 s: what decodes is known late."""
     one = conductor(40, law=SLOW, limits=LIMITS, overload=overload, check_again=check_again)
-    return report(played(one, even(1000, 3.0, 8000, 300), instances=2, law=SLOW), one)
+    return report(played(one, even(count, 3.0, 8000, 300), instances=2, law=SLOW), one)
 
 
 def test_an_instance_steps_as_its_law_says() -> None:
-    """Against a loop over steps."""
+    """Against a loop over steps. Who comes while others decode is taken in with the next step, as by any engine, and
+    decodes from the one behind it on.
+    """
     clock, ended = VirtualClock(), dict[int, tuple[float, float]]()
     instance = SimulatedInstance(clock, STEP, lambda r, longest: ended.update({r: (clock.now, longest)}))
     comes = {0: (0.0, 5000, 40), 1: (0.123, 9000, 300), 2: (0.5, 100, 7), 3: (2.0, 70_000, 111)}
@@ -39,8 +41,10 @@ def test_an_instance_steps_as_its_law_says() -> None:
     while clock.advance():
         pass
     now, rows, expected, longest = 0.0, dict[int, list[int]](), dict[int, float](), dict[int, float]()
+    seen, began = 0.0, set[int]()
     while len(expected) < len(comes):
-        rows |= {n: [s, a] for n, (at, s, a) in comes.items() if at <= now and n not in rows and n not in expected}
+        new = {n: [s, a] for n, (at, s, a) in comes.items() if at <= seen and n not in began}
+        rows, began, seen = rows | new, began | new.keys(), now
         took = STEP.seconds(len(rows), sum(s for s, _ in rows.values()))
         now += took
         longest |= {n: max(took, longest.get(n, 0.0)) for n in rows}
@@ -86,14 +90,14 @@ def test_entries_that_are_given_up_are_not_believed_under_load() -> None:
 
 def test_early_refusal_wastes_little_and_oscillates_and_prediction_damps_that() -> None:
     """Section 6.3 and 6.4, with what was taken decoded in any case."""
-    early, predictive = (lagging(name, check_again=False) for name in ("early", "predictive"))
+    early, predictive = (lagging(name, check_again=False, count=1000) for name in ("early", "predictive"))
     assert early.correlation < -0.3 < predictive.correlation
     assert predictive.decode_deviation <= 0.5 * early.decode_deviation
     assert predictive.goodput_requests > early.goodput_requests
 
 
 def test_a_second_look_keeps_the_limits() -> None:
-    found = {name: lagging(name, check_again=True) for name in ("baseline", "predictive")}
+    found = {name: lagging(name, check_again=True, count=400) for name in ("baseline", "predictive")}
     assert found["predictive"].wasted_tokens < 0.3 * found["baseline"].wasted_tokens
     for one in found.values():  # all that decoded was good
         assert one.goodput_requests == one.requests - sum(one.refused.values())
@@ -103,7 +107,7 @@ def test_a_second_look_keeps_the_limits() -> None:
 def test_estimates_that_are_wrong_by_3_cost_little(wrong: float) -> None:
     """No livelock: they are right before long. Goodput stays that of the baseline with true ones."""
     limits = Limits(ttft_s=10.0)
-    arrivals = even(600, 1.2, 10_000, 50)
+    arrivals = even(300, 1.2, 10_000, 50)
     true = conductor(3, limits=limits, overload="baseline")
     off = conductor(3, limits=limits, law=PrefillTime(LAW.a, LAW.b * wrong, LAW.c * wrong))
     good = [report(played(one, arrivals, instances=8), one).goodput_requests for one in (true, off)]
@@ -160,6 +164,7 @@ def test_the_conversation_trace_by_chance_and_whole(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not TRACE.exists(), reason="the public trace is not here")
 def test_early_refusal_on_the_conversation_trace(capsys: pytest.CaptureFixture[str]) -> None:
     """Where decoding binds: 16 prefill workers, 8 instances, twice as fast."""

@@ -84,6 +84,12 @@ def test_the_laws_of_a_run_are_found_again() -> None:
     assert found.byte_s == pytest.approx(50e-12, rel=1e-3)
     assert found.between_s == pytest.approx(BETWEEN_S, rel=1e-3)
     assert found.chunk == 32
+    assert found.decode.seconds(8, 5000) == pytest.approx(
+        slices_s(8) + LAYERS * attention_s(5000) + BETWEEN_S, rel=1e-2
+    ), "as the Conductor has it, for simulate"
+    assert found.prefill is not None
+    whole = sum(slices_s(32) + LAYERS * attention_s(32 * i * 32 + 528) + BETWEEN_S for i in range(16))
+    assert found.prefill.seconds(512) == pytest.approx(whole, rel=3e-2)
     assert found.spread == pytest.approx([1.0] * len(found.spread), rel=5e-2)
 
 
