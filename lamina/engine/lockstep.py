@@ -54,14 +54,14 @@ class Lockstep:
         Raises ValueError where the sequences have no room together, WorkerError where a worker is lost.
         """
         with self._use():
-            while not all(found := [self._engine.logits_of(i) for i in self._ids]):
+            while not all(logits := [self._engine.logits_of(i) for i in self._ids]):
                 self._step()
                 if self._engine.idle:
                     raise ValueError(
                         f"{len(self._ids)} rows have no room together: pass fewer of them, or shorter ones, or start "
                         "with more kv_memory or max_num_seqs (guidance_scale takes two for each row)"
                     )
-            return found
+            return logits
 
     def choose(self, tokens: Sequence[int]) -> None:
         """The next token of every sequence, behind ``logits``. Raises ValueError for one that is no token."""

@@ -62,9 +62,9 @@ class TextStream:
         return self._cut(start) if search else None
 
     def _cut(self, start: int) -> str | None:
-        found = find_stop(self._raw, self._stops, start)
-        if found is None:
+        stop = find_stop(self._raw, self._stops, start)
+        if stop is None:
             return None
-        self._raw = self._raw[: found[0] + (len(found[1]) if self._include_stop else 0)]
+        self._raw = self._raw[: stop[0] + (len(stop[1]) if self._include_stop else 0)]
         self._ended = True
-        return found[1]
+        return stop[1]

@@ -73,14 +73,14 @@ class Loans:
 
     def borrowed(self, sequences: Iterable[Sequence]) -> list[int]:
         """KV blocks by layer group that lie with a creditor; of groups with a window none are counted."""
-        found = [0] * len(self._ledger.lanes)
+        counts = [0] * len(self._ledger.lanes)
         for sequence in sequences:
             most = -(-sequence.num_scheduled // self._size)
             for run in sequence.place.moved:
                 low, high = (min(x * self._placement.stripe, most) for x in (run.start, run.stop))
                 for group, lanes in enumerate(self._ledger.lanes):
-                    found[group] += (high - low) * (run.lane in lanes and not self._ledger.windows[group])
-        return found
+                    counts[group] += (high - low) * (run.lane in lanes and not self._ledger.windows[group])
+        return counts
 
     def _room(self, blocks: Iterable[int]) -> dict[int, int]:
         return rooms(self._placement, self._ledger.lanes, self._ledger.windows, blocks)

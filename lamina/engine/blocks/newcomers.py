@@ -84,9 +84,9 @@ def deal(running: Iterable[Sequence], num_batches: int) -> list[Batch]:
     return batches
 
 
-def settle(batches: Several[Batch], found: Iterable[Keep]) -> list[Sequence]:
-    """Running sequences lie elsewhere now. Those that are not among ``found`` leave their batches, and are returned."""
-    places, gone = {each.sequence: each.place for each in found}, list[Sequence]()
+def settle(batches: Several[Batch], kept: Iterable[Keep]) -> list[Sequence]:
+    """Running sequences lie elsewhere now. Those that are not among ``kept`` leave their batches, and are returned."""
+    places, gone = {each.sequence: each.place for each in kept}, list[Sequence]()
     for batch in batches:
         gone += [s for s in batch.running if s.id not in places]
         batch.running = [s for s in batch.running if s.id in places]

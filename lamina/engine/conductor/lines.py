@@ -52,9 +52,9 @@ class PromptLine:
             raise KeyError(request)
         if at == 0:
             self._begun_s = None
-        found = self.prompts.pop(at)
+        booking = self.prompts.pop(at)
         self._foresee(now_s)
-        return found
+        return booking
 
     def joining(self) -> Iterator[tuple[float, int]]:
         """When each will be computed, and its tokens."""

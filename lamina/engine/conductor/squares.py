@@ -32,13 +32,15 @@ class Squares:
         best, least = [0.0] * count, 0.0
         for size in range(1, count + 1):
             for used in combinations(range(count), size):
-                found = _solve([[self._products[i][j] for j in used] for i in used], [self._targets[i] for i in used])
-                if found is None or min(found) < 0:
+                coefficients = _solve(
+                    [[self._products[i][j] for j in used] for i in used], [self._targets[i] for i in used]
+                )
+                if coefficients is None or min(coefficients) < 0:
                     continue
-                gain = sum(x * self._targets[i] for x, i in zip(found, used, strict=True))
+                gain = sum(x * self._targets[i] for x, i in zip(coefficients, used, strict=True))
                 if gain > least:
                     least, best = gain, [0.0] * count
-                    for x, i in zip(found, used, strict=True):
+                    for x, i in zip(coefficients, used, strict=True):
                         best[i] = x
         return best
 
@@ -55,7 +57,7 @@ def _solve(matrix: list[list[float]], targets: list[float]) -> list[float] | Non
         for below in range(at + 1, size):
             factor = rows[below][at] / rows[at][at]
             rows[below] = [x - factor * y for x, y in zip(rows[below], rows[at], strict=True)]
-    found = [0.0] * size
+    solution = [0.0] * size
     for at in reversed(range(size)):
-        found[at] = (rows[at][size] - sum(rows[at][j] * found[j] for j in range(at + 1, size))) / rows[at][at]
-    return found
+        solution[at] = (rows[at][size] - sum(rows[at][j] * solution[j] for j in range(at + 1, size))) / rows[at][at]
+    return solution
