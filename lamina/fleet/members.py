@@ -225,18 +225,18 @@ class Members:
         """Every ``kind`` that has come, and whose it is, without waiting. Raises as ``wait_for``."""
         while self._read(0.0):
             pass
-        found = [(m, message) for m in self._members for message in m.inbox if isinstance(message, kind)]
-        for member, message in found:
+        messages = [(m, message) for m in self._members for message in m.inbox if isinstance(message, kind)]
+        for member, message in messages:
             member.inbox.remove(message)
-        return found
+        return messages
 
     def said(self, kind: type[T]) -> list[T]:
         """Every ``kind`` that has been read, also of those that are lost."""
-        found = list[T]()
+        messages = list[T]()
         for member in self._members:
-            found += [message for message in member.inbox if isinstance(message, kind)]
+            messages += [message for message in member.inbox if isinstance(message, kind)]
             member.inbox = deque(message for message in member.inbox if not isinstance(message, kind))
-        return found
+        return messages
 
     def check(self) -> None:
         """Take in what has come, without a wait. Raises as ``wait_for`` where a worker is lost or has failed."""
@@ -267,10 +267,10 @@ class Members:
         """Who has sent something. Raises WorkerError where another thread has ended the workers."""
         listened = {id(m.link): m for m in self._members if m not in self.lost}
         try:
-            found = self._links.wait([m.link for m in listened.values()], timeout_s)
+            links = self._links.wait([m.link for m in listened.values()], timeout_s)
         except ValueError:
             raise WorkerError("the workers have been ended") from None
-        return [listened[id(link)] for link in found]
+        return [listened[id(link)] for link in links]
 
     def _receive(self, member: Member) -> Any:
         try:
@@ -320,8 +320,8 @@ class Members:
             if cause.by_peer or other.handle.fate() is not None:
                 said = self._failure_of(other, deadline)
                 if said is not None:
-                    found = self._lose(other, said.text)
-                    cause, lost = (cause, lost) if said.by_peer else (said, found)
+                    error = self._lose(other, said.text)
+                    cause, lost = (cause, lost) if said.by_peer else (said, error)
                 elif other.handle.fate() is not None:  # it ended without a word
                     return self._gone(other)
         return lost

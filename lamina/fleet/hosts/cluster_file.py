@@ -129,10 +129,10 @@ def read_cluster(path: str) -> Cluster:
     except ImportError as error:
         raise ImportError(f"{path} needs PyYAML: pip install 'lamina[ray]'") from error
     try:
-        found = yaml.safe_load(Path(path).read_text())
+        contents = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    table = _table(found, path, {"hosts", "port", "ssh", "python"})
+    table = _table(contents, path, {"hosts", "port", "ssh", "python"})
     entries = table.get("hosts")
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{path}: hosts must be a list with at least one host")
@@ -161,14 +161,14 @@ def _host(entry: Any, where: str) -> HostEntry:
     )
 
 
-def _address(found: Any, where: str) -> str:
+def _address(address: Any, where: str) -> str:
     """An IP address in its shortest form, or a host's name in lower case."""
-    text = str(found)
+    text = str(address)
     try:
         ip = ipaddress.ip_address(text)
     except ValueError:
-        if not isinstance(found, str) or not _NAME.fullmatch(text.lower()):
-            raise ValueError(f"{where}: address must be an IP address or the name of a host, not {found!r}") from None
+        if not isinstance(address, str) or not _NAME.fullmatch(text.lower()):
+            raise ValueError(f"{where}: address must be an IP address or the name of a host, not {address!r}") from None
         return text.lower()
     if ip.is_unspecified or ip.is_multicast:
         raise ValueError(f"{where}: address {text} is no host's own")
@@ -182,23 +182,25 @@ def look_up(address: str, where: str, *, alone: bool) -> str:
     except ValueError:
         pass
     try:
-        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ValueError(
             f"{where}: {address} cannot be looked up ({error.strerror}): give a name that this host knows, or the IP"
         ) from None
-    ips = sorted((ipaddress.ip_address(place[0]) for *_, place in found), key=lambda ip: (ip.is_loopback, ip.version))
+    ips = sorted(
+        (ipaddress.ip_address(place[0]) for *_, place in addresses), key=lambda ip: (ip.is_loopback, ip.version)
+    )
     if ips[0].is_loopback and not alone:
         raise ValueError(f"{where}: {address} is {ips[0]} here, which other hosts cannot reach: give its IP")
     return str(ips[0])
 
 
-def _table(found: Any, where: str, known: set[str]) -> dict[str, Any]:
-    if not isinstance(found, dict):
+def _table(table: Any, where: str, known: set[str]) -> dict[str, Any]:
+    if not isinstance(table, dict):
         raise ValueError(f"{where}: must be a table with {', '.join(sorted(known))}")
-    if unknown := sorted(str(k) for k in set(found) - known):
+    if unknown := sorted(str(k) for k in set(table) - known):
         raise ValueError(f"{where}: unknown entry {unknown[0]}; known: {', '.join(sorted(known))}")
-    return found
+    return table
 
 
 def _count(table: dict[str, Any], name: str, where: str, default: int) -> int:

@@ -146,10 +146,10 @@ def _end(folder: Path) -> bool:
 def _started_by(folder: Path) -> dict[str, Any]:
     """Of the order that started what runs here: {call, arguments}; empty where nobody wrote it down."""
     try:
-        found: dict[str, Any] = json.loads((folder / "order").read_text())
+        order: dict[str, Any] = json.loads((folder / "order").read_text())
     except (OSError, ValueError):
         return {}
-    return found
+    return order
 
 
 def _folder(address: str) -> Path:

@@ -67,12 +67,12 @@ def place(
         ordered = _nearest(hosts, near, {h.name: _room(h, trait, {}, gpu) for h in hosts})
         chosen[role] = []
         while len(chosen[role]) < count:
-            found = _next(ordered, trait, taken, chosen[role] if placement == "spread" else [], gpu)
-            if found is None:
+            next_place = _next(ordered, trait, taken, chosen[role] if placement == "spread" else [], gpu)
+            if next_place is None:
                 raise ValueError(_too_few(hosts, role, count, trait, said, gpu))
-            chosen[role].append(found)
-            for name, amount in found.takes.items():
-                taken[found.host.name][name] = taken[found.host.name].get(name, 0.0) + amount
+            chosen[role].append(next_place)
+            for name, amount in next_place.takes.items():
+                taken[next_place.host.name][name] = taken[next_place.host.name].get(name, 0.0) + amount
     return chosen
 
 

@@ -242,12 +242,12 @@ def _read_back(ray: Any, group: Any, places: dict[str, list[HostPlace]]) -> dict
     """With the hosts that Ray has given each bundle."""
     nodes = import_module("ray.util").placement_group_table(group)["bundles_to_node_id"]
     hosts = {host.name: host for host in hosts_of(ray, whole=True)}
-    found: dict[str, list[HostPlace]] = {role: [] for role in places}
+    by_role: dict[str, list[HostPlace]] = {role: [] for role in places}
     for number, (role, _, at) in enumerate(_each(places)):
         if nodes[number] not in hosts:
             raise OSError(f"a host was lost that Ray had reserved for {role} workers: start again")
-        found[role].append(HostPlace(hosts[nodes[number]], at.takes))
-    return found
+        by_role[role].append(HostPlace(hosts[nodes[number]], at.takes))
+    return by_role
 
 
 def _give_back(group: Any) -> None:
