@@ -126,8 +126,8 @@ def _keeps(host: HostEntry) -> str:
 
 def _resources(arguments: Sequence[str]) -> dict[str, float]:
     """That ``ray start`` was told of."""
-    found: dict[str, float] = json.loads(dict(pairwise(arguments)).get("--resources", "{}"))
-    return found
+    resources: dict[str, float] = json.loads(dict(pairwise(arguments)).get("--resources", "{}"))
+    return resources
 
 
 def _status(cluster: Cluster) -> int:
@@ -181,10 +181,10 @@ def ray_arguments(cluster: Cluster, host: HostEntry) -> list[str]:
 
 def _all(cluster: Cluster, hosts: Sequence[HostEntry], orders: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Their answers. Raises OSError with all that failed, once all have answered."""
-    found = _try_all(cluster, hosts, orders)
-    if failed := [str(answer) for answer in found if isinstance(answer, OSError)]:
+    answers = _try_all(cluster, hosts, orders)
+    if failed := [str(answer) for answer in answers if isinstance(answer, OSError)]:
         raise OSError("; ".join(failed))
-    return [answer for answer in found if isinstance(answer, dict)]
+    return [answer for answer in answers if isinstance(answer, dict)]
 
 
 def _try_all(
@@ -209,7 +209,7 @@ def _order(cluster: Cluster, host: HostEntry, order: dict[str, Any]) -> dict[str
         done = subprocess.run(
             command, input=json.dumps(order), capture_output=True, text=True, timeout=START_S + ORDER_S, check=False
         )
-        answer = json.loads(done.stdout.splitlines()[-1])
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         raise OSError(f"{host.address} did not answer in {START_S + ORDER_S:g} s") from None
     except (ValueError, IndexError):
@@ -217,8 +217,7 @@ def _order(cluster: Cluster, host: HostEntry, order: dict[str, Any]) -> dict[str
         raise OSError(f"{host.address} cannot be told what to do: {shlex.join(command)} says {said}") from None
     if "error" in answer:
         raise OSError(f"{host.address}: {answer['error']}")
-    found: dict[str, Any] = answer
-    return found
+    return answer
 
 
 def _free(resources: dict[str, float]) -> str:

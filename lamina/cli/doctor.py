@@ -24,14 +24,14 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(*(f"{name} ({', '.join(transports)})" for name, transports, _ in CHECKS), sep="\n")
         return 0
-    found = findings(Machine(), args.transport)
+    report = findings(Machine(), args.transport)
     if args.json:
-        print(json.dumps([dataclasses.asdict(f) for f in found], indent=2))
+        print(json.dumps([dataclasses.asdict(f) for f in report], indent=2))
     else:
-        print(*(lines(f) for f in found), sep="\n")
-        usable = [transport for f in found if f.check == "opens" and f.ok for transport in f.transports]
+        print(*(lines(f) for f in report), sep="\n")
+        usable = [transport for f in report if f.check == "opens" and f.ok for transport in f.transports]
         print(f"you can use: {', '.join(usable) or 'none of these'}")
-    return 1 if args.transport and any(f.check == "opens" and not f.ok for f in found) else 0
+    return 1 if args.transport and any(f.check == "opens" and not f.ok for f in report) else 0
 
 
 def lines(finding: Finding) -> str:

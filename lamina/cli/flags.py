@@ -39,10 +39,10 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     options, pasted = (
         {name: getattr(args, name) for name in names if hasattr(args, name)} for names in ((*OPTIONS, *GONE), PASTED)
     )
-    found, lines = translated(pasted, options)
+    replacements, lines = translated(pasted, options)
     for line in lines:
         print(line, file=sys.stderr)
-    return make_config(options | found)
+    return make_config(options | replacements)
 
 
 def print_config(config: EngineConfig, **more: Any) -> None:

@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Nothing stays unknown."""
         known = self._option_string_actions
-        found, unknown = super().parse_known_args(translated(sys.argv[1:] if args is None else args, known), namespace)
+        flags, unknown = super().parse_known_args(translated(sys.argv[1:] if args is None else args, known), namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
             option = flag.lstrip("-").partition(".")[0].replace("-", "_")  # --some-config.field
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{flag} is not here: {way_out}")
             near = get_close_matches(flag, known, n=1) if flag.startswith("--") else []
             self.error(f"unknown argument {flag}" + (f" (did you mean {near[0]}?)" if near else ""))
-        return found, unknown
+        return flags, unknown
 
     def error(self, message: str) -> NoReturn:
         """One line on stderr, and status 2."""

@@ -33,8 +33,8 @@ def check(model: str, config: EngineConfig) -> int:
     else:
         netstack.open(config.launching.scheme, key=cluster_key()).close()
     directory = find_checkpoint(model, trust_remote_code=config.model.trust_remote_code, weights=not elsewhere)
-    found = read_config(directory, trust_remote_code=config.model.trust_remote_code)
-    limit = check_model(config, _facts(found, max_model_len(found)))
+    model_config = read_config(directory, trust_remote_code=config.model.trust_remote_code)
+    limit = check_model(config, _facts(model_config, max_model_len(model_config)))
     if elsewhere:
         return limit
     _check_cores(config)

@@ -58,17 +58,17 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(f"would compute {args.figure}" + (f" on {', '.join(traces)}" if traces else ""))
         return 0
-    found = _figure(args, traces)
+    figure = _figure(args, traces)
     if args.html:
         from lamina.planner.page import figure_page
 
-        Path(args.html).write_text(figure_page(args.figure, found))
+        Path(args.html).write_text(figure_page(args.figure, figure))
     if args.json:
-        lines = [{**line._asdict(), "gap": line.gap} for line in found.lines]
-        told = {"figure": args.figure, "title": found.title, "lines": lines, "cannot": found.cannot}
+        lines = [{**line._asdict(), "gap": line.gap} for line in figure.lines]
+        told = {"figure": args.figure, "title": figure.title, "lines": lines, "cannot": figure.cannot}
         sys.stdout.write(json.dumps(told, indent=2) + "\n")
     else:
-        sys.stdout.write(_text(args.figure, found))
+        sys.stdout.write(_text(args.figure, figure))
     return 0
 
 
@@ -94,15 +94,15 @@ def _traces(figure: str, folder: str | None) -> dict[str, RequestTrace]:
         raise ValueError(
             f"{figure} needs --traces FOLDER, with Azure's and Mooncake's published files; see docs/planner.md"
         )
-    found = {}
+    traces = {}
     for name, files in TRACES.items():
         paths = (Path(folder) / f"{file}{end}" for file in files for end in ("", ".gz"))
         path = next((p for p in paths if p.is_file()), None)
         if path is not None:
-            found[name] = read_trace(str(path))
-    if "Azure-Conv" not in found:
+            traces[name] = read_trace(str(path))
+    if "Azure-Conv" not in traces:
         raise ValueError(f"--traces {folder} has no {' or '.join(TRACES['Azure-Conv'])}, nor one of these as .gz")
-    return found
+    return traces
 
 
 def _text(name: str, figure: Figure) -> str:

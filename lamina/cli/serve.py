@@ -155,10 +155,10 @@ def _unix_listener(path: str) -> Iterator[socket.socket]:
 def _is_left_behind(path: str) -> bool:
     """Whether it is a socket of this user's where nobody listens."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except FileNotFoundError:
         return False
-    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+    if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.geteuid():
         return False
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)

@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     told = [_one(args, rules, arrivals) for rules in runs]
     if args.json:
-        found = {"trace": trace.name, "surrogate": trace.surrogate, "runs": [_told(*one) for one in told]}
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        report = {"trace": trace.name, "surrogate": trace.surrogate, "runs": [_told(*one) for one in told]}
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
         sys.stdout.write(_text(args, trace, told))
     return 0
@@ -106,7 +106,7 @@ def _arrivals(trace: RequestTrace, args: argparse.Namespace) -> list[TracedPromp
     from lamina.sim.pools.run import TracedPrompt
 
     rng = random.Random(args.seed)
-    found = [
+    arrivals = [
         TracedPrompt(
             (r.at_s + rng.random() * args.spread) / args.speed,
             KnownPrompt(r.prompt, [block.to_bytes(8, "little") for block in r.blocks], HASHED),
@@ -114,7 +114,7 @@ def _arrivals(trace: RequestTrace, args: argparse.Namespace) -> list[TracedPromp
         )
         for r in trace.requests
     ]
-    return sorted(found, key=lambda arrival: arrival.at_s)
+    return sorted(arrivals, key=lambda arrival: arrival.at_s)
 
 
 def _rules(args: argparse.Namespace, policy: str, overload: str) -> ConductorRules:
@@ -158,8 +158,8 @@ def _listed(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
-def _told(rules: ConductorRules, found: PoolsReport, pools: SimulatedPools, cpu_s: float) -> dict[str, Any]:
-    return {"policy": rules.policy, "overload": rules.overload, "cpu_s": round(cpu_s, 2), **found.told()}
+def _told(rules: ConductorRules, report: PoolsReport, pools: SimulatedPools, cpu_s: float) -> dict[str, Any]:
+    return {"policy": rules.policy, "overload": rules.overload, "cpu_s": round(cpu_s, 2), **report.told()}
 
 
 _COLUMNS = (
@@ -184,22 +184,22 @@ def _text(
     from lamina.sim.pools.report import loads_text
 
     lines = [_head(args, trace, told[0][1].requests), _COLUMNS]
-    for rules, found, pools, cpu_s in told:
+    for rules, report, pools, cpu_s in told:
         lines.append(
-            f"{rules.policy:13}{found.mean_ttft_s:10.2f}{found.p50_ttft_s:8.2f}{found.p90_ttft_s:8.2f}"
-            f"{found.p99_ttft_s:8.2f}{found.hit:6.3f}{found.moved_tokens:9}{found.kv_replicas:8}"
-            f"{found.imbalance:9.2f}{found.expected_off:6.2f}{cpu_s:7.1f}"
+            f"{rules.policy:13}{report.mean_ttft_s:10.2f}{report.p50_ttft_s:8.2f}{report.p90_ttft_s:8.2f}"
+            f"{report.p99_ttft_s:8.2f}{report.hit:6.3f}{report.moved_tokens:9}{report.kv_replicas:8}"
+            f"{report.imbalance:9.2f}{report.expected_off:6.2f}{cpu_s:7.1f}"
         )
         if rules.limits != Limits():
-            refused = ", ".join(f"{n} by {why}" for why, n in sorted(found.refused.items())) or "none"
+            refused = ", ".join(f"{n} by {why}" for why, n in sorted(report.refused.items())) or "none"
             lines.append(
-                f"  {rules.overload}: goodput {found.goodput_requests}; refused {refused}; "
-                f"{found.wasted_tokens} tokens computed in vain"
+                f"  {rules.overload}: goodput {report.goodput_requests}; refused {refused}; "
+                f"{report.wasted_tokens} tokens computed in vain"
             )
         if args.instances:
             lines.append(
-                f"  loads of the pools: correlation {found.correlation:.2f}, decode deviates by "
-                f"{found.decode_deviation:.3f}"
+                f"  loads of the pools: correlation {report.correlation:.2f}, decode deviates by "
+                f"{report.decode_deviation:.3f}"
             )
         if args.draw:
             lines.append(loads_text(pools).rstrip("\n"))

@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0; 1 where the worker or the driver was lost; raises ValueError for bad input."""
-    found = _WORKER.fullmatch(args.worker)
-    if found is None:
+    match = _WORKER.fullmatch(args.worker)
+    if match is None:
         raise ValueError(f"{args.worker} is no worker: name one of {', '.join(ROLES)}, or memory-0")
     host, _, port = args.driver.rpartition(":")
     if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
@@ -48,11 +48,11 @@ def run(args: argparse.Namespace) -> int:
     key = cluster_key()
     if key is None:
         raise ValueError(f"the driver asks for the cluster's key: name its file by {KEY_FILE}")
-    index = ANY if found[2] is None else int(found[2])
+    index = ANY if match[2] is None else int(match[2])
     driver = host.removeprefix("[").removesuffix("]"), int(port)
     check_name(args.driver_name)
     if args.dry_run:
         print(f"would come to the driver at {args.driver} for {args.worker}")
         return 0
-    worker = ComingWorker(role=found[1], index=index, driver=driver, driver_name=args.driver_name, host=at)
+    worker = ComingWorker(role=match[1], index=index, driver=driver, driver_name=args.driver_name, host=at)
     return keep(worker, key, args.wait_s)

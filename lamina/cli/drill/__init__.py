@@ -179,7 +179,7 @@ def _report(args: argparse.Namespace, blows: Sequence[Blow], calm: Counter[str],
     bad = bool(harmed or left or len(blows) < args.count)
     if args.json:
         kinds = Counter(b.kind for b in blows)
-        found = {
+        summary = {
             "kinds": dict(sorted(kinds.items())),
             "faults": rows,
             "hits": len(blows),
@@ -187,7 +187,7 @@ def _report(args: argparse.Namespace, blows: Sequence[Blow], calm: Counter[str],
             "calm": dict(calm),
             "streams": args.streams,
         }
-        print(json.dumps(found))
+        print(json.dumps(summary))
         return int(bad)
     head = f"{'right':>7} {'wrong':>6} {'lost':>5} {'twice':>6}"
     print(f"{'fault':14} {'hits':>5} {'noticed after':>20} {'pause':>20} {head}")

@@ -29,13 +29,13 @@ def _connections(pid: int) -> list[tuple[int, str, str]]:
     lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
     lines += Path(f"/proc/{pid}/net/tcp6").read_text().splitlines()[1:]
     known = {f[9]: (f[1], f[2]) for line in lines if (f := line.split())[3] == _ESTABLISHED}
-    found = []
+    connections = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):  # it has been closed meanwhile
             kind, _, inode = os.readlink(f"/proc/{pid}/fd/{fd}").partition(":[")
             if kind == "socket" and (ends := known.get(inode.rstrip("]"))):
-                found.append((int(fd), *ends))
-    return found
+                connections.append((int(fd), *ends))
+    return connections
 
 
 def _shut(pid: int, fd: int) -> None:

@@ -59,25 +59,25 @@ def has_one_answer(body: dict[str, Any]) -> bool:
     return "seed" in body or not body["temperature"]
 
 
-def verdict(found: StreamTold, wanted: StreamTold, *, exactly: bool = True) -> str:
+def verdict(told: StreamTold, wanted: StreamTold, *, exactly: bool = True) -> str:
     """right, wrong, lost or twice. Not ``exactly``: its tokens are others each time, and only how many they are, that
     each has been told with its log-probability, and the reason of the end are looked at.
     """
-    if found.error:
+    if told.error:
         return "lost"
-    if found.tokens != wanted.tokens:
-        return "lost" if found.tokens < wanted.tokens else "twice"
+    if told.tokens != wanted.tokens:
+        return "lost" if told.tokens < wanted.tokens else "twice"
     if not exactly:
-        counts = [{i: len(x) for i, x in one.scores.items()} for one in (found, wanted)]
-        return "right" if found.reasons == wanted.reasons and counts[0] == counts[1] else "wrong"
-    same = found.texts == wanted.texts and found.reasons == wanted.reasons and _near(found.scores, wanted.scores)
+        counts = [{i: len(x) for i, x in one.scores.items()} for one in (told, wanted)]
+        return "right" if told.reasons == wanted.reasons and counts[0] == counts[1] else "wrong"
+    same = told.texts == wanted.texts and told.reasons == wanted.reasons and _near(told.scores, wanted.scores)
     return "right" if same else "wrong"
 
 
-def _near(found: dict[int, list[tuple[str, float]]], wanted: dict[int, list[tuple[str, float]]]) -> bool:
-    if {i: [t for t, _ in x] for i, x in found.items()} != {i: [t for t, _ in x] for i, x in wanted.items()}:
+def _near(scores: dict[int, list[tuple[str, float]]], wanted: dict[int, list[tuple[str, float]]]) -> bool:
+    if {i: [t for t, _ in x] for i, x in scores.items()} != {i: [t for t, _ in x] for i, x in wanted.items()}:
         return False
-    pairs = ((a, b) for i in found for (_, a), (_, b) in zip(found[i], wanted[i], strict=True))
+    pairs = ((a, b) for i in scores for (_, a), (_, b) in zip(scores[i], wanted[i], strict=True))
     return all(abs(a - b) <= NEAR for a, b in pairs)
 
 

@@ -50,21 +50,21 @@ def run(args: argparse.Namespace) -> int:
 def _stat(folder: StoreFolder, *, as_json: bool) -> int:
     from lamina.kv.store.upkeep import summary_of
 
-    found = summary_of(folder)
-    names = [(part.identity.hex()[:16], part.tenant.hex(), part.pages) for part in found.parts]
+    summary = summary_of(folder)
+    names = [(part.identity.hex()[:16], part.tenant.hex(), part.pages) for part in summary.parts]
     if as_json:
         rows = [
             {"model": model, "tenant": tenant, "pages": pages, "bytes": part.nbytes}
-            for (model, tenant, pages), part in zip(names, found.parts, strict=True)
+            for (model, tenant, pages), part in zip(names, summary.parts, strict=True)
         ]
-        text = json.dumps({"segments": found.segments, "bytes": found.nbytes, "stored": rows}, indent=2)
+        text = json.dumps({"segments": summary.segments, "bytes": summary.nbytes, "stored": rows}, indent=2)
     else:
         cells = [
             [model, tenant, str(pages), size(part.nbytes)]
-            for (model, tenant, pages), part in zip(names, found.parts, strict=True)
+            for (model, tenant, pages), part in zip(names, summary.parts, strict=True)
         ]
         lines = table([["model", "tenant", "pages", "on disk"], *cells], left=(0, 1))
-        text = "\n".join([*lines, f"{found.segments} segments, {size(found.nbytes)}"])
+        text = "\n".join([*lines, f"{summary.segments} segments, {size(summary.nbytes)}"])
     print(text)
     return 0
 
@@ -74,10 +74,10 @@ def _verify(folder: StoreFolder, args: argparse.Namespace) -> int:
     from lamina.kv.store.upkeep import Damage, verify
 
     whole = damaged = 0
-    for found in verify(folder, store_secret(folder, args.kv_key_file, make=False)):
-        if isinstance(found, Damage):
+    for check in verify(folder, store_secret(folder, args.kv_key_file, make=False)):
+        if isinstance(check, Damage):
             damaged += 1
-            print(f"page {found.page.key.hex()[:16]}: {len(found.atoms)} atoms are damaged, the first: {found.why}")
+            print(f"page {check.page.key.hex()[:16]}: {len(check.atoms)} atoms are damaged, the first: {check.why}")
         else:
             whole += 1
     print(f"{whole} pages are whole, {damaged} are damaged")

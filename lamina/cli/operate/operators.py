@@ -57,8 +57,8 @@ def call(
     request = urllib.request.Request(url, data, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=limit_s) as response:
-            found: dict[str, Any] = json.load(response)
-            return found
+            answer: dict[str, Any] = json.load(response)
+            return answer
     except urllib.error.HTTPError as error:
         with error:
             status, text = error.code, _words(error.read())

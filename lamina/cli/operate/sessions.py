@@ -46,10 +46,10 @@ def run(args: argparse.Namespace) -> int:
         call(args.url, f"/v1/sessions/{quote(args.id, safe='')}", key, ASK_S, method="DELETE")
         print(f"dropped {args.id}")
         return 0
-    found = call(args.url, "/v1/sessions", key, ASK_S)["data"]
+    sessions = call(args.url, "/v1/sessions", key, ASK_S)["data"]
     if args.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(sessions, indent=2))
         return 0
-    rows = [[s["id"], str(s["turns"]), str(s["tokens"]), s["tier"]] for s in found]
+    rows = [[s["id"], str(s["turns"]), str(s["tokens"]), s["tier"]] for s in sessions]
     print("\n".join(table([["session", "turns", "tokens", "tier"], *rows], left=(0, 3))))
     return 0

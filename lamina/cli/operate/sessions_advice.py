@@ -45,12 +45,12 @@ def run(args: argparse.Namespace) -> int:
     context = args.context or facts.max_len
     if context <= 0:
         raise ValueError(f"--context must be above 0: {args.url} does not say how many tokens a session has at most")
-    found = needs(facts.kv_bytes_per_token, context, args.per_hour)
-    rows = _capacity(args, context, found)
+    demand = needs(facts.kv_bytes_per_token, context, args.per_hour)
+    rows = _capacity(args, context, demand)
     if args.prefill_rate is None:
         rows.append(["give --prefill-rate", "", "to see what computing it again takes"])
     else:
-        rows += _again(args, context, found)
+        rows += _again(args, context, demand)
     print(f"{args.url}: {size(facts.kv_bytes_per_token)} of KV a token ({facts.source}); modelled")
     print("\n".join(table(rows, left=(0, 2))))
     return 0
@@ -64,26 +64,26 @@ def prices_of(args: argparse.Namespace) -> SessionPrices:
     return SessionPrices()._replace(**{name: price for name, price in given.items() if price is not None})
 
 
-def _capacity(args: argparse.Namespace, context: int, found: SessionNeeds) -> list[list[str]]:
+def _capacity(args: argparse.Namespace, context: int, demand: SessionNeeds) -> list[list[str]]:
     from lamina.planner.sessions import PAPER_HITS, stored_cost
 
     memory = parse_size(args.memory, "--memory") if args.memory else 0
     prices = prices_of(args)
-    disk = max(0.0, found.advised - memory)
-    cost = stored_cost(min(memory, found.advised), disk, prices)
+    disk = max(0.0, demand.advised - memory)
+    cost = stored_cost(min(memory, demand.advised), disk, prices)
     places = f"{size(memory)} of memory and {size(disk)} of disk" if memory else "on a disk"
     return [
-        ["a session", size(found.session), f"of {context} tokens"],
-        ["all of an hour", size(found.all), f"of {args.per_hour:g} sessions: none is lost within an hour"],
+        ["a session", size(demand.session), f"of {context} tokens"],
+        ["all of an hour", size(demand.all), f"of {args.per_hour:g} sessions: none is lost within an hour"],
         *(
-            [f"{share:.2f} of that", size(share * found.all), f"had {hits:.0%} of the hits in CachedAttention's run"]
+            [f"{share:.2f} of that", size(share * demand.all), f"had {hits:.0%} of the hits in CachedAttention's run"]
             for share, hits in PAPER_HITS.items()
         ),
         ["an hour of that", f"${cost:.2f}", places],
     ]
 
 
-def _again(args: argparse.Namespace, context: int, found: SessionNeeds) -> list[list[str]]:
+def _again(args: argparse.Namespace, context: int, demand: SessionNeeds) -> list[list[str]]:
     """What computing anew takes, of a session at its longest."""
     from lamina.planner.sessions import buffer_bytes, computed_cost
 
@@ -94,7 +94,7 @@ def _again(args: argparse.Namespace, context: int, found: SessionNeeds) -> list[
         rows.append(["an hour of that", f"${cost:.2f}", f"for {args.turns:g} turns, half of the context behind each"])
     if args.load_rate:
         rate = parse_size(args.load_rate, "--load-rate")
-        load_s, prefill_s = found.session / rate, args.new / args.prefill_rate
+        load_s, prefill_s = demand.session / rate, args.new / args.prefill_rate
         first = buffer_bytes(rate, load_s, prefill_s)
         rows.append(["loaded", duration(load_s), f"at {size(rate)} a second"])
         rows.append(["ahead of a turn", size(first), f"so that {args.new} new tokens hide the rest of the load"])

@@ -127,7 +127,7 @@ def _stock(args: argparse.Namespace) -> dict[str, Stock]:
     known: dict[str, Device] = dict(DEVICES)
     if args.device_file:
         known |= read_devices(Path(args.device_file))
-    found: dict[str, Stock] = {}
+    stock: dict[str, Stock] = {}
     for pair in args.devices.split(","):
         name, _, count = pair.strip().partition(":")
         if not count.isdecimal() or not 1 <= int(count) <= MOST_DEVICES:
@@ -138,10 +138,10 @@ def _stock(args: argparse.Namespace) -> dict[str, Stock]:
             each = device(name, "--devices", known)
         except ValueError as error:
             raise ValueError(f"{error}; --device-file FILE adds others") from None
-        if each.name in found:
+        if each.name in stock:
             raise ValueError(f"--devices has {each.name} twice: add up the numbers")
-        found[each.name] = Stock(each, int(count))
-    return found
+        stock[each.name] = Stock(each, int(count))
+    return stock
 
 
 def _rate(text: str) -> float | None:

@@ -27,12 +27,12 @@ def calibrated(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(f"would fit {len(run.steps)} steps of {args.model} and predict {len(shapes) + bool(trace)} runs")
         return 0
-    found = calibrate(run, facts, tables.constants(), f"--calibrate {source}")
-    predicted = {shape.label: predict_shape(found, shape, ANSWER) for shape in shapes}
+    calibration = calibrate(run, facts, tables.constants(), f"--calibrate {source}")
+    predicted = {shape.label: predict_shape(calibration, shape, ANSWER) for shape in shapes}
     if trace:
-        predicted[f"{trace.name}, as it came"] = predict(found, trace.requests, most=args.max_num_seqs)
+        predicted[f"{trace.name}, as it came"] = predict(calibration, trace.requests, most=args.max_num_seqs)
     if args.json:
-        sys.stdout.write(json.dumps(calibration_json(found, source, predicted), indent=2) + "\n")
+        sys.stdout.write(json.dumps(calibration_json(calibration, source, predicted), indent=2) + "\n")
     else:
-        sys.stdout.write(calibration_text(found, source, predicted))
+        sys.stdout.write(calibration_text(calibration, source, predicted))
     return 0
