@@ -67,15 +67,15 @@ class PoolAtoms:
         tables, placement = self._store.tables, self._store.placement
         lane = placement.lane(place, first // placement.stripe if placement.stripe else 0)
         low, high = first // tables.block_size, -(-(first + tokens) // tables.block_size)
-        found = list[tuple[int, ...] | None]()
+        blocks = list[tuple[int, ...] | None]()
         for group, lanes in enumerate(tables.lanes):
             if lane not in lanes:
-                found.append(None)
+                blocks.append(None)
                 continue
             if tables.table(group, sequence)[0] > low or tables.length(sequence) < first + tokens:
                 return None
-            found.append(tuple(tables.block_ids(group, sequence, low, high)))
-        return Located(tuple(found), tokens)
+            blocks.append(tuple(tables.block_ids(group, sequence, low, high)))
+        return Located(tuple(blocks), tokens)
 
     def keeps(self, first: int, place: Place) -> bool:
         """Whether the page from position ``first`` on of a sequence at ``place`` is kept here, or a part of it."""
@@ -95,17 +95,17 @@ class PoolAtoms:
 
     def take(self, at: Located) -> dict[Atom, memoryview]:
         """A copy of the page's atoms, as far as they are here."""
-        found = dict[Atom, memoryview]()
+        copies = dict[Atom, memoryview]()
         for heads, ids, atoms in self._room(at):
-            for part, mine in zip(heads.parts, _split(heads, atoms, at.tokens), strict=True):
+            for part, room in zip(heads.parts, _split(heads, atoms, at.tokens), strict=True):
                 here = part.device.type == "cpu"
                 blocks, numbers = (_bytes(part), ids) if here else (_bytes(part[list(ids)]), range(len(ids)))
                 size = part.shape[2]
                 for first, number in zip(range(0, at.tokens, size), numbers, strict=True):
-                    rows = mine[:, first : first + size]
+                    rows = room[:, first : first + size]
                     rows[:] = blocks[number][:, : rows.shape[1]]  # the only copy
-            found |= _named(heads, atoms)
-        return found
+            copies |= _named(heads, atoms)
+        return copies
 
     def room(self, at: Located) -> dict[Atom, memoryview]:
         """Buffers for the page's atoms, as far as they are kept here."""
@@ -113,10 +113,10 @@ class PoolAtoms:
 
     def put(self, at: Located, atoms: Mapping[Atom, memoryview]) -> None:
         """Fill the page's blocks with ``atoms``, of ``room``."""
-        for heads, ids, mine in self._room(at):
-            for row, atom in zip(mine, _atoms(heads), strict=True):
+        for heads, ids, room in self._room(at):
+            for row, atom in zip(room, _atoms(heads), strict=True):
                 row[:] = np.frombuffer(atoms[atom], np.uint8)
-            for part, new in zip(heads.parts, _split(heads, mine, at.tokens), strict=True):
+            for part, new in zip(heads.parts, _split(heads, room, at.tokens), strict=True):
                 for number, block in enumerate(ids):
                     size = part.shape[2]
                     rows = new[:, number * size : (number + 1) * size]

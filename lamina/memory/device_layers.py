@@ -83,9 +83,9 @@ class DeviceLayers:
 
 
 def _messages(step: Step, num_layers: int) -> list[tuple[Key, int, int]]:
-    plan, found = step.plan, list[tuple[Key, int, int]]()
+    plan, messages = step.plan, list[tuple[Key, int, int]]()
     for layer in range(num_layers):
         x = step.messages(layer)
         for kind, nbytes in ((Kind.Q, x.q_bytes), (Kind.KV, x.kv_bytes), (Kind.O, x.o_bytes)):
-            found.append((Key.of(kind, plan, layer), nbytes, 0))
-    return found
+            messages.append((Key.of(kind, plan, layer), nbytes, 0))
+    return messages

@@ -63,7 +63,7 @@ def _open_all(backend: str, scheme: str) -> Resident:
     fabric = netstack.open(scheme, key=cluster_key())
     worker = memory.MemoryWorker()
     attention.get(backend, torch.device("cpu"), torch.float32)
-    found = own(resident())
+    footprint = own(resident())
     del worker, memory_main
     fabric.close()
-    return found
+    return footprint

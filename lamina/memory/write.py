@@ -31,10 +31,10 @@ class Writes:
         """Those of a layer in which the rows come."""
         store = self._store
         like = store.alike[layer]
-        found = self._messages.get(like)
-        if found is None:
-            found = self._messages[like] = messages(store.pieces[like], self._counts, store.dtype.itemsize)
-        return found
+        of_layer = self._messages.get(like)
+        if of_layer is None:
+            of_layer = self._messages[like] = messages(store.pieces[like], self._counts, store.dtype.itemsize)
+        return of_layer
 
     def rows(self, layer: int, data: Tensor) -> list[Written]:
         """The K and V of a message as they will be stored, by piece. They may lie in ``data``."""
@@ -48,9 +48,9 @@ class Writes:
     def write(self, layer: int, rows: list[Written]) -> None:
         """Store them at their positions."""
         for piece, both in zip(self._store.layers[layer], rows, strict=True):
-            for place, found in zip(self.places[piece.group], both, strict=True):
+            for place, written in zip(self.places[piece.group], both, strict=True):
                 if place.at is not None:
-                    self._store.backend.append(piece.kv, place.at, found.pick(place.kept))
+                    self._store.backend.append(piece.kv, place.at, written.pick(place.kept))
 
 
 class Written(NamedTuple):
