@@ -19,17 +19,18 @@ from torch import Tensor
 
 from lamina import attention
 from lamina.attention.reference import Reference
-from lamina.cli.check.matrix import BASE, BASE_OPTIONS, FIXED, LENDING, Exactness, Resize, Setting
+from lamina.cli.check.matrix import BASE, BASE_OPTIONS, FIXED, LENDING, Exactness, Resize, Setting, kept
 from lamina.cli.check.settings_run import Check
 from lamina.cli.launch import main
 from lamina.compute.worker import ComputeWorker
-from lamina.config import make_config
+from lamina.config import changed, make_config
 from lamina.fleet.elastic import Change, Elastic
 from lamina.fleet.launchers import local
 from lamina.kv.pool import LayerStore, WriteIndex
 from lamina.kv.stored import StoredRows
 from lamina.memory import worker as memory
 from lamina.memory.moves import Mover
+from lamina.protocol.options.engine import EngineConfig
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
 NAMES = ("gpt2", "llama-gqa", "gemma2", "falcon-mqa", "mixtral")
@@ -118,6 +119,27 @@ def test_the_whole_matrix(tiny_lm: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert all(any(name in s for name in hardware) for s in refused - sparse), refused
     assert len(sparse) == 3, "tokens of a head lie on several workers: three, striped, lent"
     assert any(r["setting"] == "--memory-workers 2 --transport tcp" and r["held"] for r in found["runs"])
+
+
+KEPT = ("prefix cache", "restore", "preemption")
+KEEPING = [
+    pytest.param("gpt2", 0, "auto", id="learned positions", marks=pytest.mark.slow),
+    pytest.param("gemma2", 250, "auto", id="a window that prompts fit in"),
+    pytest.param("falcon-alibi", 0, "auto", id="positions in the scores", marks=pytest.mark.slow),
+    pytest.param("falcon-mqa", 0, "auto", id="one KV head", marks=pytest.mark.slow),
+    pytest.param("llama-gqa", 0, "int8", id="8 bits", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "window", "dtype"), KEEPING)
+def test_families_keep_what_is_promised_of_kept_kv(name: str, window: int, dtype: str, tmp_path: Path) -> None:
+    (family,) = [f for f in FAMILIES if f.name == name]
+    more = {"sliding_window": window} if window else {}
+    replace(family, options={**family.options, **more}).build().save_pretrained(tmp_path)
+    config = changed(EngineConfig(), BASE_OPTIONS)
+    verdicts = list(Check(str(tmp_path), config, [], 16, 0).run([BASE, *kept(dtype)]))
+    assert all(v.held for v in verdicts), [(v.axis, v.setting, v.note) for v in verdicts if not v.held]
+    assert [v.found for v in verdicts if v.axis in KEPT] == ["bitwise"] * 5
 
 
 def test_own_prompts(tiny_lm: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,7 +29,9 @@ from lamina.cli.check.matrix import (
 from lamina.cli.check.report import report_json, show
 from lamina.cli.check.tight import Tight
 from lamina.cli.check.verdict import Outcome, Verdict, compare, failed, judge
+from lamina.compute.capacity import store_bytes
 from lamina.config import make_config
+from lamina.kv.stored import stored_dtype
 from lamina.protocol.blocks.counts import split_memory
 from lamina.protocol.partition import Lanes
 from lamina.protocol.plan import LayerShape
@@ -174,6 +177,33 @@ def test_a_row_that_is_to_lend_and_lends_nothing_is_a_breach() -> None:
     assert judge(SPLIT, outcome(), outcome()).held, "nobody else has to"
 
 
+def test_who_goes_on_with_the_kv_that_it_had_is_no_excuse_for_other_bits() -> None:
+    (swaps,) = [s for s in QUICK if s.swaps]
+    assert "(too little memory for all)" in swaps.text
+    right = judge(swaps, outcome(num_preemptions=2, num_swapped=2), outcome())
+    assert (right.held, right.found) == (True, "bitwise")
+    assert right.note == "preempted: 2, with their KV: 2"
+    assert judge(swaps, outcome(completions=other_bits(), num_preemptions=2, num_swapped=2), outcome()).held is False
+    excused = judge(swaps, outcome(completions=other_bits(), num_preemptions=2, num_swapped=1), outcome())
+    assert (excused.held, excused.promised) == (True, "token-equal"), "one was computed anew"
+    assert [s.axis for s in WHOLE if s.options.get("kv_cache_dtype") == "int8" and s.swaps] == ["preemption"]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_memory_is_too_tight_for_what_four_prompts_become(dtype: str) -> None:
+    layers = [LayerShape(4, 2, 8, 8, "")] * 3
+    config = make_config({"dtype": "float32", "block_size": 16, "max_num_seqs": 4, "kv_cache_dtype": dtype})
+    for prompts, longest, blocks in (((3, 17, 1, 290, 33), 322, 23), ((5, 5, 5, 5), 40, 4), ((1, 30), 62, 5)):
+        found = Tight(longest, layers, 320, prompts).crowded(config)
+        two, one = (store_bytes(layers, stored_dtype(dtype, torch.float32), n, 16) for n in (32, 16))
+        split = split_memory(
+            int(found["kv_memory"]), [two - one], [0], [Lanes((True,))], stripe=0, stays=False, block_size=16,
+            max_rows=64, max_len=found["max_model_len"],
+        )  # fmt: skip
+        assert split == [blocks], "of all prompts, and at least one more than the longest of them becomes"
+        assert found["max_model_len"] == min(320, -(-longest // 16) * 16)
+
+
 def test_rows_that_lend_are_in_both_and_say_so() -> None:
     for settings, least in ((QUICK, 1), (WHOLE, 12)):
         lending = [s for s in settings if s.lends]
@@ -215,7 +245,8 @@ def test_settings_are_valid_and_follow_what_they_are_compared_with(settings: lis
         if setting.promised == Exactness.BITWISE and ("pipeline" in setting.options or setting.alone):
             assert deterministic, "these change the rows of a step"
         if setting.promised == Exactness.BITWISE and deterministic:
-            assert setting.like in (FIXED, RANKS, EVICTING, EVICTING_RANKS)
+            known = setting.like in (FIXED, RANKS, EVICTING, EVICTING_RANKS)
+            assert known or (setting.like and setting.like.axis == "kv cache dtype")
     assert len({(s.axis, s.text) for s in settings}) == len(settings)
 
 

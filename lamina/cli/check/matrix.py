@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -61,10 +61,16 @@ class Setting:
         return self.options.get("kv_sparsity") == "evict"
 
     @property
+    def swaps(self) -> bool:
+        """Whether memory is too small for all that run, so that some are preempted, and their KV is kept meanwhile."""
+        return self.options.get("preemption_mode") == "swap"
+
+    @property
     def text(self) -> str:
         """Its flags, as ``lamina-launch`` takes them."""
         words = [_words(name, value) for name, value in self.options.items()]
         tight = ["(too little memory for one sequence)"] * self.lends
+        tight += ["(too little memory for all)"] * self.swaps
         said = [*tight, *["(prompts one by one)"] * self.alone, *["(KV loaded)"] * self.restored]
         said += [f"(while sequences run: {', then '.join(c.text for c in self.changes)})"] * bool(self.changes)
         return " ".join([*words, *said])
@@ -111,6 +117,7 @@ def quick(attention: Sequence[str]) -> list[Setting]:
         *_restored(memory_workers=2),
         _planned(memory_workers=2, transport="shm"),
         _planned(memory_workers=2, partition="token"),
+        _swapped(),
         RANKS,
         _ranks(transport="shm", memory_workers=4),
         _ranks(pipeline=3),
@@ -149,6 +156,8 @@ def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[st
         *(_planned(memory_workers=2, partition=name) for name in HOLDING),
         *(_planned(memory_workers=2, partition=name, transport=scheme) for name in HOLDING for scheme in transports),
         *(_planned(memory_workers=2, partition=name, prefill_workers=1, pipeline=2) for name in HOLDING),
+        *(_swapped(transport=name) for name in ("loopback", *transports)),
+        *kept("int8"),
         *(_fixed("prefill workers", **o, prefill_workers=1, pipeline=2) for o in splits),
         Setting("prefill workers", Exactness.TOKEN_EQUAL, BASE, {"prefill_workers": 1}),
         RANKS,
@@ -213,6 +222,21 @@ def _planned(size: int = 1, like: Setting = FIXED, **options: Any) -> Setting:
     had = options["memory_workers"]
     changes = Resize(had + size), Resize(had, tuple(range(size)))
     return Setting("planned change", Exactness.BITWISE, like, {**options, **FIXED.options}, changes=changes)
+
+
+def _swapped(**options: Any) -> Setting:
+    """Some are preempted, and go on with the KV that was saved."""
+    found = {**options, **FIXED.options, "kv_offloading_size": "1GiB", "preemption_mode": "swap", "block_size": 16}
+    return Setting("preemption", Exactness.BITWISE, FIXED, found)
+
+
+def kept(dtype: str) -> list[Setting]:
+    """All that is done with KV that outlives its rows, stored as ``dtype``, and what it is compared with first."""
+    if dtype == BASE_STORE:
+        return [FIXED, *_cached(), *_restored(), _swapped()]
+    like = Setting("kv cache dtype", Exactness.BOUNDED, None, {**FIXED.options, "kv_cache_dtype": dtype})
+    each = [*_cached(kv_cache_dtype=dtype), *_restored(kv_cache_dtype=dtype), _swapped(kv_cache_dtype=dtype)]
+    return [like, *(replace(setting, like=like) for setting in each)]
 
 
 def _ranks(**options: Any) -> Setting:

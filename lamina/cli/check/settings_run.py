@@ -72,6 +72,8 @@ class Check:
             config = changed(self._base, settings[0].options)
             if settings[0].lends and self._tight is not None:
                 config = changed(config, self._tight.options(config))
+            if settings[0].swaps and self._tight is not None:
+                config = changed(config, self._tight.crowded(config))
             llm = LLM(self._model, **flat(config))
         except (ValueError, ImportError, OSError) as e:
             if not self._outcomes:
@@ -102,6 +104,8 @@ class Check:
                 if setting.drops and (evictions := llm.engine.scheduler.evictions) and not evictions.num_dropped:
                     more = f"no KV block was dropped: prompts need more than {llm.engine.config.kv.kv_budget} tokens"
                     verdict = failed(setting, more, held=None)
+                if setting.swaps and not self._outcomes[setting].num_preemptions:
+                    verdict = failed(setting, "nobody was preempted: a window gives blocks back", held=None)
                 yield verdict
                 start = time.monotonic()
 
@@ -117,13 +121,15 @@ class Check:
         stats, info = llm.stats(), llm.engine.info
         if self._tight is None and info.bind is not None:
             longest = max(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs)
-            self._tight = Tight(longest, info.bind.layers, info.max_model_len)
-        config = llm.engine.config
+            each = [len(o.prompt_token_ids) for o in outputs]
+            self._tight = Tight(longest, info.bind.layers, info.max_model_len, each)
+        config, swaps = llm.engine.config, llm.engine.scheduler.swaps
         agreement, bound = self._reference.agreement(config.model.dtype, config.kv.kv_cache_dtype, outputs)
         return Outcome(
             completions=[o.outputs[0] for o in outputs],
             plans=wire.plans,
             num_preemptions=llm.engine.scheduler.num_preemptions,
+            num_swapped=swaps.num_saved if swaps else 0,
             agreement=agreement,
             bound=bound,
             seconds=time.monotonic() - start,

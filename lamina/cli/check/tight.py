@@ -1,4 +1,6 @@
-"""Memory too tight for one sequence: what makes memory workers lend, in the rows that are to show it. Pure."""
+"""Memory too tight for one sequence, which makes memory workers lend, or for all that run, which preempts some: in the
+rows that are to show it. Pure.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,11 @@ from lamina.protocol.plan import LayerShape
 class Tight:
     """For sequences of which the longest has ``longest`` tokens, on a model of ``layers``, all heads."""
 
-    def __init__(self, longest: int, layers: Sequence[LayerShape], max_model_len: int) -> None:
-        self._longest, self._layers, self._limit = longest, layers, max_model_len
+    def __init__(
+        self, longest: int, layers: Sequence[LayerShape], max_model_len: int, prompts: Sequence[int] = ()
+    ) -> None:
+        """``prompts``: tokens of each, in the order in which they come."""
+        self._longest, self._layers, self._limit, self._prompts = longest, layers, max_model_len, prompts
         self._stored = longest - 1  # the last token is drawn, and not stored
 
     def options(self, config: EngineConfig) -> dict[str, Any]:
@@ -35,6 +40,15 @@ class Tight:
         nbytes = store_bytes(self._layers, dtype, home, config.kv.block_size) // config.topology.tensor_parallel_size
         most = -(-self._longest // CHUNK_TOKENS) * CHUNK_TOKENS
         return {"max_model_len": min(self._limit, most), "kv_memory": str(nbytes)}
+
+    def crowded(self, config: EngineConfig) -> dict[str, Any]:
+        """With which the prompts that run at once have room, and not all that they become."""
+        size, first = config.kv.block_size, self._prompts[: config.batching.max_num_seqs]
+        one = -(-self._longest // size)
+        blocks = max(one + 1, sum(-(-(tokens + 1) // size) for tokens in first))
+        dtype = stored_dtype(config.kv.kv_cache_dtype, getattr(torch, config.model.dtype))
+        nbytes = store_bytes(self._layers, dtype, blocks * size, size)
+        return {"max_model_len": min(self._limit, one * size), "kv_memory": str(nbytes)}
 
     def roomy(self, ready: ComputeReady) -> str:
         """Why memory workers that are ``ready`` need lend nothing of the longest sequence; "" = they must."""

@@ -31,6 +31,7 @@ class Outcome:
     idle: tuple[str, ...] = ()  # memory workers that had nothing to attend
     lent: int = 0  # stripes that were on loan
     moved_bytes: int = 0  # of KV, as memory workers came and went
+    num_swapped: int = 0  # of those that were preempted, they went on with the KV that they had
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ def judge(setting: Setting, run: Outcome, like: Outcome | None) -> Verdict:
     if setting.changes:
         held = held and run.moved_bytes > 0
         notes.append(f"bytes of KV moved: {run.moved_bytes}")
+    if setting.swaps:
+        notes.append(f"preempted: {run.num_preemptions}, with their KV: {run.num_swapped}")
     if not held and difference is not None and difference.first is not None:
         notes.append("first difference in prompt {}, token {}".format(*difference.first))
     if run.agreement.worst_margin:
@@ -151,7 +154,7 @@ def _excuse(setting: Setting, run: Outcome, like: Outcome) -> str:
     """Why the bits of two runs may differ; "" = they may not. What a preempted sequence had is computed anew, in other
     steps; and without ``deterministic`` bits are promised for the same plans alone.
     """
-    if run.num_preemptions or like.num_preemptions:
+    if run.num_preemptions > run.num_swapped or like.num_preemptions > like.num_swapped:
         return "a sequence was preempted: bits are not promised (raise --kv-memory)"
     if not setting.options.get("deterministic") and run.plans != like.plans:
         return "the plans were others: bits are not promised"
