@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked import ForkedProgram
 
 from lamina.cli.launch import main
 
@@ -72,34 +73,26 @@ def test_command_lines(command: str, printed: Printed) -> None:
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("serve ")])
 def test_servers(command: str, printed: Printed) -> None:
     anywhere = re.sub(r"--port \d+", "--port 0", command)
-    with subprocess.Popen(
-        [sys.executable, "-m", "lamina.cli.launch", *shlex.split(anywhere)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as server:
-        try:
-            assert server.stdout is not None
-            url = server.stdout.readline().split()[-1]
-            with urllib.request.urlopen(url + "/v1/models", timeout=60) as models:
-                assert json.load(models)["data"]
-            assert CLIENTS
-            for code in CLIENTS:
-                run(code.replace(ADDRESS, url))
-                assert "import os" in printed()
-            (curl,) = re.findall(r"^curl .*\\\n.*$", README, re.MULTILINE)
-            if shutil.which("curl"):
-                got = subprocess.run(
-                    shlex.split(curl.replace("\\\n", "").replace(ADDRESS, url)),
-                    capture_output=True,
-                    text=True,
-                    timeout=60,
-                    check=True,
-                )
-                assert "data: [DONE]" in got.stdout
-        finally:
-            server.send_signal(signal.SIGINT)
-            assert server.wait(60) == 0
+    server = ForkedProgram(shlex.split(anywhere))
+    assert server.stdout is not None
+    try:
+        url = server.stdout.readline().split()[-1]
+        with urllib.request.urlopen(url + "/v1/models", timeout=60) as models:
+            assert json.load(models)["data"]
+        assert CLIENTS
+        for code in CLIENTS:
+            run(code.replace(ADDRESS, url))
+            assert "import os" in printed()
+        (curl,) = re.findall(r"^curl .*\\\n.*$", README, re.MULTILINE)
+        if shutil.which("curl"):
+            command = shlex.split(curl.replace("\\\n", "").replace(ADDRESS, url))
+            got = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+            assert "data: [DONE]" in got.stdout
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+    finally:
+        server.kill()
+        server.stdout.close()
 
 
 def test_the_tree_names_what_is_there() -> None:
