@@ -95,6 +95,8 @@ class Store:
         self.alike = [self.pieces.index(x) for x in self.pieces]  # layer -> the first one that has the same
         size, stays = bind.kv.block_size, partition.stays
         self.tables = BlockTables(form.windows, form.num_blocks, size, form.lanes, form.stripe, stays, form.sparse)
+        if bind.kv.zero_on_free:
+            self.tables.freed()
         self.layers: list[list[StoredPiece]] = []
         if slabs is None:
             for _ in bind.layers:
@@ -143,6 +145,7 @@ class Store:
                 raise PlanError(f"sequence {each.sequence}: {each.length} tokens are to be kept, and were not written")
         self.tables.reconcile(keep)
         self.written.reconcile(keep)
+        self.wipe()
 
     def message(self, data: memoryview) -> Tensor:
         """Its bytes, flat, on the device. On the CPU they are shared, not copied."""
@@ -177,6 +180,16 @@ class Store:
         self.written.begin(plan, again=again)
         for op in () if again else shifts:
             self._rotate(op)
+
+    def wipe(self) -> None:
+        """Write zeros over blocks that have become free, where that is wanted: behind a plan, before its rows come."""
+        freed = self.tables.freed() if self.bind.kv.zero_on_free else []
+        if not any(freed):
+            return
+        for piece in (piece for layer in self.layers for piece in layer):
+            for tensor in piece.kv.tensors:
+                for block in freed[piece.group]:
+                    tensor[block].zero_()
 
     def _rotate(self, op: Shift) -> None:
         """Move K of all that was behind the tokens that ``op`` has discarded, if it is still there."""

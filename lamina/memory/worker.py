@@ -17,7 +17,7 @@ import torch
 from lamina.background import Background
 from lamina.build import build_id
 from lamina.kv.media import Medium, MediumError, MediumPlace, open_medium
-from lamina.kv.pages import PROMPT, Recipe
+from lamina.kv.pages import PAGE, PROMPT, Recipe
 from lamina.kv.slabs import Slabs, touch
 from lamina.netstack import Channel, ChannelTimeout, Fabric
 from lamina.observe.trace import OFF, Recorder
@@ -180,7 +180,10 @@ class MemoryWorker:
                 new.grow()
             mover.move(layer)
             if old is not None:
-                self._slabs.give([x for piece in old.layers[layer] for x in piece.kv.tensors])
+                tensors = [x for piece in old.layers[layer] for x in piece.kv.tensors]
+                for tensor in tensors if old.bind.kv.zero_on_free else []:
+                    tensor.zero_()
+                self._slabs.give(tensors)
                 old.layers[layer] = []
         if new is not None:
             new.written.reconcile(order.keep)
@@ -234,7 +237,14 @@ class MemoryWorker:
             keys = self._transfers.pages(MOST_LISTED)
         except MediumError as e:
             raise ValueError(str(e)) from None
-        room = (tier.size + tier.memory) // tier.workers // self._transfers.page_nbytes
+        nbytes = self._transfers.page_nbytes
+        room = (tier.size + tier.memory) // tier.workers // nbytes
+        if not room:
+            flag = "--kv-store-size" if tier.directory else "--kv-offloading-size"
+            raise ValueError(
+                f"{flag}: {tier.size} bytes have no room for a page of {PAGE} tokens on each of {tier.workers} memory "
+                f"workers, which takes {nbytes} bytes: give {tier.workers * nbytes} at least"
+            )
         self._report(StoredPages(view=view, keys=keys, room=room))
 
 

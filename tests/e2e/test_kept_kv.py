@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from contextlib import closing
@@ -15,6 +16,7 @@ from lamina.kv.pages import Recipe
 from lamina.kv.store.folder import StoreFolder
 from lamina.kv.store.index import PageIndex
 from lamina.kv.store.upkeep import summary_of
+from lamina.memory.store import Store
 from lamina.protocol.placement import FIRST
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
@@ -190,6 +192,31 @@ def test_a_reset_is_not_forgotten_by_the_next_engine(llama_path: Path, tmp_path:
     with LLM(str(llama_path), **where) as llm:
         assert ask(llm, [*PROMPT, 7]).num_cached_tokens == 0
         assert ask(llm, [*OTHERS[0], 7]).num_cached_tokens == 256
+
+
+@pytest.mark.parametrize("wipes", [True, False])
+def test_blocks_that_are_free_are_zeros_and_pages_are_saved_before(llama_path: Path, *, wipes: bool) -> None:
+    """Seen in the pool's own memory; the other one is the control."""
+    options = {**TINY, "kv_offloading_size": "64MiB", "memory_workers": 2, "kv_memory": "260KB"}
+    with LLM(str(llama_path), zero_on_free=wipes, **options) as llm:
+        never = told(ask(llm, [*PROMPT[:256], 5]))
+        for prompt in OTHERS:
+            ask(llm, prompt)  # whose blocks were another one's, whose pages were still being saved
+        again = ask(llm, [*PROMPT[:256], 5])
+        assert (told(again), again.num_cached_tokens) == (never, 256)
+        llm.engine.rest()
+        llm.reset_prefix_cache()
+        llm.engine.settle()
+        pools = [x for x in gc.get_objects() if isinstance(x, Store) and x.bind.kv.zero_on_free == wipes]
+        pools = [x for x in pools if not x.tables.sequences]
+        tensors = [x[:-1] for pool in pools for layer in pool.layers for piece in layer for x in piece.kv.tensors]
+        assert len(tensors) == 2 * 2 * 3
+        assert any(x.any() for x in tensors) != wipes
+
+
+def test_a_size_without_room_for_a_page_is_refused_in_one_line(llama_path: Path) -> None:
+    with pytest.raises(ValueError, match="^--kv-offloading-size: 3000 bytes have no room for a page of 128 tokens .*$"):
+        LLM(str(llama_path), kv_offloading_size="3000", **TINY)
 
 
 def test_a_tier_needs_what_it_is_for(llama_path: Path, tmp_path: Path) -> None:

@@ -61,6 +61,15 @@ class HeldBlocks:
         """Blocks that nobody holds, by group."""
         return tuple(pool.num_free for pool in self._pools)
 
+    def freed(self) -> list[list[int]]:
+        """By group, blocks that have become free since this was called last, even if somebody has them again; nothing
+        at first.
+        """
+        found = [pool.freed or [] for pool in self._pools]
+        for pool in self._pools:
+            pool.freed = []
+        return found
+
     @property
     def num_lanes(self) -> int:
         """Of the partition, as far as it shows here."""

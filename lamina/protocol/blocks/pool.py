@@ -14,6 +14,7 @@ class BlockPool:
         self._num_blocks = num_blocks
         self._free = array("q", range(num_blocks - 1, -1, -1))  # the last one is handed out next
         self._holders: dict[int, int] = {}  # of blocks that several sequences hold
+        self.freed: list[int] | None = None  # blocks that have become free, where somebody wants to know
 
     @property
     def num_free(self) -> int:
@@ -39,6 +40,8 @@ class BlockPool:
             left = self.holders(block) - 1
             if not left:
                 self._free.append(block)
+                if self.freed is not None:
+                    self.freed.append(block)
             elif left == 1:
                 del self._holders[block]
             else:

@@ -76,6 +76,10 @@ class KVOptions(SparsityOptions, frozen=True, kw_only=True):
         str, "attention of the memory workers: native, numba, reference, or auto (the first that works)"
     ] = "auto"
 
+    zero_on_free: Annotated[
+        bool, "write zeros over K and V as their blocks become free, so that no memory tells of them"
+    ] = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if CHUNK_TOKENS % self.block_size:

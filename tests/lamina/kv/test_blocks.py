@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -453,3 +454,37 @@ for machine in (Machine, StripedMachine):
     machine.TestCase.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
 TestMachine = Machine.TestCase
 TestStripedMachine = StripedMachine.TestCase
+
+
+@given(order=st.randoms(use_true_random=False))
+def test_blocks_that_become_free_are_told_once(order: random.Random) -> None:
+    """Those, and no others, whoever shares them: beside a set of the blocks in tables."""
+    tables = BlockTables([0, 12], [30, 30], SIZE)
+    assert tables.freed() == [[], []]
+    lengths, held = dict[int, int](), [set[int](), set[int]()]
+    for step in range(12):
+        ops, rows = list[SequenceOp](), list[Rows]()
+        for sequence, length in list(lengths.items()):
+            match order.choice(["free", "grow", "fork", "rest"]):
+                case "free":
+                    ops.append(Free(sequence))
+                    del lengths[sequence]
+                case "grow":
+                    rows.append(Rows(sequence, length, order.randint(1, 6)))
+                    lengths[sequence] += rows[-1].count
+                case "fork" if length >= SIZE and tables.held_of(Keep(sequence, SIZE)) is not None:
+                    ops.insert(0, Fork(100 * step + sequence, sequence, SIZE))
+                    lengths[100 * step + sequence] = SIZE
+        ops.append(New(1000 + step))
+        rows.append(Rows(1000 + step, 0, order.randint(1, 9)))
+        lengths[1000 + step] = rows[-1].count
+        try:
+            tables.apply(StepPlan(step=step, ops=ops, rows=rows))
+        except (NoBlocksError, PlanError):
+            assert tables.freed() == [[], []], "nothing has changed"
+            return
+        for group, (freed, before) in enumerate(zip(tables.freed(), held, strict=True)):
+            now = {b for s in lengths for b in tables.table(group, s)[1]}
+            assert len(set(freed)) == len(freed)
+            assert before - now <= set(freed) <= before
+            held[group] = now
