@@ -78,7 +78,7 @@ class Cohort:
         self._started: dict[tuple[str, int], int] = {}  # role and index -> workers that were started for them
         self._names: dict[WorkerHandle, str] = {}  # which they prove to their peers
         self.tier = TierKeeper(config, self._incarnation)
-        self._spares = Spares(members, config.launching.spares, self._start_spare)
+        self.spares = Spares(members, config.launching.spares, self._start_spare)
         self.kv_bytes: list[list[int]] = []  # rank -> of its memory workers, once they are known
         self.binds: list[Bind] = []  # rank -> of its first memory worker, once it is known
         self.backend = ""  # of the memory workers' attention, once it is known
@@ -143,7 +143,7 @@ class Cohort:
             self._loaded.pop(lost, None)
             self._names.pop(lost.handle, None)
             role, index = lost.handle.role, lost.handle.index
-            if (spare := self._spares.take(role, index, self._size)) is not None:
+            if (spare := self.spares.take(role, index, self._size)) is not None:
                 self._members.replace(lost, spare)
                 continue
             member = self._members.prepare(self._start_one(launcher, role, index))
@@ -151,17 +151,12 @@ class Cohort:
             self._tell_start(member)
         self._await_starts()
 
-    def fill_spares(self) -> None:
-        """Start the spares that there should be, and are not; nothing waits for them. Raises OSError, ValueError."""
-        self._spares.fill()
-
-    def dead_spares(self) -> list[Member]:
-        """Spares that have ended since the last call; ``fill_spares`` starts others."""
-        return self._spares.dead()
-
-    def may_have(self, count: int) -> bool:
-        """Whether there may be so many memory workers from now on."""
-        return self._one_process or (self._launcher is not None and self._launcher.grow("memory", count))
+    def may_have(self, count: int, stay: Sequence[int] = ()) -> bool:
+        """Whether there may be so many memory workers from now on. ``stay``: of those that there are, in this order."""
+        launcher = None if self._one_process else self._launcher
+        if launcher is not None and stay:
+            launcher.keep("memory", stay)
+        return launcher is None or launcher.grow("memory", count)
 
     def take_up(self, topology: TopologyOptions, kv_bytes: list[list[int]], coming: Mapping[Member, str]) -> None:
         """There are other memory workers, of which some listen at those URLs; the next ``connect`` says so to all."""
@@ -174,7 +169,7 @@ class Cohort:
 
     def close(self) -> None:
         """End the spares, and give back what the launcher holds. Idempotent."""
-        self._spares.close()
+        self.spares.close()
         if self._launcher is not None:
             self._launcher.close()
 

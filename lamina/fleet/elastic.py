@@ -94,7 +94,7 @@ class Elastic:
         found = [self._binds_of(wanted, r, bind, asked, sum(had[r])) for r, bind in enumerate(binds)]
         more = sum(bind.kv_bytes for rank in found for bind in rank) - sum(map(sum, had))
         more += sum(b.kv_bytes // len(b.layers) for rank in found for b in rank[: len(had[0])])  # a layer of who stays
-        if more > (free := self._free()):
+        if not self._config.launching.elsewhere and more > (free := self._free()):
             raise ValueError(too_little(more, free))
         number = topology.tensor_parallel_size
         ranks = [together(_bounds(rank), lambda w, r=r: w * number + r) for r, rank in enumerate(found)]  # type: ignore[misc]
@@ -156,8 +156,9 @@ class Elastic:
         change, before = self._change, self._members.memory
         self._change, self._paused_at, self._moved_bytes = None, paused_at, 0
         self._leaving, size = [before[i] for i in self._going], change.topology.tensor_parallel_size
-        after = staying(before, self._going, size) + list(self._coming)
-        self._cohort.may_have(len(after))
+        stay = staying(before, self._going, size)
+        after = stay + list(self._coming)
+        self._cohort.may_have(len(after), [before.index(m) for m in stay])
         partitions = [bind.partition for bind in self._cohort.binds]
         for member in before:
             self._members.remove(member)

@@ -29,6 +29,7 @@ from .supervise import Supervisor
 from .tiers import num_reports
 
 STATS_S = 5.0
+HERE = "localhost"
 GRACE_S = 1.0  # a worker that waits for another one in vain knows more than we do: let it speak first
 
 
@@ -61,7 +62,7 @@ class Pools:
                 self._cohort.start(model)
                 self.ready = self._cohort.connect()
                 self._read_clocks()
-                self._cohort.fill_spares()
+                self._cohort.spares.fill()
         except BaseException:
             self.close()
             raise
@@ -112,6 +113,12 @@ class Pools:
     def pids(self) -> dict[str, int]:
         """Name of each worker -> its process."""
         return {m.label: m.handle.pid for m in self._members}
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """Name of each worker -> the address of its host, by which others reach it; HERE: this one."""
+        places = {m.label: m.handle.place.rpartition(":")[0].strip("[]") for m in self._members}
+        return {label: place or HERE for label, place in places.items()}
 
     def submit(self, new: RunRound) -> None:
         """Queue a round for the compute workers. Where one is lost, ``wait`` says so."""

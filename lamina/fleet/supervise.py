@@ -48,7 +48,7 @@ class Supervisor:
 
     def tend_spares(self) -> None:
         """Others are started for spares that have died, as often as recoveries may be; not while there is one."""
-        self._short = bool(self._cohort.dead_spares()) or self._short
+        self._short = bool(self._cohort.spares.dead()) or self._short
         if self._short and not self._recoveries.under_way and self._deaths.allow([]):
             self._deaths.count([self], [])
             self._deaths.end()
@@ -57,7 +57,7 @@ class Supervisor:
     def _fill_spares(self) -> None:
         self._short = False
         try:
-            self._cohort.fill_spares()
+            self._cohort.spares.fill()
         except (OSError, ValueError) as error:
             log.warning("there are fewer spares than asked for: %s", error)
 

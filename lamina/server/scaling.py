@@ -45,10 +45,11 @@ class ScaleRequest(Strict):
 
 
 class DrainRequest(Strict):
-    """POST /drain. ``memory_worker``: that one alone, for good; the server goes on."""
+    """POST /drain. ``memory_worker``: that one alone, for good; the server goes on. ``host``: all that are on it."""
 
     on: bool = True
     memory_worker: Int | None = Field(None, ge=0)
+    host: str | None = None
 
 
 class CordonRequest(Strict):
@@ -85,15 +86,17 @@ async def scale(request: Request) -> Response:
 @router.post("/drain", openapi_extra=described(DrainRequest), responses=answers(401, 409, 503, body=True))
 async def drain(request: Request) -> Response:
     """Take no new requests, or take them again (``on`` false). What is under way goes on; says how much that is. Or
-    have one memory worker give all its KV to the others, and end; streams pause meanwhile.
+    have one memory worker, or all of a host, give their KV to the others, and end; streams pause meanwhile.
     """
     service: Service = request.app.state.service
     _check_key(service.config.admin_key, request.headers.get("authorization", ""))
     body = await parse(DrainRequest, request)
     if unknown := sorted(set(body.model_extra or {})):
-        raise ApiError(400, f"unknown field {unknown[0]!r}; known: on, memory_worker", param=unknown[0])
-    if body.memory_worker is not None:
-        return json_response(await _dismiss(service, body.memory_worker))
+        raise ApiError(400, f"unknown field {unknown[0]!r}; known: on, memory_worker, host", param=unknown[0])
+    if body.host is not None:
+        return json_response(await _dismiss(service, on_host(service.client.ready, body.host), f"--host {body.host}"))
+    if (worker := body.memory_worker) is not None:
+        return json_response(await _dismiss(service, [worker], f"--memory-worker {worker}"))
     service.admission.closed = body.on
     return json_response({"draining": body.on, "completions": service.admission.completions})
 
@@ -112,19 +115,35 @@ async def cordon(request: Request) -> Response:
         return json_response({"cordoned": await service.client.cordon(body.memory_worker, on=body.on)})
 
 
-async def _dismiss(service: Service, worker: int) -> dict[str, Any]:
+def on_host(ready: Ready, host: str) -> list[int]:
+    """The memory workers of a host. Raises ApiError where there are none, or others with them."""
+    there = sorted(name for name, at in ready.hosts.items() if at == host)
+    if not there:
+        known = ", ".join(sorted({*ready.hosts.values()}))
+        raise ApiError(400, f"--host {host}: no worker is there; they are on {known}", param="host")
+    if others := [name for name in there if not name.startswith("memory-")]:
+        raise ApiError(
+            400, f"--host {host}: {others[0]} is there, too, and memory workers alone can leave: drain them by number",
+            param="host",
+        )  # fmt: skip
+    return [int(name.partition("-")[2]) for name in there]
+
+
+async def _dismiss(service: Service, workers: Sequence[int], asked: str) -> dict[str, Any]:
+    """``asked``: the flag that named them."""
     before = service.client.config
-    count = before.topology.memory_workers if before else 0
-    if before is None or not 0 <= worker < count or count == 1:
-        there = "one memory worker, which cannot go" if count == 1 else f"memory workers 0 to {count - 1}"
-        raise ApiError(400, f"--memory-worker {worker}: there is {there}", param="memory_worker", code="invalid_value")
+    if before is None:
+        raise ApiError(400, f"{asked}: this engine cannot be changed while it runs", code="invalid_value")
+    count = before.topology.memory_workers
+    left = count - len(workers)
+    if not all(0 <= worker < count for worker in workers) or not left:
+        there = f"memory workers 0 to {count - 1}" if left else "no other memory worker, so it cannot go"
+        raise ApiError(400, f"{asked}: there is {there}", code="invalid_value")
     try:
-        wanted = await asyncio.to_thread(
-            _wanted, service.root, before, {"memory_workers": count - 1}, service.client.ready
-        )
+        wanted = await asyncio.to_thread(_wanted, service.root, before, {"memory_workers": left}, service.client.ready)
     except ValueError as error:
-        raise ApiError(400, f"--memory-worker {worker}: {error}", code="invalid_value") from None
-    return {"memory_workers": count - 1, "pause_s": await _change(service, wanted, [worker])}
+        raise ApiError(400, f"{asked}: {error}", code="invalid_value") from None
+    return {"memory_workers": left, "pause_s": await _change(service, wanted, workers)}
 
 
 async def _change(service: Service, wanted: EngineConfig, leaving: Sequence[int] = ()) -> float:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fake_cluster import ROOT, FakeCluster
 from lamina import LLM, SamplingParams
 from lamina.config import make_config
 from lamina.engine.wire import WorkerError
+from lamina.fleet.elastic import NotInPlaceError
 from lamina.fleet.hosts import ray_cluster
 from lamina.fleet.hosts.placement import HostPlace
 from lamina.fleet.launchers import ray as over_ray
@@ -124,6 +126,34 @@ def test_a_worker_that_is_lost_is_replaced_on_its_host(cluster: FakeCluster) -> 
                 assert [name for name, pid in llm.pools.pids.items() if pid != pids[name]] == [victim]
         last = llm.pools.pids
     assert eventually(lambda: all(gone(pid) for pid in last.values()), 10.0)
+
+
+def test_a_memory_worker_leaves_and_who_stays_has_its_place_still(cluster: FakeCluster) -> None:
+    """Its KV moves from node to node, streams go on, and a loss behind that is made good where the lost one was."""
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    with LLM(MODEL, ray_address=cluster.address, kv_memory="32MiB", partition="request", **OPTIONS) as llm:
+        wanted = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+        elastic, outputs, before = llm.pools.elastic, dict[int, list[int]](), llm.pools.pids
+        with llm.stream(PROMPTS, params) as stream:
+            for output in stream:
+                outputs[output.request_id] = output.outputs[0].token_ids
+                if len(llm.pools._members.memory) == 2 and not elastic.preparing and len(outputs) == len(PROMPTS):
+                    with suppress(ValueError):  # it is under way already
+                        elastic.begin(elastic.plan(1), [0])
+            assert [outputs[i] for i in stream.request_ids] == wanted
+        outcome = elastic.take_outcome()
+        assert outcome is not None
+        assert (outcome.error, outcome.moved_bytes > 0) == ("", True)
+        assert {name: pid for name, pid in llm.pools.pids.items() if name.startswith("memory")} == {
+            "memory-0": before["memory-1"]
+        }
+        place = llm.pools._members.memory[0].handle.place
+        os.kill(before["memory-1"], signal.SIGKILL)
+        assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)] == wanted
+        assert llm.pools._members.memory[0].handle.place == place
+        with pytest.raises(NotInPlaceError):
+            elastic.begin(elastic.plan(2))
+        assert eventually(lambda: gone(before["memory-0"]), 10.0)
 
 
 def test_a_servers_engine_is_replaced_too(cluster: FakeCluster, tmp_path: Path) -> None:

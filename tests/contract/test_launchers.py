@@ -204,3 +204,28 @@ def test_cores_are_shared(launch: Open) -> None:
     cores = one.share("memory", 0)
     assert cores >= 1
     assert two.share("memory", 1) == max(1, cores // 2)
+
+
+def test_those_that_stay_are_numbered_anew_and_keep_their_places(launch: Open) -> None:
+    """One of three has gone. A launcher that replaces workers does so in the place of the one that had the number."""
+    launcher = launch(3)
+    handles = [launcher.start("memory", index, 1) for index in range(3)]
+    places = list(getattr(launcher, "places", {}).get("memory", ()))
+    handles[0].sock.close()
+    handles[0].join(SOON_S)
+    launcher.keep("memory", [2, 1])
+    assert launcher.grow("memory", 2), "there may be fewer anywhere"
+    if places:
+        assert launcher.places["memory"] == [places[2], places[1]]  # type: ignore[attr-defined]
+    assert launcher.share("memory", 1) >= 1
+    if launcher.may_replace(handles[2]):
+        os.kill(handles[2].pid, signal.SIGKILL)
+        handles[2].sock.close()
+        handles[2].join(SOON_S)
+        again = launcher.start("memory", 0, 1)
+        assert (again.role, again.index) == ("memory", 0)
+        again.sock.close()
+        again.join(SOON_S)
+    assert handles[1].fate() is None
+    handles[1].sock.close()
+    handles[1].join(SOON_S)

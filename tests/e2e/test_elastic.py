@@ -155,13 +155,13 @@ def test_a_spare_takes_any_of_the_places_that_there_are_by_then(tiny_lm: Path) -
     """Behind workers that came, and that went; it stays a spare meanwhile."""
     with open_llm(tiny_lm, transport="shm", dtype="float32", partition="request", spare_memory=1) as llm:
         wanted, _ = run(llm)
-        (first,) = [m.handle.pid for m in llm.pools._cohort._spares]
+        (first,) = [m.handle.pid for m in llm.pools._cohort.spares]
         for sizes, place in (([(3, [])], 2), ([(1, [0, 2])], 0)):
-            (spare,) = [m.handle.pid for m in llm.pools._cohort._spares]
+            (spare,) = [m.handle.pid for m in llm.pools._cohort.spares]
             found, outcomes = run(llm, sizes)
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
             assert [o.error for o in outcomes] == [""]
-            assert [m.handle.pid for m in llm.pools._cohort._spares] == [spare]
+            assert [m.handle.pid for m in llm.pools._cohort.spares] == [spare]
             os.kill(llm.pools.pids[f"memory-{place}"], signal.SIGKILL)
             found, _ = run(llm)
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]

@@ -38,6 +38,7 @@ class Workers:
     def __init__(self, wire: FakeWire) -> None:
         self.ready = wire.ready
         self.pids = {"memory-0": 2, "compute-0": 1}
+        self.hosts = {"memory-0": "10.0.0.3", "compute-0": "localhost"}
         self.asked = 0
         self.stats: dict[str, dict[str, float]] | None = None
         self.called: Any = None
@@ -438,7 +439,7 @@ def test_what_a_server_is_told_of_the_engine(bench: Bench) -> None:
     assert bench.loop._ready() == Ready(
         vocab_size=VOCAB, max_model_len=128, max_num_seqs=bench.engine.config.batching.max_num_seqs, dtype="float32",
         block_size=4, num_blocks=[[64]], holders=[[0]], hops_per_step=2, fits=2.0,
-        row_bytes={"q": 16, "kv": 8, "o": 32}, workers=["compute-0", "memory-0"],
+        row_bytes={"q": 16, "kv": 8, "o": 32}, workers=["compute-0", "memory-0"], hosts=bench.workers.hosts,
     )  # fmt: skip
 
 

@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
+from fake import READY
 from running import Running, alive, eventually
 from test_recovering import BODY, health, texts
 
 from lamina.cli.launch import main
+from lamina.server.errors import ApiError
+from lamina.server.scaling import on_host
 
 pytestmark = pytest.mark.timeout(300)
 KEY = "the-operator"
@@ -36,7 +40,7 @@ def client(scalable: Running) -> Iterator[httpx.Client]:
 
 
 def scale(server: Running, *flags: str, key: str = KEY) -> int:
-    command = "drain" if "--memory-worker" in flags else "scale"
+    command = "drain" if {"--memory-worker", "--host"} & {*flags} else "scale"
     return main([command, server.url, *flags, "--admin-key", key])
 
 
@@ -98,7 +102,11 @@ def test_streams_go_on_with_more_and_fewer_memory_workers(
     [
         (["--tensor-parallel-size", "3"], KEY, "--tensor-parallel-size 3"),
         (["--memory-workers", "0"], KEY, "memory_workers"),
-        (["--memory-worker", "0"], KEY, "--memory-worker 0: there is one memory worker, which cannot go"),
+        (["--memory-worker", "0"], KEY, "--memory-worker 0: there is no other memory worker, so it cannot go"),
+        (["--memory-worker", "1"], KEY, "--memory-worker 1: there is no other memory worker"),
+        (["--host", "10.0.0.9"], KEY, "--host 10.0.0.9: no worker is there; they are on localhost"),
+        (["--host", "localhost"], KEY, "--host localhost: compute-0 is there, too"),
+        (["--host", "x", "--memory-worker", "0"], KEY, "leave out --memory-worker, or --host"),
         (["--memory-worker", "0", "--undo"], KEY, "--undo"),
         (["--memory-workers", "2"], "a-client", "the operator's key is needed"),
         ([], KEY, "nothing is to change"),
@@ -130,6 +138,16 @@ def test_a_cordon_that_cannot_be_is_refused(
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1
+
+
+def test_a_host_is_left_by_its_memory_workers_alone() -> None:
+    at = {"memory-0": "10.0.0.2", "memory-1": "10.0.0.3", "memory-2": "10.0.0.3", "compute-0": "10.0.0.2"}
+    ready = msgspec.structs.replace(READY, hosts=at)
+    assert on_host(ready, "10.0.0.3") == [1, 2]
+    with pytest.raises(ApiError, match="--host 10.0.0.2: compute-0 is there, too"):
+        on_host(ready, "10.0.0.2")
+    with pytest.raises(ApiError, match=r"no worker is there; they are on 10.0.0.2, 10.0.0.3"):
+        on_host(ready, "10.0.0.4")
 
 
 def test_nobody_scales_without_the_operators_key(scalable: Running, client: httpx.Client) -> None:

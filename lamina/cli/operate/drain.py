@@ -1,5 +1,6 @@
 """``lamina-launch drain URL``: a server that runs takes nothing new, and what is under way ends. With
-``--memory-worker I`` that worker alone gives its KV to the others and ends, and streams go on.
+``--memory-worker I`` that worker alone gives its KV to the others and ends, with ``--host ADDRESS`` all those of a host
+do, and streams go on.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="I",
         help="have this one alone give its KV to the others, and end; the server takes requests as before",
     )
+    parser.add_argument(
+        "--host", metavar="ADDRESS", help="the same of all memory workers of that host, so that it can be taken away"
+    )
     parser.add_argument("--undo", action="store_true", help="take new requests again")
     parser.add_argument(
         "--timeout-s",
@@ -39,7 +43,9 @@ def run(args: argparse.Namespace) -> int:
     ``ask``.
     """
     check_url(args.url)
-    if args.memory_worker is not None:
+    if args.memory_worker is not None and args.host is not None:
+        raise ValueError("--host names all memory workers of a host: leave out --memory-worker, or --host")
+    if args.memory_worker is not None or args.host is not None:
         return _dismiss(args)
     if args.dry_run:
         print(f"would have {args.url} {'take new requests again' if args.undo else 'take no new requests'}")
@@ -57,13 +63,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _dismiss(args: argparse.Namespace) -> int:
-    worker = args.memory_worker
+    worker, host = args.memory_worker, args.host
+    who = f"memory worker {worker}" if host is None else f"the memory workers on {host}"
     if args.undo:
         raise ValueError("--undo: a memory worker that has gone does not come back: ask `scale` for another one")
     if args.dry_run:
-        print(f"would have memory worker {worker} of {args.url} give its KV to the others, and end")
+        print(f"would have {who} of {args.url} give KV to the others, and end")
         return 0
-    answer = ask(args, "/drain", {"memory_worker": worker}, args.timeout_s or ASK_S)
+    body = {"memory_worker": worker} if host is None else {"host": host}
+    answer = ask(args, "/drain", body, args.timeout_s or ASK_S)
     left, pause_s = answer["memory_workers"], answer["pause_s"]
-    print(f"memory worker {worker} has gone; {left} left; streams paused for {pause_s:.2f} s")
+    print(f"{who} {'has' if host is None else 'have'} gone; {left} left; streams paused for {pause_s:.2f} s")
     return 0

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Protocol
 
@@ -67,8 +67,12 @@ class Launcher(Protocol):
 
     def grow(self, role: str, count: int) -> bool:
         """From now on there may be ``count`` workers of a role; False, and nothing changes, where they cannot be had
-        while the others run.
+        while the others run. There may be fewer in any case.
         """
+        ...
+
+    def keep(self, role: str, numbers: Sequence[int]) -> None:
+        """Of the workers of a role these stay, and are numbered in this order from now on; the others end."""
         ...
 
     def close(self) -> None: ...

@@ -142,10 +142,15 @@ class LocalLauncher:
         return True
 
     def grow(self, role: str, count: int) -> bool:
-        if any(any(each) for each in self._on.values()):  # cores were dealt out at the start
+        had = self._on[role]
+        if count > len(had) and any(any(each) for each in self._on.values()):  # cores were dealt out at the start
             return False
-        self._wanted[role], self._on[role] = count, [cores.Cores()] * count
+        self._wanted[role], self._on[role] = count, [*had, *[cores.Cores()] * count][:count]
         return True
+
+    def keep(self, role: str, numbers: Sequence[int]) -> None:
+        self._on[role] = [self._on[role][n] for n in numbers]
+        self._wanted[role] = len(numbers)
 
     def close(self) -> None: ...
 

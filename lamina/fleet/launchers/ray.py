@@ -16,7 +16,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -95,6 +95,7 @@ class RayLauncher:
         try:
             self._group, self.places = reserve(ray, config, wanted, self._limit_s)
             check_kv_memory(self.places, config.devices.kv_bytes())
+            self._bundles = {(role, index): n for n, (role, index, _) in enumerate(_each(self.places))}
             for role, index, _ in _each(self.places):
                 self._call_warden(role, index)
         except BaseException:
@@ -136,8 +137,20 @@ class RayLauncher:
         return RayWorker(self._ray, warden, role, index, at, started["pid"], sock)
 
     def grow(self, role: str, count: int) -> bool:
-        """Never: its places are taken from the cluster at the start."""
-        return False
+        """Fewer alone: its places are taken from the cluster at the start."""
+        return count <= len(self.places[role])
+
+    def keep(self, role: str, numbers: Sequence[int]) -> None:
+        """The cluster has the places of the others back with the end of all."""
+        stay = {old: new for new, old in enumerate(numbers)}
+
+        def renumbered(who: tuple[str, int]) -> tuple[str, int] | None:
+            return (role, stay[who[1]]) if who[0] == role and who[1] in stay else None if who[0] == role else who
+
+        self.places[role] = [self.places[role][n] for n in numbers]
+        self._bundles = {new: n for who, n in self._bundles.items() if (new := renumbered(who))}
+        self._wardens = {new: w for who, w in self._wardens.items() if (new := renumbered(who))}
+        self._used = {new for who in self._used if (new := renumbered(who))}
 
     def may_replace(self, lost: WorkerHandle) -> bool:
         """On its host; not where that has fallen silent."""
@@ -162,14 +175,15 @@ class RayLauncher:
         if (role, index) in self._wardens:
             self._ray.kill(self._wardens[role, index])  # Ray gives its bundle to nobody else before
         takes = dict(self.places[role][index].takes)
-        number = next(n for n, (r, i, _) in enumerate(_each(self.places)) if (r, i) == (role, index))
         self._wardens[role, index] = (
             self._ray.remote(Warden)
             .options(
                 num_cpus=takes.pop("CPU", 0.0),
                 num_gpus=takes.pop("GPU", 0.0),
                 resources=takes,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=self._bundles[role, index]
+                ),
                 max_concurrency=4,  # started and fate wait, end comes meanwhile
                 max_restarts=0,
             )

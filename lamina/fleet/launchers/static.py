@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lamina import __version__
 from lamina.fleet.hosts.cluster_file import look_up
@@ -144,8 +144,14 @@ class StaticLauncher:
         return StaticWorker(warden, role, index, sock)
 
     def grow(self, role: str, count: int) -> bool:
-        """Never: people start its workers."""
-        return False
+        """Fewer alone: people start its workers."""
+        return count <= self._wanted.get(role, 0)
+
+    def keep(self, role: str, numbers: Sequence[int]) -> None:
+        with self._changed:
+            stay = {(role, new): self._visitors[role, old] for new, old in enumerate(numbers)}
+            self._visitors = {who: v for who, v in self._visitors.items() if who[0] != role} | stay
+            self._wanted[role] = len(numbers)
 
     def may_replace(self, lost: WorkerHandle) -> bool:
         """Never: people start its workers."""

@@ -329,6 +329,7 @@ class _Loop:
             fits=self._engine.scheduler.most_sequences(info.max_model_len),
             row_bytes={k: sum(info.summary.get(v, [])) for k, v in names.items()},
             workers=sorted(self._pools.pids),
+            hosts=self._pools.hosts,
         )
 
     def _read(self) -> None:

@@ -79,6 +79,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     fits: float = 0.0  # sequences of max_model_len tokens whose KV the pool holds at once
     row_bytes: dict[str, int]  # "q", "kv", "o": bytes of one row in all layers
     workers: list[str]  # such as "memory-0"
+    hosts: dict[str, str] = {}  # worker -> address of its host
 
 
 class Scale(msgspec.Struct, frozen=True, tag="scale"):

@@ -85,6 +85,8 @@ class World:
     def grow(self, role: str, count: int) -> bool:
         return True
 
+    def keep(self, role: str, numbers: Sequence[int]) -> None: ...
+
     def share(self, role: str, index: int) -> int:
         return 1
 

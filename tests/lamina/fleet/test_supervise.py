@@ -113,7 +113,7 @@ def test_another_takes_its_place_and_the_others_keep_what_they_have(victim: int)
 @pytest.mark.parametrize("victim", range(NUM_WORKERS))
 def test_a_spare_takes_the_place_and_a_new_one_is_started_behind_it(victim: int) -> None:
     run = Run(spare_compute=2, spare_memory=1)
-    run.cohort.fill_spares()
+    run.cohort.spares.fill()
     run.world.pass_until(run.world.now + 10.0, lambda: False)  # they load
     spares, lost, now = run.world.workers[NUM_WORKERS:], run.worker(victim), run.world.now
     assert [w.role for w in spares] == ["compute", "compute", "memory"]
@@ -140,7 +140,7 @@ def test_a_spare_takes_the_place_and_a_new_one_is_started_behind_it(victim: int)
 
 def test_a_dead_spare_has_a_successor_at_once_as_often_as_recoveries_may_be() -> None:
     run = Run(spare_compute=1, spare_memory=1, max_recoveries=2)
-    run.cohort.fill_spares()
+    run.cohort.spares.fill()
     run.supervisor.look_round([])
     assert len(run.world.workers) == NUM_WORKERS + 2, "those that live stay"
     for count in (3, 4):
@@ -149,7 +149,7 @@ def test_a_dead_spare_has_a_successor_at_once_as_often_as_recoveries_may_be() ->
         run.supervisor.look_round([])
         (new,) = run.world.workers[NUM_WORKERS + count - 1 :]
         assert new.role == victim.role
-        assert new in [m.handle for m in run.cohort._spares]
+        assert new in [m.handle for m in run.cohort.spares]
     run.world.workers[-1].kill()
     for _ in range(3):
         run.supervisor.look_round([])
@@ -165,7 +165,7 @@ def test_spares_go_to_ranks_of_their_own_and_dead_ones_nowhere() -> None:
     run = Run(
         pipeline=1, prefill_workers=0, tensor_parallel_size=2, memory_workers=2, spare_compute=2, memory_weights=""
     )
-    run.cohort.fill_spares()
+    run.cohort.spares.fill()
     run.world.pass_until(run.world.now + 10.0, lambda: False)
     spares, lost = run.world.workers[4:], run.now("compute", 1)
     assert [w.got[0].rank for w in spares] == [0, 1]
@@ -181,7 +181,7 @@ def test_spares_go_to_ranks_of_their_own_and_dead_ones_nowhere() -> None:
     run.now("compute", 1).kill()
     run.recover()
     assert run.now("compute", 1) not in (again, *spares)
-    links = [m.link for m in run.cohort._spares]
+    links = [m.link for m in run.cohort.spares]
     run.cohort.close()
     assert len(links) == 2
     assert all(link.closed for link in links)  # type: ignore[attr-defined]
