@@ -13,6 +13,7 @@ from lamina.kv.keys import ERA_BYTES, SECRET_BYTES
 from lamina.kv.pages import PAGE
 from lamina.kv.store.folder import StoreFolder, begin_era, store_era, store_secret
 from lamina.protocol.control import ComputeReady, RunRound
+from lamina.protocol.options.declare import parse_seconds
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.options.tier import TierOptions
 from lamina.protocol.plan import Export, Import, Score
@@ -49,6 +50,7 @@ class TierKeeper:
             rank=index % self._ranks,
             ranks=self._ranks,
             chunk=self._chunk,
+            ttl_s=parse_seconds(self._options.kv_store_ttl, "--kv-store-ttl"),
             directory=self._options.kv_store_dir,
             secret=self._secret,
             server=self._server,

@@ -258,6 +258,7 @@ def _place(tier: TierPlace) -> MediumPlace:
         tier.secret,
         tier.server,
         memory=tier.memory,
+        ttl_s=tier.ttl_s,
     )
 
 

@@ -10,7 +10,7 @@ MOST_LISTED = 1 << 17  # keys that a memory worker tells of
 class TierPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where a memory worker keeps pages beside its pool. ``size``, ``memory``: bytes of all ``workers``, each has an
     equal part. See kv.media.MediumPlace. ``chunk``: tokens of a prompt's chunks; ``ranks``: that share the model's
-    heads, of which the worker is of number ``rank``.
+    heads, of which the worker is of number ``rank``. ``ttl_s``: for which pages that nobody uses are kept; 0 = ever.
     """
 
     medium: str
@@ -21,6 +21,7 @@ class TierPlace(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     ranks: int = 1
     chunk: int = 0
+    ttl_s: float = 0.0
     directory: str = ""
     secret: bytes = b""
     server: str = ""

@@ -225,5 +225,11 @@ def test_a_tier_needs_what_it_is_for(llama_path: Path, tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(ValueError, match="^--kv-store-dir .*: chmod 700 .*$"):
         LLM(str(llama_path), enable_prefix_caching=True, kv_store_dir=str(tmp_path / "open"))
+    for wrong, why in (
+        ({}, "is for what lies in --kv-store-dir"),
+        ({"kv_store_dir": str(tmp_path)}, "7 is not a time"),
+    ):
+        with pytest.raises(ValueError, match=f"^--kv-store-ttl {why}"):
+            LLM(str(llama_path), kv_store_ttl="7", **wrong)
     with pytest.raises(ValueError, match="^--kv-key-file is the secret of --kv-store-dir: .*$"):
         LLM(str(llama_path), enable_prefix_caching=True, kv_key_file=str(tmp_path / "key"))

@@ -60,7 +60,8 @@ class MediumPlace(NamedTuple):
     ``policy``: who is given up first. ``identity``: pages of another one are not listed and not read, but may be given
     up. What follows is the file medium's: ``secret`` is the store's (lamina.kv.keys), and ``server`` names the server
     whose workers share ``directory``; no other one may open it meanwhile. ``encrypt``: atoms lie there encrypted, by a
-    key of their tenant.
+    key of their tenant. ``ttl_s``: pages that were not used for so many seconds are given up, with the next ``reserve``
+    or start; 0 = they are not.
     """
 
     size: int
@@ -72,6 +73,7 @@ class MediumPlace(NamedTuple):
     server: str = ""
     encrypt: bool = True
     memory: int = 0
+    ttl_s: float = 0.0
 
 
 class Medium(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -22,15 +23,18 @@ from lamina.kv.windows import Expected
 _TRIES = 3  # of a read whose records were replaced meanwhile
 _SPARE_PART = 64  # of a worker's share that becomes free at once, at least: each time all of its pages are ranked
 _CLOSE_S = 60.0
+_EXPIRES_PART = 1 / 64  # of the time for which pages are kept, between two looks for those that are older
 
 
 class File:
     """One worker's end of the store."""
 
-    def __init__(self, place: MediumPlace) -> None:
+    def __init__(self, place: MediumPlace, clock: Callable[[], float] = time.time) -> None:
+        """``clock``: seconds, which go on while nobody has the store open."""
         self._identity = place.identity
         self._encrypt = place.encrypt
         self._policy, self._expected = rank_of(place.policy), Expected()
+        self._ttl_s, self._clock, self._expires_s = place.ttl_s, clock, 0.0
         self._writing = threading.Lock()  # free space has one keeper
         self._quiet = threading.Condition()
         self._num_calls = 0
@@ -48,13 +52,14 @@ class File:
                 self._segments.recover()
                 folder.share(place.server)
             self._segments.claim()
+            self._expire()
             self._records = Records(self._segments, keys)
             self._undo = undo.pop_all()
 
     def reserve(self, nbytes: int) -> list[bytes]:
         """Make room for ``nbytes`` of atoms: old pages' files go. Raises NoRoomError, MediumError."""
         with self._call(), self._writing:
-            given = list[bytes]()
+            given = self._expire()
             if nbytes > self._segments.share:
                 raise NoRoomError(f"{nbytes} bytes are more than this worker's part of it, {self._segments.share}")
             if not self._segments.make_room(nbytes):
@@ -67,6 +72,14 @@ class File:
                 if not self._segments.make_room(nbytes):
                     raise NoRoomError(f"no room for {nbytes} bytes in the segments that this worker writes")
             return given
+
+    def _expire(self) -> list[bytes]:
+        """Now and then: what was not used for long. Their keys."""
+        now = self._clock()
+        if not self._ttl_s or now < self._expires_s:
+            return []
+        self._expires_s = now + max(1.0, self._ttl_s * _EXPIRES_PART)
+        return self._index.expire(int(now), self._ttl_s)
 
     def write(self, page: Page, atoms: Mapping[Atom, Bytes]) -> None:
         """Seal the atoms and add them to the page's files. Raises NoRoomError, MediumError; ValueError for a page that

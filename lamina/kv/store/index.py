@@ -17,6 +17,7 @@ from lamina.kv.victims import PageUse, Rank
 
 from .folder import INDEX, StoreFolder
 from .schema import (
+    AGES,
     PAGE,
     RECORD,
     SCHEMA,
@@ -65,6 +66,7 @@ class PageIndex:
                 raise ValueError(
                     f"{self._name}: the index has version {version}, not {VERSION}: lamina-launch kv purge empties it"
                 )
+            self._db.execute(AGES)
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -148,6 +150,19 @@ class PageIndex:
         """Pages, all of them or none."""
         with self._change():
             self._db.executemany("DELETE FROM pages WHERE identity = ? AND key = ?", [(identity, key) for key in keys])
+
+    def expire(self, now_s: int, ttl_s: float) -> list[bytes]:
+        """Give up pages of all identities that nobody has used for ``ttl_s`` seconds, as far as earlier calls can tell;
+        their keys. ``now_s``: since whenever, the same for all calls.
+        """
+        with self._change():
+            self._db.execute("INSERT OR REPLACE INTO ages SELECT ?, now FROM clock", (now_s,))
+            (last,) = self._db.execute("SELECT max(tick) FROM ages WHERE at <= ?", (now_s - ttl_s,)).fetchone()
+            if last is None:
+                return []
+            self._db.execute("DELETE FROM ages WHERE tick < ?", (last,))
+            gone = self._db.execute("DELETE FROM pages WHERE used <= ? RETURNING key", (last,)).fetchall()
+            return [row[0] for row in gone]
 
     def drop_tenant(self, tenant: bytes) -> int:
         """Its pages of all identities; returns how many."""

@@ -34,6 +34,7 @@ CREATE INDEX records_by_segment ON records (segment);
 CREATE TABLE clock (now INTEGER NOT NULL);
 INSERT INTO clock VALUES (0);
 """
+AGES = "CREATE TABLE IF NOT EXISTS ages (at INTEGER PRIMARY KEY, tick INTEGER NOT NULL)"  # of the clock, by second
 PAGE = "key, number, tokens, tenant, source, chunk, build, ranks"
 RECORD = "id, segment, at, size, encrypted, salt, atoms"
 _ATOM = struct.Struct(f"<III{TAG_BYTES}s")  # layer, head, bytes, tag

@@ -136,11 +136,12 @@ def parse_size(text: str | int, name: str) -> int:
 
 
 def parse_seconds(text: str, name: str) -> float:
-    """Seconds of "100ms", "2s", "50us"; 0.0 of nothing. Raises ValueError that names ``name``."""
+    """Seconds of "100ms", "2s", "50us", "7d"; 0.0 of nothing. Raises ValueError that names ``name``."""
     if not text:
         return 0.0
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.strip())
-    value = float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]] if found else 0.0
+    units = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text.strip())
+    value = float(found[1]) * units[found[2]] if found else 0.0
     if not 0 < value < math.inf:
         raise ValueError(f"{name} {text} is not a time above 0 with its unit, such as 100ms")
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from .declare import OneOf, Options, ReadText, parse_size, size_text
+from .declare import OneOf, Options, ReadText, parse_seconds, parse_size, size_text
 
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
 POLICIES = ("lru", "fifo", "lfu", "length")  # see kv.victims, which has one rank for each
@@ -26,6 +26,9 @@ class TierOptions(Options, frozen=True, kw_only=True):
         str, "file with the secret of --kv-store-dir, 64 hexadecimal digits; empty = one that is made in the directory"
     ] = ""
     kv_store_size: Annotated[str, ReadText(size_text), "what --kv-store-dir may take, such as 100GiB"] = "10GiB"
+    kv_store_ttl: Annotated[
+        str, "for how long --kv-store-dir keeps what nobody uses, such as 12h or 7d; empty = until others need the room"
+    ] = ""
     kv_eviction_policy: Annotated[
         str,
         OneOf(POLICIES),
@@ -42,6 +45,9 @@ class TierOptions(Options, frozen=True, kw_only=True):
         super().__post_init__()
         if self.kv_key_file and not self.kv_store_dir:
             raise ValueError("--kv-key-file is the secret of --kv-store-dir: name that too, or leave this one out")
+        if self.kv_store_ttl and not self.kv_store_dir:
+            raise ValueError("--kv-store-ttl is for what lies in --kv-store-dir: name that too, or leave this one out")
+        parse_seconds(self.kv_store_ttl, "--kv-store-ttl")
         parse_size(self.kv_store_size, "--kv-store-size")
         if self.kv_offloading_size:
             parse_size(self.kv_offloading_size, "--kv-offloading-size")

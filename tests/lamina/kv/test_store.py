@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import sqlite3
 import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lamina.kv.keys import tenant_tag
 from lamina.kv.media import AtomLostError, MediumError, MediumPlace, NoRoomError
@@ -549,3 +553,45 @@ def test_a_flipped_bit_in_the_hosts_memory() -> None:
     copies[atom] = copies[atom]._replace(data=bytes([copies[atom].data[0] ^ 1]) + copies[atom].data[1:])
     with pytest.raises(AtomLostError, match="damaged: layer 0, head 0"):
         medium.read(page().key, {atom: bytearray(3000)})
+
+
+@given(seed=st.integers(0, 10**6))
+def test_what_nobody_has_used_for_long_goes(seed: int) -> None:
+    """Beside a dict of when each page was used last: nothing goes earlier, and what is older is gone behind a look."""
+    order, now, ttl = random.Random(seed), 1000.0, 100.0
+    used, atoms = dict[int, float](), {Atom(0, 0): bytes(100)}
+
+    def clock() -> float:
+        return now
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o700)
+        place = MediumPlace(SIZE, b"i" * 32, directory=folder, secret=SECRET, server="one", ttl_s=ttl)
+        medium = File(place, clock)
+        for _ in range(order.randint(5, 40)):
+            now += order.choice([0.0, 1.0, 30.0, 120.0])
+            match order.choice(["write", "read", "restart"]):
+                case "write":
+                    number = order.randrange(6)
+                    gone = [key[0] for key in medium.reserve(100)]
+                    assert all(now - used.pop(each) >= ttl for each in gone)
+                    medium.write(page(number), atoms)
+                    used[number] = now
+                case "read" if used:
+                    number = order.choice(sorted(used))
+                    if has(medium, page(number), atoms):
+                        used[number] = now
+                    else:
+                        assert now - used.pop(number) >= ttl
+                case "restart":
+                    medium.close()
+                    medium = File(place, clock)
+            there = {held.page.number for held in medium.pages()}
+            assert there >= {number for number, at in used.items() if now - at < ttl}
+            used = {number: at for number, at in used.items() if number in there}
+        now += 3 * ttl
+        medium.reserve(100)  # a look
+        now += ttl + ttl / 64 + 2
+        medium.reserve(100)
+        assert medium.pages() == []
+        medium.close()
