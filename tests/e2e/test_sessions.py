@@ -96,3 +96,24 @@ def test_refusals_leave_the_session_as_it_was(llama_path: Path) -> None:
                     call()
         turn(llm, "mine", said)
         assert llm.sessions()[0].turns == 2, "the one that was broken off had not begun"
+
+
+def test_a_replay_goes_on_behind_a_restart_with_other_workers(
+    llama_path: Path, tmp_path: Path, reference: Reference
+) -> None:
+    """Two conversations, in turns: by head over two workers, then by token over three. Each turn has the tokens that it
+    would have had, and the first ones behind the restart are found on the disk, though nobody knows the names.
+    """
+    said, where = {name: text(number, 140) for number, name in enumerate("ab")}, {"kv_store_dir": str(tmp_path / "kv")}
+    for start in ({"memory_workers": 2}, {"memory_workers": 3, "partition": "token", "block_size": 16}):
+        with LLM(str(llama_path), **OPTIONS, **where, **start) as llm:
+            assert llm.sessions() == []
+            found = list[int]()
+            for number in range(2):
+                for name in said:
+                    prompt = said[name] if len(said[name]) == 140 else [*said[name], *text(7 + number, 9)]
+                    said[name], cached = turn(llm, name, prompt)
+                    assert said[name][len(prompt) :] == reference(prompt, 12)
+                    found.append(cached)
+        assert found[:2] == ([0, 0] if "partition" not in start else [128, 128])
+        assert min(found[2:]) >= 128, "the second turn of each wakes in the pool"
