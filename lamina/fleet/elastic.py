@@ -250,8 +250,6 @@ class Elastic:
             raise NotInPlaceError("--kv-sparsity evict has sequences that cannot be moved")
         if config.devices.memory_device != "cpu":
             raise NotInPlaceError(f"KV is on --memory-device {config.devices.memory_device}")
-        if any(bind.partition.stays for bind in self._cohort.binds):
-            raise NotInPlaceError("memory workers lend each other blocks")
         if config.launching.memory_addresses or config.topology.weighs:
             raise NotInPlaceError("each memory worker has an address, or a part of the work, of its own")
 
@@ -350,11 +348,22 @@ def staying(there: Sequence[Member], gone: Collection[int], size: int) -> list[M
 
 
 def _bounds(binds: Sequence[Bind]) -> list[Bound]:
-    """What memory workers will say."""
-    from lamina.memory.store import form_of  # it needs torch, which whoever only starts workers does without
+    """What memory workers of a rank will say. Raises ValueError where they cannot hold a sequence together."""
+    # They need torch, which whoever only starts workers does without.
+    from lamina.compute.capacity import check_longest
+    from lamina.memory.store import form_of
 
     forms = [form_of(bind, bind.kv_bytes) for bind in binds]
-    return [
-        Bound(windows=f.windows, lanes=f.lanes, sparse=f.sparse, stripe=f.stripe, num_blocks=f.num_blocks)
-        for f in forms
+    bounds = [
+        Bound(
+            windows=f.windows,
+            lanes=f.lanes,
+            sparse=f.sparse,
+            stripe=f.stripe,
+            stays=bind.partition.stays,
+            num_blocks=f.num_blocks,
+        )
+        for bind, f in zip(binds, forms, strict=True)
     ]
+    check_longest(bounds, binds[0].max_model_len, binds[0].kv.block_size)
+    return bounds

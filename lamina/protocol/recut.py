@@ -109,7 +109,7 @@ class Strips:
 
     def _numbers(self, of: Partition, lanes: Lanes, window: int, *, was: bool) -> dict[int, dict[int, None]]:
         """Sequence -> the blocks that some lanes have of it."""
-        placement = Placement(of.num_lanes, of.stripe * CHUNK_TOKENS // self._block_size)
+        placement = Placement(of.num_lanes, of.stripe * CHUNK_TOKENS // self._block_size, of.stays)
         extents, found = Extents([window], self._block_size, [lanes], placement), dict[int, dict[int, None]]()
         for each in self._keep:
             place: Place = each.was if was and each.was is not None else each.place

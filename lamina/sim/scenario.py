@@ -117,8 +117,7 @@ def scenario(seed: int) -> Scenario:
     faults = tuple(_fault(rng, roles) for _ in range(rng.choice((1, 1, 2, 3))))
     partition = rng.choice(("head", "request", "token"))
     if seed % 5 == 2 and windows[0] == 0 and options["memory_workers"] > 1:  # one sequence needs what all have
-        stripes = -(-MAX_LEN // (2 * BLOCK)) + options["memory_workers"]
-        partition, num_blocks = "spill", 2 * -(-stripes // options["memory_workers"]) + seed // 5 % 3
+        partition, num_blocks = "spill", least_lending(options["memory_workers"]) + seed // 5 % 3
     return Scenario(seed, options, partition, windows, num_blocks, asks, tuple(sorted(faults, key=lambda f: f.at_s)))
 
 
@@ -127,15 +126,21 @@ def planned(seed: int) -> Scenario:
     of, rng = scenario(seed), random.Random(f"planned {seed}")
     kept = "kv_offloading_size", "preemption_mode"
     options = {name: value for name, value in of.options.items() if name not in kept}
-    of = replace(of, options=options, partition="token" if of.partition == "spill" else of.partition)
     least, changes = -(-MAX_LEN // BLOCK), list[PlannedChange]()
     for at_s in sorted(rng.uniform(0.0, 0.4) for _ in range(rng.choice((1, 2, 2, 3)))):
         workers, spare = rng.randint(1, 4), rng.choice((0, 3, 100))
         victims = [("memory", -1), *(("memory", w) for w in range(workers)), ("compute", 0)]
         again = tuple(rng.choice(victims) for _ in range(rng.choice((0, 0, 1, 2))))
-        changes.append(PlannedChange(at_s, workers, least + spare, again))
+        blocks = least + spare if of.partition != "spill" or workers == 1 else least_lending(workers) + spare % 97
+        changes.append(PlannedChange(at_s, workers, blocks, again))
     faults = of.faults if rng.random() < 0.5 else ()
-    return replace(of, num_blocks=max(of.num_blocks, least), changes=tuple(changes), faults=faults)
+    return replace(of, options=options, changes=tuple(changes), faults=faults)
+
+
+def least_lending(workers: int) -> int:
+    """Blocks of each, of which one sequence needs what all have together."""
+    stripes = -(-MAX_LEN // (2 * BLOCK)) + workers
+    return 2 * -(-stripes // workers)
 
 
 def _ask(rng: random.Random) -> Arriving:

@@ -256,6 +256,9 @@ def test_a_row_that_lends_has_loans_and_the_same_bits(based: Check) -> None:
     (found,) = based.run([lends])
     assert (found.held, found.found) == (True, "bitwise")
     assert re.fullmatch("stripes lent: [1-9]", found.note), found.note
+    (moved,) = based.run([replace(lends, changes=(Resize(4), Resize(3, (0,))))])
+    assert (moved.held, moved.found) == (True, "bitwise")
+    assert re.fullmatch("stripes lent: [1-9]; bytes of KV moved: [1-9][0-9]*", moved.note), moved.note
 
 
 PLANNED = Setting(

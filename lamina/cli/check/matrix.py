@@ -158,6 +158,7 @@ def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[st
         *(_planned(memory_workers=2, partition=name, prefill_workers=1, pipeline=2) for name in HOLDING),
         *(_swapped(transport=name) for name in ("loopback", *transports)),
         *kept("int8"),
+        *(_planned(**_SPILL, transport=scheme) for scheme in ("loopback", *transports)),
         *(_fixed("prefill workers", **o, prefill_workers=1, pipeline=2) for o in splits),
         Setting("prefill workers", Exactness.TOKEN_EQUAL, BASE, {"prefill_workers": 1}),
         RANKS,

@@ -33,6 +33,14 @@ class Loans:
         place = Place(max(room, key=lambda lane: room[lane])) if begun is None else settled(begun, first)
         return spread(place, first, self._stripes(length), room)
 
+    def places(self, length: int, blocks: list[int]) -> list[Place]:
+        """For a sequence of ``length`` tokens that may begin anywhere: whole in a lane; else spread over several, from
+        the one with the most room on.
+        """
+        whole = [Place(lane) for lane, room in self._room(blocks).items() if room >= self._stripes(length)]
+        lent = None if whole else self.place(None, length, 0, blocks)
+        return whole or ([lent] if lent else [])
+
     def settled(self, place: Place, length: int) -> Place:
         """Where the first ``length`` tokens of a sequence at ``place`` are."""
         return settled(place, self._stripes(length))

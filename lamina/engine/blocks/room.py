@@ -121,6 +121,7 @@ class Room:
         as far as that goes; without those for which there is no room left. They may begin everywhere from now on.
         """
         self.closed.clear()
+        self.loans = Loans(self._ledger) if self._ledger.placement.stays else None
         total = self._ledger.num_blocks
         left, found = list(total), list[Keep]()
 
@@ -128,7 +129,8 @@ class Room:
             return sum((n - r) ** 2 / g.portion for n, r, g in zip(total, rest, self._ledger.lanes, strict=True))
 
         for each in sorted(keep, key=lambda k: -k.length):
-            rests = {x: less(left, self.blocks_of(x, each.length + 1)) for x in self._places}
+            places = self._places if self.loans is None else self.loans.places(each.length + 1, left)
+            rests = {x: less(left, self.blocks_of(x, each.length + 1)) for x in places}
             fitting = [x for x, rest in rests.items() if min(rest) >= 0]
             if fitting:
                 place = min(fitting, key=lambda x: unevenness(rests[x]))

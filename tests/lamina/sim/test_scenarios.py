@@ -269,6 +269,7 @@ PLANNED_MISTAKES = {
         "deal",
         lambda self, keep, right=Room.deal: [msgspec.structs.replace(k, was=None) for k in right(self, keep)],
     ),
+    "who lends": keeping(Room, "deal", "loans"),
     "the ledger's blocks": replacing(BlockTables, "become", lambda self, other: None),
     "who holds what": holders_kept,
     "what is retained": replacing(Prefixes, "forget_all", lambda self: []),
