@@ -31,6 +31,7 @@ class RecallPrompt:
 
     tokens: list[int]
     answer: list[int]
+    asked: int  # tokens of the question, at the end of ``tokens``
 
 
 class RecallTask:
@@ -71,7 +72,8 @@ class RecallTask:
             tokens = [token for key, value in stated for token in self._statement(key, value)]
             tokens += filler[start : start + distance].tolist()
             key, value = stated[int(rng.integers(pairs))]
-            found.append(RecallPrompt(tokens + self._question(key), value))
+            question = self._question(key)
+            found.append(RecallPrompt(tokens + question, value, len(question)))
         return found
 
     def training_sequence(self, rng: np.random.Generator, filler: Ids) -> tuple[Ids, Weights]:

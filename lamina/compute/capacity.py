@@ -9,7 +9,7 @@ import torch
 
 from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
-from lamina.kv.stored import head_bytes, is_scaled
+from lamina.kv.stored import bounds_bytes, head_bytes, is_scaled
 from lamina.netstack import Geometry
 from lamina.protocol.blocks.counts import num_lanes, split_memory
 from lamina.protocol.codec import FP32_BYTES, Group, held_pieces, most_bytes, most_results
@@ -19,7 +19,7 @@ from lamina.protocol.options.sparsity import SparsityOptions
 from lamina.protocol.partition import Partition
 from lamina.protocol.placement import Placement
 from lamina.protocol.plan import Bound, LayerShape
-from lamina.protocol.sparse import most_kept, sparse_layers
+from lamina.protocol.sparse import most_kept, selecting_layers, sparse_layers
 
 SLOTS_OF_A_BATCH = 3  # PLAN, Q and KV are in flight together; one more slot so that the next PLAN need not wait
 LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind
@@ -109,8 +109,10 @@ def split_blocks(
     groups, windows = list[Group](), [AttentionSpec.decode(layer.spec).window for layer in layers]
     held = held_pieces(layers, windows, partition, worker, groups, sparse_layers(layers, windows, sparsity))
     sizes = [0] * len(groups)  # of a block
-    for piece in (p for pieces in held for p in pieces):
-        sizes[piece.group] += block_size * piece.kv_heads * head_bytes(piece.qk_dim, piece.v_dim, dtype)
+    for pieces, selects in zip(held, selecting_layers(layers, windows, sparsity), strict=True):
+        for piece in pieces:
+            nbytes = block_size * head_bytes(piece.qk_dim, piece.v_dim, dtype)
+            sizes[piece.group] += piece.kv_heads * (nbytes + bounds_bytes(piece.qk_dim, dtype) * selects)
     counts = split_memory(
         kv_bytes,
         sizes,

@@ -72,6 +72,14 @@ def check_session(params: SamplingParams, config: EngineConfig) -> None:
         raise ValueError("session_id needs all KV of a turn, for the next one: ask for kv_sparsity none with it")
 
 
+def kv_form(salt: bytes, params: SamplingParams, config: EngineConfig) -> tuple[bytes, bool, bool]:
+    """Of a request's sequences: their salt, whether they keep some of their KV alone, and whether they attend all of it
+    where those of others attend some. Such a one begins with nothing that others have approximated.
+    """
+    dense = config.kv.selects and params.kv_sparsity == "none"
+    return salt + b" dense" if dense else salt, is_sparse(params, config), dense
+
+
 def is_sparse(params: SamplingParams, config: EngineConfig) -> bool:
     """Whether a request keeps some of its KV alone. Raises ValueError where it asks for what the engine has not."""
     if params.kv_sparsity not in (None, "none", config.kv.kv_sparsity):

@@ -18,7 +18,7 @@ from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import Transferred
 from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes, SamplingParams, Told
 
-from .checks import NOT_FINITE, check_ids, check_session, is_sparse, too_long, why_banned
+from .checks import NOT_FINITE, check_ids, check_session, is_sparse, kv_form, too_long, why_banned
 from .configured import blocks_of, check_room, scheduler_of
 from .conversations.overflow import overflow_of
 from .conversations.sessions import SessionName
@@ -100,8 +100,8 @@ class Engine:
             prompt = self._overflow.left(prompt, discarded)
         sequences = [self._sequence(request_id, prompt, params, seed_of(seed, i), i) for i in range(params.n)]
         for sequence in sequences:
-            sequence.held, sequence.salt, sequence.sparse = held, salt, is_sparse(params, self.config)
-            sequence.session, sequence.discarded, sequence.outlived = known, discarded, not kept
+            sequence.held, sequence.session, sequence.discarded, sequence.outlived = held, known, discarded, not kept
+            sequence.salt, sequence.sparse, sequence.dense = kv_form(salt, params, self.config)
         outputs = [s.output for s in sequences]
         output = RequestOutput(request_id, text, list(given), outputs, RequestTimes(self._clock()))
         if params.prompt_logprobs is not None:

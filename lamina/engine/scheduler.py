@@ -13,7 +13,7 @@ from lamina.protocol.plan import Keep, SequenceOp, StepPlan, Truncate
 from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import Transferred
 
-from .blocks.evictions import Evictions
+from .blocks.evictions import Evictions, row_ops
 from .blocks.leaves import Leaves
 from .blocks.ledger import Blocks, Ledger
 from .blocks.newcomers import Batch, Cuts, Newcomers, deal, settle
@@ -339,7 +339,7 @@ class Scheduler:
             plan = self._grant(batch, picked) or plan
         if not picked and not batch.ops:
             return None
-        ops = [*batch.ops, *(self.evictions.scores(picked) if self.evictions else ())]
+        ops = [*batch.ops, *row_ops(picked, self.evictions)]
         ops = self.tier.numbered(ops) if self.tier else ops
         if ops != batch.ops:
             batch.ops = ops

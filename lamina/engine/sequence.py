@@ -33,6 +33,7 @@ class Sequence:
     num_scheduled: int = 0  # positions whose KV is stored or on its way
     num_cached: int = 0  # of these, those whose KV was there when it was admitted
     sparse: bool = False  # in most layers it keeps some of its KV alone: nobody else may begin with that
+    dense: bool = False  # its rows attend all of its KV where those of others attend some
     scores: BlockScores | None = None  # of a sparse one that has had rows, under this id
     awaits_scores: bool = False  # so it has no rows before memory workers have told and its blocks are dropped
     num_loading: int = 0  # whose KV is being loaded; it has no rows before that is done

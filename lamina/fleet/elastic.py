@@ -246,8 +246,8 @@ class Elastic:
             raise NotInPlaceError("--context-overflow cuts sessions at stripes")
         if config.tier.medium:
             raise NotInPlaceError("KV is kept beside the pool")
-        if config.kv.evicts:
-            raise NotInPlaceError("--kv-sparsity evict has sequences that cannot be moved")
+        if config.kv.evicts or config.kv.selects:
+            raise NotInPlaceError(f"--kv-sparsity {config.kv.kv_sparsity} has sequences that cannot be moved")
         if config.devices.memory_device != "cpu":
             raise NotInPlaceError(f"KV is on --memory-device {config.devices.memory_device}")
         if config.launching.memory_addresses or config.topology.weighs:

@@ -16,7 +16,8 @@ from lamina.protocol.control import ComputeReady, RunRound
 from lamina.protocol.options.declare import parse_seconds
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.options.tier import TierOptions
-from lamina.protocol.plan import Export, Import, Score
+from lamina.protocol.plan import Export, Import
+from lamina.protocol.sparse_ops import Score
 from lamina.protocol.tiers import StoredPages, TierFacts, TierPlace
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lamina.kv.slabs import Shape, Slabs, fresh, touch
-from lamina.kv.stored import Scales, StoredRows, head_bytes, is_scaled
+from lamina.kv.stored import Scales, StoredRows, bounds_dtype, dequantise, head_bytes, is_scaled
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.plan import Rows
 
@@ -32,6 +32,7 @@ class LayerStore:
     k: Tensor
     v: Tensor
     scales: Scales | None = None
+    bounds: Tensor | None = None  # [2, N + 1, Hkv, D] least and largest K of whole blocks, where queries select
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -48,7 +49,9 @@ class LayerStore:
         return self.k.shape[1] * head_bytes(self.k.shape[3], self.v.shape[3], self.k.dtype)
 
     def write(self, at: WriteIndex, rows: StoredRows) -> None:
-        """Put row r at its position; overwrites what is there. ``rows`` are in the store's dtype."""
+        """Put row r at its position; overwrites what is there. ``rows`` are in the store's dtype. A block is whole once
+        its last token is written, which is behind all others.
+        """
         both = [(self.k, rows.k), (self.v, rows.v)]
         if self.scales is not None and rows.scales is not None:
             both += zip(self.scales, rows.scales, strict=True)
@@ -58,6 +61,11 @@ class LayerStore:
                 _bits(stored)[at.blocks.numpy(), :, at.offsets.numpy()] = _bits(new)
             else:
                 stored[at.blocks, :, at.offsets] = new
+        if self.bounds is not None:
+            whole = at.blocks[at.offsets == self.k.shape[2] - 1]
+            if len(whole):
+                keys = dequantise(self.k[whole], self.scales.k[whole] if self.scales else None)
+                self.bounds[:, whole] = torch.stack(torch.aminmax(keys, dim=2)).to(self.bounds.dtype)
 
 
 def _bits(x: Tensor) -> NDArray[np.generic]:
@@ -174,9 +182,10 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
     slabs: Slabs | None = None,
+    selects: bool = False,
 ) -> LayerStore:
     """A store of one layer, with its null block; ``slabs``: in memory of these. Without them all is zero, and its
-    memory is taken now. Raises MemoryError, naming the size.
+    memory is taken now. ``selects``: with bounds. Raises MemoryError, naming the size.
     """
     shapes = shapes_of(num_blocks, kv_heads, block_size, qk_dim, v_dim, dtype)
     try:
@@ -192,4 +201,5 @@ def allocate(
     except (RuntimeError, OSError, OverflowError) as e:
         nbytes = sum(prod(shape) * kind.itemsize for shape, kind in shapes)
         raise MemoryError(f"cannot allocate {nbytes} bytes for the KV blocks of a layer: lower --kv-memory") from e
-    return LayerStore(k, v, Scales(*scales) if scales else None)
+    bounds = torch.zeros((2, num_blocks + 1, kv_heads, qk_dim), dtype=bounds_dtype(dtype)) if selects else None
+    return LayerStore(k, v, Scales(*scales) if scales else None, bounds)

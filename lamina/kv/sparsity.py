@@ -11,17 +11,24 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lamina.protocol.options.sparsity import SparsityOptions
+
 PROMPT_ROWS = 16  # the last ones of a prompt, which are scored
 DECODE_ROWS = 8  # the same before blocks are dropped again
 
 
 class Budget(NamedTuple):
-    """What a sequence keeps in each sparse layer, in tokens; whole blocks of ``block_size``."""
+    """What a sequence keeps in each sparse layer, or a query attends; in tokens, in whole blocks of ``block_size``."""
 
     tokens: int
     sink: int
     recent: int
     block_size: int
+
+
+def budget_of(options: SparsityOptions, block_size: int) -> Budget:
+    """Of an engine."""
+    return Budget(options.kv_budget, options.kv_sink, options.kv_recent, block_size)
 
 
 @dataclass
@@ -53,14 +60,22 @@ class BlockScores:
         return gone
 
 
+def free_blocks(length: int, budget: Budget) -> tuple[int, int, int]:
+    """Of a sequence of ``length`` tokens the blocks ``low .. high`` that need not stay, and how many of them may."""
+    size = budget.block_size
+    low, whole = -(-budget.sink // size), -(-length // size)
+    high = max(low, (length - budget.recent) // size)
+    return low, high, budget.tokens // size - (whole - (high - low))
+
+
 def choose(scores: Sequence[int], dropped: Collection[int], length: int, budget: Budget) -> list[int]:
     """The blocks that a sequence of ``length`` tokens loses, ascending. ``scores``: by block; ``dropped``: those that
     it has lost before.
     """
-    size, gone = budget.block_size, set(dropped)
-    kept = [n for n in range(-(-length // size)) if n not in gone]
-    free = {n: scores[n] for n in kept if n * size >= budget.sink and (n + 1) * size <= length - budget.recent}
-    room = budget.tokens // size - (len(kept) - len(free))
+    gone, (low, high, _) = set(dropped), free_blocks(length, budget)
+    kept = [n for n in range(-(-length // budget.block_size)) if n not in gone]
+    free = {n: scores[n] for n in kept if low <= n < high}
+    room = budget.tokens // budget.block_size - (len(kept) - len(free))
     if len(free) <= room:
         return []
     pooled = {n: max(free.get(m, 0) for m in (n - 1, n, n + 1)) for n in free}

@@ -66,6 +66,16 @@ def head_bytes(qk_dim: int, v_dim: int, dtype: torch.dtype) -> int:
     return (qk_dim + v_dim) * dtype.itemsize + (2 * SCALE_BYTES if is_scaled(dtype) else 0)
 
 
+def bounds_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the least and the largest of numbers that a store of ``dtype`` keeps: that, or fp32 where they have scales."""
+    return torch.float32 if is_scaled(dtype) else dtype
+
+
+def bounds_bytes(qk_dim: int, dtype: torch.dtype) -> int:
+    """Of the least and the largest K of one block, in one KV head."""
+    return 2 * qk_dim * bounds_dtype(dtype).itemsize
+
+
 def as_stored(k: Tensor, v: Tensor, dtype: torch.dtype) -> StoredRows:
     """Rows of the wire, as a store of ``dtype`` keeps them; the same tensors where that is the wire's dtype."""
     if not is_scaled(dtype):

@@ -43,6 +43,7 @@ def can_be_native(store: Store, channels: Sequence[Channel]) -> bool:
     return (
         Loop is not None
         and store.backend.engine is not None
+        and not any(store.selects)
         and all(channel.calls() is not None for channel in channels)
     )
 

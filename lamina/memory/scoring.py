@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lamina.attention.scores import block_scores
-from lamina.protocol.plan import Rows, Score, StepPlan
-from lamina.protocol.sparse_ops import Scored
+from lamina.protocol.plan import Rows, StepPlan
+from lamina.protocol.sparse_ops import Score, Scored
 
 from .store import Store, StoredPiece
 

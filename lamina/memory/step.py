@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,11 +12,14 @@ from torch import Tensor
 from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.buffers import part_of, pick
 from lamina.kv.pool import row_table
+from lamina.kv.sparsity import budget_of
 from lamina.protocol.codec import Messages
 from lamina.protocol.layout import Layout
 from lamina.protocol.plan import Rows, StepPlan
+from lamina.protocol.sparse_ops import Dense
 
 from .scoring import Scoring, starts_of
+from .selection import Selection
 from .store import Store, StoredPiece
 from .write import WritePlace, Writes, Written, layouts_of
 
@@ -37,9 +40,10 @@ class Step:
         self._store = store
         layouts = layouts_of(store, plan.rows)
         self._writes = Writes(store, layouts)
-        self.groups = [GroupStep(store, g, x) for g, x in enumerate(layouts)]
+        dense = {op.sequence for op in plan.ops if isinstance(op, Dense)}
+        self.groups = [GroupStep(store, g, x, dense) for g, x in enumerate(layouts)]
         self.scoring = Scoring(store, plan)
-        self._stored_bytes: dict[int, int] = {}  # by layer, of those that are alike one
+        self._stored_bytes: dict[tuple[int, bool], int] = {}  # by layer, of those that are alike one
 
     @property
     def places(self) -> Sequence[tuple[WritePlace, WritePlace]]:
@@ -56,16 +60,18 @@ class Step:
 
     def stored_bytes(self, layer: int) -> int:
         """K and V that the layer's attention reads."""
-        like = self._store.alike[layer]
+        like = self._store.alike[layer], self._store.selects[layer]
         if like not in self._stored_bytes:
-            parts = (group.stored_tokens * piece.kv.token_bytes for piece, group in self._pieces(like))
-            self._stored_bytes[like] = sum(parts)
+            self._stored_bytes[like] = sum(group.stored_bytes(piece) for piece, group in self._pieces(layer))
         return self._stored_bytes[like]
 
     def attend_stored(self, layer: int, q: Tensor) -> list[Stored]:
         """By piece, of a message; see ``AttentionBackend.attend_stored``."""
         attend, found = self._store.backend.attend_stored, list[Stored]()
         for piece, group, (whole, other) in self._q(layer, q):
+            if group.selection and piece.kv.bounds is not None:
+                found.append(Stored(group.selection.attend(piece.operator, piece.kv, whole), None))
+                continue
             results = [
                 attend(piece.operator, x.prepared, piece.kv, pick(q, x.of)) if x.num_rows else None
                 for x, q in ((group.whole, whole), (group.nodes, other))
@@ -128,16 +134,28 @@ class _Attended(NamedTuple):
 class GroupStep:
     """What one group has of a step: index tensors."""
 
-    def __init__(self, store: Store, group: int, found: Layout) -> None:
+    def __init__(self, store: Store, group: int, found: Layout, dense: Collection[int]) -> None:
+        """``dense``: sequences whose lone rows attend all."""
         self._store, self._group = store, group
         q_at, kv_at = starts_of(found.q), starts_of(found.kv)
         self.stored_tokens = 0
+        self.selection: Selection | None = None
         self.whole = self._attended(found.whole, None, None)
+        if any(store.selects) and found.whole:
+            table = row_table(store.tables, group, found.whole, align=CHUNK_TOKENS)
+            numbers = {number for number, rows in enumerate(found.whole) if rows.sequence in dense}
+            self.selection = Selection(store.backend, table, budget_of(store.bind.kv, store.tables.block_size), numbers)
         rows, ranges = [n.rows for n in found.nodes], [(n.low, n.high) for n in found.nodes]
         self.nodes = self._attended(rows, ranges, _index(rows, q_at, store.device))
         at = _index(found.new, q_at, store.device)
         self.new = self._attended(found.new, [(r.first, r.first) for r in found.new], at)
         self.new_kv = _index(found.new, kv_at, store.device)
+
+    def stored_bytes(self, piece: StoredPiece) -> int:
+        """K and V that a layer's attention reads for a piece."""
+        if self.selection and piece.kv.bounds is not None:
+            return self.selection.stored_bytes(piece.kv)
+        return self.stored_tokens * piece.kv.token_bytes
 
     def _attended(self, rows: list[Rows], ranges: list[tuple[int, int]] | None, index: Tensor | None) -> _Attended:
         if not rows:

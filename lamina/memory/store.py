@@ -21,7 +21,7 @@ from lamina.facts.room import free_bytes, too_little
 from lamina.kv.pool import LayerStore, allocate, shapes_of
 from lamina.kv.rotate import rotate_blocks
 from lamina.kv.slabs import Shape, Slabs
-from lamina.kv.stored import head_bytes, stored_dtype
+from lamina.kv.stored import bounds_bytes, head_bytes, stored_dtype
 from lamina.protocol.blocks.counts import split_memory
 from lamina.protocol.blocks.tables import BlockTables, PlanError
 from lamina.protocol.codec import Group, HeldPiece, held_pieces
@@ -40,7 +40,7 @@ from lamina.protocol.plan import (
     Shift,
     StepPlan,
 )
-from lamina.protocol.sparse import most_kept, sparse_layers
+from lamina.protocol.sparse import most_kept, selecting_layers, sparse_layers
 from lamina.workers.devices import CPU, FREE_PART
 from lamina.workers.staging import NOTHING, open_staging
 
@@ -97,6 +97,9 @@ class Store:
         self.tables = BlockTables(form.windows, form.num_blocks, size, form.lanes, form.stripe, stays, form.sparse)
         if bind.kv.zero_on_free:
             self.tables.freed()
+        self.selects = selecting(bind)  # by layer
+        if any(self.selects) and device.type != "cpu":
+            raise ValueError(f"--kv-sparsity select is for memory workers on CPUs: not --memory-device {device}")
         self.layers: list[list[StoredPiece]] = []
         if slabs is None:
             for _ in bind.layers:
@@ -119,7 +122,8 @@ class Store:
         shape, held = self.bind.layers[number], self.pieces[number]
         operators = [(p.group, _operator(shape, _spec(shape), p, self.device)) for p in held]
         counts = self.tables.num_blocks
-        self.layers.append([StoredPiece(g, op, self._allocate(op, counts[g])) for g, op in operators])
+        selects = self.selects[number]
+        self.layers.append([StoredPiece(g, op, self._allocate(op, counts[g], selects)) for g, op in operators])
         return self.layers[-1]
 
     @property
@@ -215,7 +219,7 @@ class Store:
             if len(nodes) > most:
                 raise PlanError(f"sequence {row.sequence} lies here in {len(nodes)} pieces, at most {most} can be")
 
-    def _allocate(self, op: Operator, num_blocks: int) -> LayerStore:
+    def _allocate(self, op: Operator, num_blocks: int, selects: bool) -> LayerStore:
         return allocate(
             num_blocks,
             op.kv_heads,
@@ -225,6 +229,7 @@ class Store:
             dtype=self.kv_dtype,
             device=self.device,
             slabs=self._slabs,
+            selects=selects,
         )
 
 
@@ -248,13 +253,15 @@ def form_of(bind: Bind, kv_bytes: int) -> StoreForm:
     if not groups:
         raise ProtocolError(f"the partition has nothing for memory worker {bind.worker}")
     block_bytes, kv_dtype = [0] * len(groups), stored_dtype(bind.kv.kv_cache_dtype, DTYPES[bind.dtype])
-    for piece in (p for layer in pieces for p in layer):
-        block_bytes[piece.group] += size * piece.kv_heads * head_bytes(piece.qk_dim, piece.v_dim, kv_dtype)
+    for held, selects in zip(pieces, selecting(bind), strict=True):
+        for piece in held:
+            nbytes = size * head_bytes(piece.qk_dim, piece.v_dim, kv_dtype)
+            block_bytes[piece.group] += piece.kv_heads * (nbytes + selects * bounds_bytes(piece.qk_dim, kv_dtype))
     windows, lanes, sparse = [g.window for g in groups], [g.lanes for g in groups], [g.sparse for g in groups]
-    if any(g.sparse and not g.lanes.all for g in groups):
+    if bind.kv.approximates and any(not g.lanes.all for g in groups):
         raise ValueError(
-            f"--kv-sparsity evict: memory worker {bind.worker} has not all tokens of its heads: use --memory-workers, "
-            f"or --memory-weights, by which KV heads can be dealt out whole"
+            f"--kv-sparsity {bind.kv.kv_sparsity}: memory worker {bind.worker} has not all tokens of its heads: use "
+            f"--memory-workers, or --memory-weights, by which KV heads can be dealt out whole"
         )
     stripe = bind.partition.stripe * CHUNK_TOKENS // size
     num_blocks = split_memory(
@@ -281,6 +288,11 @@ def shapes_by_layer(bind: Bind) -> list[list[Shape]]:
         [x for p in layer for x in shapes_of(form.num_blocks[p.group], p.kv_heads, size, p.qk_dim, p.v_dim, dtype)]
         for layer in form.pieces
     ]
+
+
+def selecting(bind: Bind) -> list[bool]:
+    """By layer, whether queries attend some blocks only. Raises ValueError where none is left."""
+    return selecting_layers(bind.layers, [layer_window(x) for x in bind.layers], bind.kv)
 
 
 def layer_window(shape: LayerShape) -> int:

@@ -40,9 +40,9 @@ from .options.engine import KVOptions
 from .partition import Lanes, Partition
 from .placement import FIRST, Place
 from .sparse_ops import Prune as Prune
-from .sparse_ops import Score as Score
+from .sparse_ops import RowOp as RowOp
 
-VERSION = 10
+VERSION = 11
 # Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
 GRANTS_AHEAD = 2
 MOST_PAGES = 64  # of a transfer
@@ -227,7 +227,7 @@ class Expect(msgspec.Struct, frozen=True, array_like=True, tag="expect"):
 Transfer = Export | Import
 BlockOp = New | Fork | Free | Truncate | Shift | Grant | Transfer | Prune  # what concerns blocks of the pool
 MediumOp = Drop | Expect  # what concerns the medium alone
-SequenceOp = BlockOp | MediumOp | Score
+SequenceOp = BlockOp | MediumOp | RowOp
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True):

@@ -1,4 +1,4 @@
-"""Which layers keep some of a sequence's KV only, and how much of it. No torch here: the driver needs it too."""
+"""Which layers keep or attend some of a sequence's KV only, and how much. No torch here: the driver needs it too."""
 
 from __future__ import annotations
 
@@ -12,18 +12,27 @@ def sparse_layers(layers: Sequence[LayerShape], windows: Sequence[int], options:
     """By layer. Blocks that are dropped close ranks, so a layer in which distances count keeps all: one with a window,
     which keeps little anyway, or with ALiBi. ``windows``: by layer, in tokens. Raises ValueError where none is left.
     """
-    if not options.evicts:
-        return [False] * len(layers)
+    return _approximate(layers, windows, options) if options.evicts else [False] * len(layers)
+
+
+def selecting_layers(layers: Sequence[LayerShape], windows: Sequence[int], options: SparsityOptions) -> list[bool]:
+    """By layer, whether queries attend some blocks only. What is chosen lies side by side, so it is the same layers as
+    above. Raises ValueError where none is left.
+    """
+    return _approximate(layers, windows, options) if options.selects else [False] * len(layers)
+
+
+def _approximate(layers: Sequence[LayerShape], windows: Sequence[int], options: SparsityOptions) -> list[bool]:
+    name = f"--kv-sparsity {options.kv_sparsity}"
     free = [not window and not layer.slopes for layer, window in zip(layers, windows, strict=True)]
     sparse = [number >= options.kv_full_layers and each for number, each in enumerate(free)]
     if any(sparse):
         return sparse
     if not any(free):
-        raise ValueError("--kv-sparsity evict: all layers of this model have a window or ALiBi: leave it out")
+        raise ValueError(f"{name}: all layers of this model have a window or ALiBi: leave it out")
     most = max(number for number, each in enumerate(free) if each)
     raise ValueError(
-        f"--kv-full-layers {options.kv_full_layers} leaves none of {len(layers)} layers to --kv-sparsity evict: use "
-        f"{most} or fewer"
+        f"--kv-full-layers {options.kv_full_layers} leaves none of {len(layers)} layers to {name}: use {most} or fewer"
     )
 
 

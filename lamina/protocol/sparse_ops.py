@@ -1,4 +1,4 @@
-"""What plans say of sequences that keep some of their blocks only, and what memory workers answer.
+"""What plans say of sequences that keep or attend some of their blocks only, and what memory workers answer.
 
 A block is *dropped*: its memory is free, and nobody sees it again. Positions of other tokens stay what they are, K was
 rotated by them; a sparse layer's attention sees what is kept as if it were all, side by side.
@@ -27,6 +27,15 @@ class Score(msgspec.Struct, frozen=True, array_like=True, tag="score"):
 
     sequence: int
     rows: int
+
+
+class Dense(msgspec.Struct, frozen=True, array_like=True, tag="dense"):
+    """The only row that this step has of a sequence attends all of its tokens, where others attend the best blocks."""
+
+    sequence: int
+
+
+RowOp = Score | Dense  # about rows of the step; it holds no blocks
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):

@@ -12,7 +12,7 @@ from typing import Any
 from .unserved import check_served, served
 
 FILTERS = ("min_p", "top_k", "top_p")  # in vLLM's order
-SPARSITIES = ("none", "evict")  # what becomes of a request's KV
+SPARSITIES = ("none", "evict", "select")  # what becomes of a request's KV
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 _WHOLE = ("n", "top_k", "min_tokens")
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -90,7 +90,10 @@ class SamplingParams:
             f"repetition_penalty must lie in 0.01..100, not {self.repetition_penalty}",
         )
         self._check_order()
-        _check(self.kv_sparsity in (None, *SPARSITIES), f"kv_sparsity must be none or evict, not {self.kv_sparsity!r}")
+        _check(
+            self.kv_sparsity in (None, *SPARSITIES),
+            f"kv_sparsity must be one of {', '.join(SPARSITIES)}, not {self.kv_sparsity!r}",
+        )
         _check(0.0 <= self.min_p <= 1.0, f"min_p must lie in 0..1, not {self.min_p}")
         for token, bias in (self.logit_bias or {}).items():
             _check(-100.0 <= bias <= 100.0, f"logit_bias of token {token} must lie in -100..100, not {bias}")

@@ -19,6 +19,9 @@ TINY: dict[str, Any] = {"dtype": "float32", "transport": "loopback", "prefill_ch
 EVICT: dict[str, Any] = {**TINY, "kv_sparsity": "evict", "kv_budget": 128, "kv_recent": 32, "kv_full_layers": 1}
 
 
+SELECT: dict[str, Any] = {**EVICT, "kv_sparsity": "select"}
+
+
 def told(outputs: list[RequestOutput]) -> Any:
     return [[(one.token_ids, one.logprobs) for one in output.outputs] for output in outputs]
 
@@ -66,6 +69,43 @@ def test_the_same_blocks_and_bits_whoever_holds_the_heads(way: dict[str, Any], s
         assert found == sparse
 
 
+@pytest.fixture(scope="module")
+def selecting(llama_path: Path, dense: Any) -> Any:
+    """By one memory worker. Who asks for all has all, and nothing that others have approximated."""
+    with LLM(str(llama_path), **SELECT) as llm:
+        answers = told(llm.generate(PROMPTS, PARAMS))
+        hits = llm.engine.scheduler.prefixes.num_hit
+        assert told(llm.generate(PROMPTS, [DENSE, DENSE, PARAMS]))[:2] == dense[:2]
+        assert llm.engine.scheduler.prefixes.num_hit - hits < len(PROMPTS[2]), "of the last one alone"
+        again = told(llm.generate(PROMPTS, PARAMS))
+        assert llm.engine.scheduler.prefixes.num_hit - hits > 700, "all KV is there, for those who select too"
+        assert [[one[0] for one in x] for x in again] == [[one[0] for one in x] for x in answers]
+    assert answers[2] == dense[2], "below its budget"
+    assert [x[0][1] for x in answers[:2]] != [x[0][1] for x in dense[:2]], "it makes a difference, or shows nothing"
+    return answers
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{"memory_workers": 2}, {"memory_workers": 2, "transport": "shm", "overlap": False}, {"attention": "reference"}],
+    ids=str,
+)
+def test_queries_select_the_same_blocks_whoever_holds_the_heads(
+    way: dict[str, Any], selecting: Any, llama_path: Path
+) -> None:
+    with LLM(str(llama_path), **{**SELECT, **way}) as llm:
+        answers = told(llm.generate(PROMPTS, PARAMS))
+    if "attention" in way:  # which rounds otherwise
+        assert [[one[0] for one in x] for x in answers] == [[one[0] for one in x] for x in selecting]
+    else:
+        assert answers == selecting
+
+
+def test_a_budget_for_all_is_no_approximation(llama_path: Path, dense: Any) -> None:
+    with LLM(str(llama_path), **{**SELECT, "kv_budget": 512}) as llm:
+        assert told(llm.generate(PROMPTS, PARAMS)) == dense
+
+
 def test_more_sequences_fit(llama_path: Path) -> None:
     """Masks would free nothing: at least twice as many run at once in the same memory, and all of it is free behind."""
     prompts = [[(7 * i + k) % 90 + 5 for i in range(400)] for k in range(8)]
@@ -101,6 +141,12 @@ def test_one_that_was_lost_is_computed_in_full_and_loses_blocks_again(llama_path
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"kv_sparsity": "select", "partition": "token", "memory_workers": 2}, "use --partition head, not token"),
+        ({"kv_sparsity": "select", "prefill_workers": 1}, "leave out --prefill-workers"),
+        ({"kv_sparsity": "select", "context_overflow": "truncate"}, "leave out --context-overflow truncate"),
+        ({"kv_sparsity": "select", "kv_offloading_size": "1GiB"}, "leave out --kv-offloading-size"),
+        ({"kv_sparsity": "select", "memory_device": "cuda"}, "use --memory-device cpu"),
+        ({"kv_sparsity": "select", "kv_full_layers": 99}, "--kv-full-layers 99 leaves none of"),
         ({"partition": "token", "memory_workers": 2}, "use --partition head, not token"),
         ({"prefill_workers": 1}, "leave out --prefill-workers"),
         ({"context_overflow": "truncate"}, "leave out --context-overflow truncate"),

@@ -19,6 +19,7 @@ from lamina.cli.check.matrix import (
     FIXED,
     LENDING,
     RANKS,
+    SELECTING,
     Exactness,
     Resize,
     Setting,
@@ -245,7 +246,7 @@ def test_settings_are_valid_and_follow_what_they_are_compared_with(settings: lis
         if setting.promised == Exactness.BITWISE and ("pipeline" in setting.options or setting.alone):
             assert deterministic, "these change the rows of a step"
         if setting.promised == Exactness.BITWISE and deterministic:
-            known = setting.like in (FIXED, RANKS, EVICTING, EVICTING_RANKS)
+            known = setting.like in (FIXED, RANKS, EVICTING, EVICTING_RANKS, SELECTING)
             assert known or (setting.like and setting.like.axis == "kv cache dtype")
     assert len({(s.axis, s.text) for s in settings}) == len(settings)
 

@@ -94,6 +94,7 @@ RANKS = Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, _TWO)
 # Approximate, so nothing is promised of the answers; but blocks are chosen alike by all. The smallest budget there is.
 _EVICT: dict[str, Any] = {"kv_sparsity": "evict", "kv_budget": 128, "kv_recent": 16, "deterministic": True}
 EVICTING = Setting("kv sparsity", Exactness.NOTHING, None, _EVICT)
+SELECTING = Setting("kv sparsity", Exactness.NOTHING, None, {**_EVICT, "kv_sparsity": "select"})
 EVICTING_RANKS = Setting("kv sparsity", Exactness.NOTHING, None, {**_EVICT, **_TWO})
 
 
@@ -124,7 +125,9 @@ def quick(attention: Sequence[str]) -> list[Setting]:
         *(_bounded("attention", attention=name) for name in attention[-1:]),
         *_stored("int8"),
         EVICTING,
-        _evicted(memory_workers=2),
+        _alike(memory_workers=2),
+        SELECTING,
+        _alike(SELECTING, memory_workers=2),
         _rounded("bfloat16"),
     ]
 
@@ -262,7 +265,7 @@ def _stored(name: str) -> tuple[Setting, Setting]:
     return whole, Setting("kv cache dtype", Exactness.BITWISE, whole, split)
 
 
-def _evicted(like: Setting = EVICTING, **options: Any) -> Setting:
+def _alike(like: Setting = EVICTING, **options: Any) -> Setting:
     return Setting("kv sparsity", Exactness.BITWISE, like, {**like.options, **options})
 
 
@@ -273,12 +276,17 @@ def _sparse(transports: Sequence[str]) -> list[Setting]:
     return [
         EVICTING,
         Setting("kv sparsity", Exactness.BITWISE, EVICTING, _EVICT, alone=True),
-        *(_evicted(memory_workers=n) for n in (2, 3, 4)),
-        _evicted(memory_workers=2, memory_weights="0.75,0.25"),
-        *(_evicted(memory_workers=2, transport=name, overlap=False) for name in transports[:2]),
-        *(_evicted(memory_workers=2, partition=name) for name in ("token", LENDING)),
+        *(_alike(memory_workers=n) for n in (2, 3, 4)),
+        _alike(memory_workers=2, memory_weights="0.75,0.25"),
+        *(_alike(memory_workers=2, transport=name, overlap=False) for name in transports[:2]),
+        *(_alike(memory_workers=2, partition=name) for name in ("token", LENDING)),
+        SELECTING,
+        Setting("kv sparsity", Exactness.BITWISE, SELECTING, SELECTING.options, alone=True),
+        *(_alike(SELECTING, memory_workers=n) for n in (2, 4)),
+        _alike(SELECTING, memory_workers=2, memory_weights="0.75,0.25"),
+        *(_alike(SELECTING, memory_workers=2, transport=name, overlap=False) for name in transports[:2]),
         EVICTING_RANKS,
-        *(_evicted(EVICTING_RANKS, memory_workers=4, transport=name) for name in transports[:1]),
+        *(_alike(EVICTING_RANKS, memory_workers=4, transport=name) for name in transports[:1]),
     ]
 
 

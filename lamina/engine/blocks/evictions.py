@@ -9,11 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from lamina.engine.sequence import Sequence
-from lamina.kv.sparsity import DECODE_ROWS, PROMPT_ROWS, BlockScores, Budget
+from lamina.kv.sparsity import DECODE_ROWS, PROMPT_ROWS, BlockScores, budget_of
 from lamina.protocol.options.sparsity import SCORE_TOKENS, SparsityOptions
-from lamina.protocol.plan import Prune, Score
+from lamina.protocol.plan import Prune
 from lamina.protocol.sparse import most_kept
-from lamina.protocol.sparse_ops import Scored
+from lamina.protocol.sparse_ops import Dense, RowOp, Score, Scored
+
+
+def row_ops(picked: Mapping[Sequence, int], evictions: Evictions | None) -> list[RowOp]:
+    """What a plan says of the next rows of ``picked``, so many each, besides the rows themselves."""
+    dense = [Dense(s.id) for s, count in picked.items() if s.dense and count == 1]
+    return [*dense, *(evictions.scores(picked) if evictions else ())]
 
 
 class Evictions:
@@ -21,7 +27,7 @@ class Evictions:
 
     def __init__(self, options: SparsityOptions, block_size: int, num_workers: int) -> None:
         """``num_workers``: memory workers, each of which tells the scores of its heads."""
-        self._budget = Budget(options.kv_budget, options.kv_sink, options.kv_recent, block_size)
+        self._budget = budget_of(options, block_size)
         self.most_kept = most_kept(options)  # tokens, in a sparse layer
         self._num_workers = num_workers
         self._asked: dict[int, Sequence] = {}  # sequences with reports to come, by number

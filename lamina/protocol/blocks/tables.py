@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from lamina.protocol.plan import Fork, Free, Grant, Import, Keep, MediumOp, Prune, Rows, Score, Shift, StepPlan
+from lamina.protocol.plan import Fork, Free, Grant, Import, Keep, MediumOp, Prune, Rows, Shift, StepPlan
+from lamina.protocol.sparse_ops import Dense, Score
 
 from .after_op import after_op, touched
 from .extents import Extent
@@ -133,7 +134,7 @@ class BlockTables(HeldBlocks):
         shared, forked = dict[int, int](), dict[int, int]()  # sequence -> tokens that others come to hold
         shifted = {op.sequence: op for op in plan.ops if isinstance(op, Shift)}
         for op in plan.ops:
-            if isinstance(op, MediumOp):
+            if isinstance(op, MediumOp | Dense):
                 continue
             if isinstance(op, Score):
                 self._check_score(plan, op)

@@ -69,10 +69,12 @@ def check_model(config: EngineConfig, model: ModelLimits) -> int:
         )
     if heads:
         shared = PARTITIONS[topology.partition]([heads // size], topology.of_rank(topology.weights, 0), 1)
-        if config.kv.evicts and any(len(share.owners) > 1 for table in shared.tables for share in table):
+        if (config.kv.evicts or config.kv.selects) and any(
+            len(share.owners) > 1 for table in shared.tables for share in table
+        ):
             raise ValueError(
-                f"--kv-sparsity evict scores blocks where all tokens of a head are, and {heads} KV heads cannot be "
-                f"dealt out whole: use --memory-workers, or --memory-weights, by which they can"
+                f"--kv-sparsity {config.kv.kv_sparsity} compares blocks where all tokens of a head are, and {heads} "
+                f"KV heads cannot be dealt out whole: use --memory-workers, or --memory-weights, by which they can"
             )
     # One sequence takes this for certain: a byte for each element, and no more tokens than the narrowest window has.
     need, workers = model.token_elements * min(max_len, model.window or max_len), topology.memory_workers
@@ -208,20 +210,26 @@ def _check_overflow(config: EngineConfig) -> None:
 
 
 def _check_sparsity(config: EngineConfig) -> None:
-    if not config.kv.evicts:
+    kv, name = config.kv, f"--kv-sparsity {config.kv.kv_sparsity}"
+    if not (kv.evicts or kv.selects):
         return
-    evict = "--kv-sparsity evict"
     if config.topology.partition != "head":
         raise ValueError(
-            f"{evict} scores blocks where all tokens of a head are: use --partition head, not "
+            f"{name} compares blocks where all tokens of a head are: use --partition head, not "
             f"{config.topology.partition}"
         )
     if config.topology.prefill_workers:
-        raise ValueError(
-            f"{evict} is not for prefill workers, whose queries nobody scores: leave out --prefill-workers"
-        )
+        raise ValueError(f"{name} is not for prefill workers: leave out --prefill-workers")
+    if kv.evicts and config.overflow.truncates:
+        raise ValueError(f"{name} leaves nothing for a session to go on with: leave out --context-overflow truncate")
+    if not kv.selects:
+        return
     if config.overflow.truncates:
-        raise ValueError(f"{evict} leaves nothing for a session to go on with: leave out --context-overflow truncate")
+        raise ValueError(f"{name} is not for keys that move: leave out --context-overflow truncate")
+    if config.tier.medium:
+        raise ValueError(f"{name} is not for KV that is loaded: leave out --kv-offloading-size and --kv-store-dir")
+    if config.devices.memory_device not in ("auto", "cpu"):
+        raise ValueError(f"{name} is for memory workers on CPUs: use --memory-device cpu")
 
 
 def _check_ranks(config: EngineConfig) -> None:

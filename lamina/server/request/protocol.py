@@ -80,7 +80,7 @@ class Sampling(Strict):
     truncation_side: Literal["left", "right"] | None = None  # which end goes; default: left
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     session_id: str | None = None  # the next turn of that session
-    kv_sparsity: Literal["none", "evict"] | None = None  # none: it keeps all of its KV
+    kv_sparsity: Literal["none", "evict", "select"] | None = None  # none: it keeps all of its KV
     add_special_tokens: Bool | None = None  # default: with a text, not with a conversation, whose template has them
 
 

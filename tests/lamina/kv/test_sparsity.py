@@ -14,8 +14,8 @@ from lamina.kv.pool import allocate
 from lamina.kv.sparsity import BlockScores, Budget, choose
 from lamina.protocol.blocks.tables import BlockTables, PlanError
 from lamina.protocol.options.sparsity import SparsityOptions
-from lamina.protocol.plan import Fork, Free, New, Prune, Rows, Score, StepPlan, Truncate
-from lamina.protocol.sparse_ops import SCORE_BITS
+from lamina.protocol.plan import Fork, Free, New, Prune, Rows, StepPlan, Truncate
+from lamina.protocol.sparse_ops import SCORE_BITS, Score
 
 SIZE = 16
 BUDGET = Budget(tokens=8 * SIZE, sink=4, recent=2 * SIZE, block_size=SIZE)
@@ -155,9 +155,10 @@ def test_a_dropped_block_is_not_written_again() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kv_budget": 512}, "--kv-budget is for --kv-sparsity evict"),
+        ({"kv_budget": 512}, "--kv-budget is for --kv-sparsity evict or select: say one"),
         ({"kv_sparsity": "evict", "kv_budget": 64}, "--kv-budget 64 has no room beside --kv-sink 4 and --kv-recent 64"),
-        ({"kv_sparsity": "select"}, "kv.sparsity"),
+        ({"kv_sparsity": "select", "kv_budget": 64}, "--kv-budget 64 has no room"),
+        ({"kv_sparsity": "some"}, "kv.sparsity"),
     ],
 )
 def test_budgets_that_cannot_be(options: dict[str, object], words: str) -> None:

@@ -1,0 +1,177 @@
+"""Rows that attend the best blocks only, over every backend of CPUs, held against softmax in fp64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lamina.attention import Operator, get
+from lamina.attention.merge import CHUNK_TOKENS
+from lamina.attention.select import best_blocks
+from lamina.attention.spec import AttentionSpec
+from lamina.kv.pool import LayerStore, WriteIndex, allocate, row_table, write_index
+from lamina.kv.sparsity import Budget
+from lamina.kv.stored import as_stored, dequantise
+from lamina.memory.selection import Selection
+from lamina.protocol.blocks.tables import BlockTables
+from lamina.protocol.plan import New, Rows, StepPlan
+
+CPU, SIZE, DIM, EACH, HEADS = torch.device("cpu"), 16, 32, 2, 3
+BUDGET = Budget(tokens=6 * SIZE, sink=4, recent=2 * SIZE, block_size=SIZE)
+LENGTHS = ((400, 1), (77, 3), (250, 1), (60, 1), (333, 1))  # stored tokens, rows of the step
+DENSE = 4  # of these, one that asks for all
+SPEC = AttentionSpec(scale=0.2)
+
+backends = pytest.mark.parametrize("name", ["native", "numba", "reference"])
+
+
+def operator(heads: int = HEADS) -> Operator:
+    return Operator(spec=SPEC, q_heads=heads * EACH, kv_heads=heads, qk_dim=DIM, v_dim=DIM)
+
+
+class Case:
+    """Sequences in a store of ``dtype``, written in two steps; and the queries of a step behind them."""
+
+    def __init__(self, wire: torch.dtype, dtype: torch.dtype) -> None:
+        torch.manual_seed(1)
+        self.wire, self.dtype = wire, dtype
+        self.tables = BlockTables([0], [100], SIZE)
+        self.store = allocate(100, HEADS, SIZE, DIM, DIM, dtype, CPU, selects=True)
+        for tensor in self.store.tensors:
+            tensor[:-1].view(torch.uint8).fill_(0xFF)  # NaN, and what no block of a sequence holds
+        self.k, self.v = [], []
+        for step, (number, (stored, _)) in enumerate(enumerate(LENGTHS)):
+            k, v = (torch.randn(stored, HEADS, DIM).to(wire) for _ in range(2))
+            for part, (first, stop) in enumerate(((0, 21), (21, stored))):
+                rows = [Rows(number, first, stop - first)]
+                ops = [New(number)] if not part else []
+                self.tables.apply(StepPlan(step=2 * step + part, ops=list(ops), rows=rows))
+                self.store.write(write_index(self.tables, 0, rows, CPU), as_stored(k[first:stop], v[first:stop], dtype))
+            self.k.append(k), self.v.append(v)
+        self.rows = [Rows(number, stored, count) for number, (stored, count) in enumerate(LENGTHS)]
+        self.tables.apply(StepPlan(step=99, ops=[], rows=self.rows))
+        self.q = torch.randn(sum(count for _, count in LENGTHS), HEADS * EACH, DIM).to(wire) * 3
+
+    def selection(self, name: str, rows: list[Rows] | None = None) -> Selection:
+        rows = rows or self.rows
+        table = row_table(self.tables, 0, rows, align=CHUNK_TOKENS)
+        dense = {number for number, row in enumerate(rows) if row.sequence == DENSE}
+        return Selection(get(name, CPU, self.wire, self.dtype), table, BUDGET, dense)
+
+    def kept(self, number: int, q: Tensor, head: int) -> list[int]:
+        """Blocks that a query should attend, by fp64 over all tokens."""
+        stored, count = LENGTHS[number]
+        blocks = -(-stored // SIZE)
+        free = list(range(1, (stored - BUDGET.recent) // SIZE))
+        most = BUDGET.tokens // SIZE - (blocks - len(free))
+        if count > 1 or number == DENSE or len(free) <= most:
+            return list(range(blocks))
+        k = self.stored(self.k[number])[:, head].double()
+        parts = [k[n * SIZE : (n + 1) * SIZE] for n in free]
+        least, largest = (torch.stack([getattr(p, f)(0).values for p in parts]) for f in ("min", "max"))
+        mine = q[head * EACH : (head + 1) * EACH, None].double()
+        bound = torch.maximum(mine * least, mine * largest).sum(-1)
+        near = (bound - bound.amax(1, keepdim=True)).amax(0)
+        best = {free[n] for n in near.argsort(descending=True)[:most].tolist()}
+        return [n for n in range(blocks) if n not in free or n in best]
+
+    def stored(self, x: Tensor) -> Tensor:
+        rows = as_stored(x, x, self.dtype)
+        return dequantise(rows.k, rows.scales and rows.scales.k)
+
+    def oracle(self, *, wrong: bool = False) -> Tensor:
+        """[R, Hq, D] over the kept blocks; ``wrong``: one of them left out."""
+        out, at = torch.zeros(len(self.q), HEADS * EACH, DIM, dtype=torch.float64), 0
+        for number, (stored, count) in enumerate(LENGTHS):
+            k, v = (self.stored(x[number]).double() for x in (self.k, self.v))
+            for row in range(at, at + count):
+                for head in range(HEADS):
+                    kept = self.kept(number, self.q[row], head)[1 if wrong else 0 :]
+                    tokens = [t for n in kept for t in range(n * SIZE, min(stored, (n + 1) * SIZE))]
+                    for h in range(head * EACH, (head + 1) * EACH):
+                        weights = (k[tokens, head] @ self.q[row, h].double() * SPEC.scale).softmax(0)
+                        out[row, h] = weights @ v[tokens, head]
+            at += count
+        return out
+
+
+@backends
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_each_head_attends_its_best_blocks_and_others_all(name: str, wire: torch.dtype, scaled: bool) -> None:
+    case = Case(wire, torch.int8 if scaled else wire)
+    selection = case.selection(name)
+    assert selection
+    found = selection.attend(operator(), case.store, case.q)
+    error = (found.o.double() - case.oracle()).abs().max()
+    assert error < 1e-4
+    assert (found.o.double() - case.oracle(wrong=True)).abs().max() > 100 * error, "one block less is seen"
+    most = BUDGET.tokens // SIZE * SIZE
+    read = selection.stored_bytes(case.store)
+    token = case.store.token_bytes
+    bounds = 2 * HEADS * DIM * (4 if scaled else wire.itemsize)
+    free = [(stored - BUDGET.recent) // SIZE - 1 for stored in (400, 250)]
+    tail = (-400 % SIZE) + (-250 % SIZE)
+    assert read == (2 * most - tail + 77 + 60 + 333) * token + sum(free) * bounds
+
+
+@backends
+def test_a_head_gets_the_same_bits_whoever_is_beside_it(name: str) -> None:
+    case = Case(torch.float32, torch.float32)
+    whole = case.selection(name).attend(operator(), case.store, case.q)
+    for head in range(HEADS):
+        part = LayerStore(*(x[:, head : head + 1].contiguous() for x in case.store.tensors))
+        assert case.store.bounds is not None
+        part = LayerStore(part.k, part.v, None, case.store.bounds[:, :, head : head + 1].contiguous())
+        queries = slice(head * EACH, (head + 1) * EACH)
+        alone = case.selection(name).attend(operator(1), part, case.q[:, queries].contiguous())
+        assert torch.equal(alone.o, whole.o[:, queries])
+        assert torch.equal(alone.lse, whole.lse[:, queries])
+    at = 0
+    for row in case.rows:
+        q = case.q[at : at + row.count]
+        one = case.selection(name, [row])
+        if one:
+            assert torch.equal(one.attend(operator(), case.store, q).o, whole.o[at : at + row.count])
+        at += row.count
+
+
+def test_bounds_are_those_of_the_block_as_it_was_written_last() -> None:
+    """A block that is written anew from its middle on, as behind a loss, has the bounds of what is there then."""
+    store = allocate(4, 2, SIZE, DIM, DIM, torch.float32, CPU, selects=True)
+    k = torch.randn(SIZE + 5, 2, DIM)
+
+    def write(rows: Tensor, first: int) -> None:
+        offsets = torch.arange(first, first + len(rows))
+        store.write(WriteIndex(torch.full((len(rows),), 2), offsets), as_stored(rows, rows, torch.float32))
+
+    write(k[:SIZE] * 100, 0)
+    write(k[:5], 0)
+    write(k[5:SIZE], 5)
+    assert store.bounds is not None
+    assert torch.equal(store.bounds[0, 2], k[:SIZE].amin(0))
+    assert torch.equal(store.bounds[1, 2], k[:SIZE].amax(0))
+    assert not store.bounds[:, [0, 1, 3]].any()
+
+
+def test_of_blocks_alike_the_later_ones_are_attended_and_nan_does_not_hide() -> None:
+    bounds = torch.ones(2, 9, 1, DIM)
+    q = torch.randn(EACH, DIM)
+    blocks = torch.tensor([3, 1, 4, 0, 5])
+    assert best_blocks(operator(1), bounds, blocks, q, 2).tolist() == [[3, 4]]
+    bounds[:, 1] = float("nan")
+    assert best_blocks(operator(1), bounds, blocks, q, 2).tolist() == [[1, 4]], "who has it shall see it"
+
+
+def test_no_token_scores_higher_than_the_bound_of_its_block() -> None:
+    """So a block with the one key that matters is never left out for those that are worse in every way."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        keys, q = torch.from_numpy(rng.normal(size=(8, SIZE, DIM))), torch.from_numpy(rng.normal(size=(EACH, DIM)))
+        bounds = torch.stack([keys.amin(1), keys.amax(1)])[:, :, None]
+        high = torch.maximum(q[:, None] * bounds[0, :, 0], q[:, None] * bounds[1, :, 0]).sum(-1)
+        assert (torch.einsum("gd,bsd->gbs", q, keys).amax(-1) <= high + 1e-9).all()
+        best = best_blocks(operator(1), bounds, torch.arange(8), q, 1)
+        assert best[0, 0] in high.argmax(1)
