@@ -105,6 +105,23 @@ class Scratch {
 enum Dtype { kFloat32, kBFloat16, kFloat16, kDtypes };
 enum Stored { kAsQueries, kInt8, kFp8, kStored };  // what k and v are
 
+// A row, and the blocks of its sequence: those `low .. high` are free, and `best` of them are attended, with all others.
+struct Choice {
+  int64_t row, low, high, total, best;
+  const int64_t* blocks;  // [total]
+};
+
+// Which blocks rows attend, by KV head: lamina/attention/select.py.
+struct Selecting {
+  const Operator* op;
+  const void* q;  // [R, Hq, D]
+  const void *least, *most;  // [N + 1, Hkv, D], in the dtype of q, or floats where K has scales
+  const Choice* choices;
+  int64_t* table;  // [choices, Hkv, width]: a block times Hkv, plus the head
+  int64_t width;
+};
+
+using Bound = void (*)(const Selecting&, const Choice&, int64_t head, float* queries, float* scores);
 using RunTask = void (*)(const Call&, int64_t task, Scratch&);
 
 // Partial results of `queries` queries: o [queries, v_dim], lse [queries].
@@ -122,8 +139,25 @@ struct Variant {
   // merge.finish; q_heads of `queries` follow each other, sinks [q_heads] or null.
   void (*finish[kDtypes])(Partial stored, Partial fresh, const float* sinks, int64_t queries, int64_t q_heads,
                           int64_t v_dim, void* out);
+  // Bounds of what a head's queries score in a row's free blocks: scores [group, blocks]; room for queries [group, padded
+  // qk_dim]. By whether K has scales.
+  std::array<std::array<Bound, 2>, kDtypes> bound;
   std::uint64_t (*read)(const void*, std::size_t);  // every byte once: what a read limit is measured with
 };
+
+// Room of one thread.
+struct Choosing {
+  std::vector<float> queries, scores, near;
+  std::vector<int64_t> order;
+};
+
+// The choices that `numbers` [count, 6] have: row, low, high, total, best, and where its blocks begin in `blocks` [all].
+// False: they make no sense, or a table of `width` has no room for them.
+bool read_choices(const int64_t* numbers, int64_t count, const int64_t* blocks, int64_t all, int64_t width,
+                  std::vector<Choice>* to);
+
+// Fills row `number` of the table: of a choice and a head.
+void select(const Variant&, Dtype, bool scaled, const Selecting&, int64_t number, Choosing&);
 
 extern const Variant kPortable, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16;
 

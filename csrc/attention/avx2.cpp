@@ -51,6 +51,7 @@ inline V from_fp8(const void* p) {
 
 #include "kernel.h"
 #include "loops.h"
+#include "select.h"
 #include "task.h"
 
 bool usable() {
@@ -64,6 +65,7 @@ const Variant kAvx2 = {"avx2",
                        {runs<float>, runs<BFloat16>, runs<Half>},
                        merge_partials,
                        {finish<float>, finish<BFloat16>, finish<Half>},
+                       {bounds<float>, bounds<BFloat16>, bounds<Half>},
                        read};
 
 }  // namespace lamina::attention

@@ -19,6 +19,7 @@ namespace {
 #include "avx512_vectors.h"
 #include "kernel.h"
 #include "loops.h"
+#include "select.h"
 #include "task.h"
 
 bool usable() {
@@ -33,6 +34,7 @@ const Variant kAvx512 = {"avx512",
                          {runs<float>, runs<BFloat16>, runs<Half>},
                          merge_partials,
                          {finish<float>, finish<BFloat16>, finish<Half>},
+                         {bounds<float>, bounds<BFloat16>, bounds<Half>},
                          read};
 
 }  // namespace lamina::attention

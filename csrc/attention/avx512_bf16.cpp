@@ -36,6 +36,7 @@ struct Dot<BFloat16> {
   static V add(V sum, const Part& q, const Part& k) { return (V)_mm512_dpbf16_ps(sum, q, k); }
 };
 
+#include "select.h"
 #include "task.h"
 
 bool usable() {
@@ -51,6 +52,7 @@ const Variant kAvx512Bf16 = {"avx512_bf16",
                              {runs<float>, runs<BFloat16>, runs<Half>},
                              merge_partials,
                              {finish<float>, finish<BFloat16>, finish<Half>},
+                             {bounds<float>, bounds<BFloat16>, bounds<Half>},
                              read};
 
 }  // namespace lamina::attention

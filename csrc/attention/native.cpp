@@ -55,6 +55,7 @@ struct Engine {
   std::vector<Scratch> scratch;
   std::vector<float> parts;
   std::vector<std::atomic<int>> left;
+  std::vector<Choosing> choosing;  // of each thread
   std::mutex busy;  // one call at a time
 };
 
@@ -255,6 +256,56 @@ PyObject* kernels_attend(PyObject* object, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+void select_all(Engine& engine, const Selecting& of, std::size_t choices, int threads) {
+  const Operator& op = *of.op;
+  const std::lock_guard lock(engine.busy);
+  double pairs = 0;
+  for (std::size_t i = 0; i < choices; ++i) pairs += double(of.choices[i].high - of.choices[i].low);
+  const double ns = pairs * double(op.q_heads * op.qk_dim) / kPairsPerNs;
+  const double helpers = std::clamp(std::min(ns / kHelpNs, double(threads) - 1), 0.0, double(choices * op.kv_heads));
+  const std::size_t all = threads_of(engine.pool, std::size_t(helpers) + 1);
+  if (engine.choosing.size() < all) engine.choosing.resize(all);
+  engine.pool.each(choices * std::size_t(op.kv_heads), all, [&](std::size_t i, std::size_t thread) {
+    select(*engine.variant, engine.dtype, engine.stored != kAsQueries, of, int64_t(i), engine.choosing[thread]);
+  });
+}
+
+PyObject* kernels_select(PyObject* object, PyObject* args) {
+  Engine& engine = *reinterpret_cast<Kernels*>(object)->engine;
+  long long q_heads, kv_heads, qk_dim, width;
+  float scale;
+  int threads;
+  unsigned long long q, least, most, table;
+  Py_buffer numbers, blocks;
+  if (!PyArg_ParseTuple(args, "(LLLf)KKKy*y*KLi", &q_heads, &kv_heads, &qk_dim, &scale, &q, &least, &most, &numbers,
+                        &blocks, &table, &width, &threads))
+    return nullptr;
+  enum { kFine, kWrong, kNoMemory } outcome = kWrong;
+  if (kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0 && qk_dim > 0 && width > 0) {
+    Py_BEGIN_ALLOW_THREADS;
+    try {
+      std::vector<Choice> choices;
+      const auto count = [](const Py_buffer& of) { return int64_t(of.len) / int64_t(sizeof(int64_t)); };
+      const auto ints = [](const Py_buffer& of) { return static_cast<const int64_t*>(of.buf); };
+      if (read_choices(ints(numbers), count(numbers) / 6, ints(blocks), count(blocks), width, &choices)) {
+        const Operator op{q_heads, kv_heads, qk_dim, qk_dim, 0, scale, 0, nullptr, nullptr};
+        const Selecting of{
+            &op,  pointer<void>(q), pointer<void>(least), pointer<void>(most), choices.data(), pointer<int64_t>(table),
+            width};
+        select_all(engine, of, choices.size(), threads);
+        outcome = kFine;
+      }
+    } catch (const std::bad_alloc&) {
+      outcome = kNoMemory;
+    }
+    Py_END_ALLOW_THREADS;
+  }
+  PyBuffer_Release(&numbers), PyBuffer_Release(&blocks);
+  if (outcome == kNoMemory) return PyErr_NoMemory();
+  if (outcome == kWrong) return PyErr_Format(PyExc_ValueError, "no blocks can be selected so");
+  Py_RETURN_NONE;
+}
+
 PyObject* kernels_read(PyObject* object, PyObject* args) {
   Engine& engine = *reinterpret_cast<Kernels*>(object)->engine;
   unsigned long long address, bytes, piece = 4 << 20;
@@ -305,10 +356,13 @@ PyObject* kernels_calls(PyObject* object, PyObject*) {
   return PyCapsule_New(&reinterpret_cast<Kernels*>(object)->calls, Calls::kName, nullptr);
 }
 
-PyMethodDef kernels_methods[] = {
-    {"attend", kernels_attend, METH_VARARGS, nullptr}, {"merge", kernels_merge, METH_VARARGS, nullptr},
-    {"close", kernels_close, METH_VARARGS, nullptr},   {"read", kernels_read, METH_VARARGS, nullptr},
-    {"calls", kernels_calls, METH_NOARGS, nullptr},    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef kernels_methods[] = {{"attend", kernels_attend, METH_VARARGS, nullptr},
+                                 {"merge", kernels_merge, METH_VARARGS, nullptr},
+                                 {"close", kernels_close, METH_VARARGS, nullptr},
+                                 {"read", kernels_read, METH_VARARGS, nullptr},
+                                 {"select", kernels_select, METH_VARARGS, nullptr},
+                                 {"calls", kernels_calls, METH_NOARGS, nullptr},
+                                 {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot kernels_slots[] = {{Py_tp_new, slot(kernels_new)},
                                {Py_tp_dealloc, slot(kernels_dealloc)},

@@ -68,6 +68,7 @@ inline V from_fp8(const void* p) {
 
 #include "kernel.h"
 #include "loops.h"
+#include "select.h"
 #include "task.h"
 
 }  // namespace
@@ -77,6 +78,7 @@ const Variant kPortable = {"portable",
                            {runs<float>, runs<BFloat16>, runs<Half>},
                            merge_partials,
                            {finish<float>, finish<BFloat16>, finish<Half>},
+                           {bounds<float>, bounds<BFloat16>, bounds<Half>},
                            read};
 
 }  // namespace lamina::attention

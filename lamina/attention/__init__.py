@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lamina.attention.merge import Partial
+    from lamina.attention.select import Choices
     from lamina.attention.spec import AttentionSpec
     from lamina.kv.pool import LayerStore, RowTable, WriteIndex
     from lamina.kv.stored import StoredRows
@@ -93,6 +94,12 @@ class AttentionBackend(Protocol):
     def finish(self, op: Operator, prepared: Any, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor) -> None:
         """``attend_new``, then ``close``."""
         self.close(stored, self.attend_new(op, prepared, q, kv), op.sinks, out)
+
+    def select(self, op: Operator, store: LayerStore, choices: Choices, q: Tensor, table: Tensor) -> None:
+        """``select.fill``: which blocks rows attend. Bounds may be rounded otherwise, so each backend has its own."""
+        from lamina.attention.select import fill
+
+        fill(op, store, choices, q, table)
 
     def append(self, store: LayerStore, at: WriteIndex, rows: StoredRows) -> None:
         """``LayerStore.write``, on the device that computes."""

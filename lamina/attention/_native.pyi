@@ -65,5 +65,23 @@ class Kernels:
     ) -> None:
         """Merge both and the sinks, [q_heads] or none (0), into out [queries, v_dim]; queries are q_heads by row."""
 
+    def select(
+        self,
+        operator: tuple[int, int, int, float],
+        q: int,
+        least: int,
+        most: int,
+        choices: Ints,
+        blocks: Ints,
+        table: int,
+        width: int,
+        threads: int,
+    ) -> None:
+        """Fill a table [choices, KV heads, width] with the blocks that rows attend; what is behind them is left.
+
+        ``operator``: query heads, KV heads, qk_dim, scale. ``choices``, ``blocks``: of lamina.attention.select. Tensors
+        by address. Raises ValueError where these make no sense.
+        """
+
     def read(self, address: int, nbytes: int, threads: int) -> int:
         """Read memory once, from end to end: what attention can be compared with. The result means nothing."""

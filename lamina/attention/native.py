@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lamina.attention import AttentionBackend, Operator
 from lamina.attention.merge import Partial
+from lamina.attention.select import Choices
 from lamina.kv.pool import LayerStore, RowTable
 from lamina.kv.stored import DTYPES, Scales, StoredRows
 
@@ -55,6 +56,12 @@ class NativeAttention(AttentionBackend):
 
     def finish(self, op: Operator, prepared: Step, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor) -> None:
         self._attend(op, prepared, False, q, kv.k, kv.v, kv.scales, stored, out.data_ptr())
+
+    def select(self, op: Operator, store: LayerStore, choices: Choices, q: Tensor, table: Tensor) -> None:
+        assert store.bounds is not None
+        shape, (least, most) = (op.q_heads, op.kv_heads, op.qk_dim, op.spec.scale), store.bounds
+        addresses, into = (q.data_ptr(), least.data_ptr(), most.data_ptr()), (table.data_ptr(), table.shape[-1])
+        self.kernels.select(shape, *addresses, choices.numbers, choices.blocks, *into, torch.get_num_threads())
 
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
         addresses = parts.o.data_ptr(), parts.lse.data_ptr(), left.data_ptr(), right.data_ptr()

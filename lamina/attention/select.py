@@ -7,12 +7,40 @@ each counts bounds from its own best block on, and a block counts as much as the
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import torch
 from torch import Tensor
 
-from lamina.attention import Operator
+from lamina.kv.pool import Ints, LayerStore
+
+if TYPE_CHECKING:
+    from lamina.attention import Operator
 
 INFINITE = float("inf")
+
+
+class Choices(NamedTuple):
+    """Rows that attend some blocks. By row, [., 6]: its number in q; of its sequence's blocks those ``low .. high``
+    are free; how many blocks it has; how many of the free ones stay; and where its blocks begin in ``blocks``.
+    """
+
+    numbers: Ints
+    blocks: Ints  # ids
+
+
+def fill(op: Operator, store: LayerStore, choices: Choices, q: Tensor, table: Tensor) -> None:
+    """Put what stays into ``table`` [choices, Hkv, W] int64: block ids of a store each of whose blocks has one head;
+    what is behind them is left. q [R, Hq, D].
+    """
+    heads = torch.arange(op.kv_heads)[:, None]
+    assert store.bounds is not None
+    for number, (row, low, high, total, best, at) in enumerate(choices.numbers.tolist()):
+        blocks = torch.from_numpy(choices.blocks[at : at + total])
+        chosen = low + best_blocks(op, store.bounds, blocks[low:high], q[row], best)
+        before, behind = (torch.arange(*x).expand(op.kv_heads, -1) for x in ((0, low), (high, total)))
+        kept = torch.cat([before, chosen, behind], 1)
+        table[number, :, : kept.shape[1]] = blocks[kept] * op.kv_heads + heads
 
 
 def best_blocks(op: Operator, bounds: Tensor, blocks: Tensor, q: Tensor, count: int) -> Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lamina.attention import Operator, get
 from lamina.attention.merge import CHUNK_TOKENS
-from lamina.attention.select import best_blocks
+from lamina.attention.native import VARIANTS, NativeAttention
+from lamina.attention.select import Choices, best_blocks, fill
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.pool import LayerStore, WriteIndex, allocate, row_table, write_index
 from lamina.kv.sparsity import Budget
@@ -175,3 +176,29 @@ def test_no_token_scores_higher_than_the_bound_of_its_block() -> None:
         assert (torch.einsum("gd,bsd->gbs", q, keys).amax(-1) <= high + 1e-9).all()
         best = best_blocks(operator(1), bounds, torch.arange(8), q, 1)
         assert best[0, 0] in high.argmax(1)
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dim", "each", "scaled"), [(20, 1, False), (64, 3, True), (128, 4, False)])
+def test_native_kernels_choose_as_the_reference_does(wire: torch.dtype, dim: int, each: int, scaled: bool) -> None:
+    """Of every head width, with blocks that have a NaN, and of those alike the later ones."""
+    torch.manual_seed(dim)
+    stored = torch.int8 if scaled else wire
+    op = Operator(spec=SPEC, q_heads=2 * each, kv_heads=2, qk_dim=dim, v_dim=dim)
+    store = allocate(60, 2, SIZE, dim, dim, stored, CPU, selects=True)
+    assert store.bounds is not None
+    store.bounds.copy_(torch.stack([-torch.rand(61, 2, dim) - 0.1, torch.rand(61, 2, dim)]))
+    store.bounds[:, 7, 1, dim - 1] = float("nan")
+    store.bounds[:, 20:30] = store.bounds[:, 19:20]
+    q = (torch.randn(3, op.q_heads, dim) * 3).to(wire)
+    numbers = np.array([[2, 1, 30, 33, 7, 0], [0, 0, 12, 20, 0, 33], [1, 2, 7, 7, 5, 53]], np.int64)
+    choices = Choices(numbers, np.concatenate([np.random.default_rng(1).permutation(60)]))
+    want = torch.full((3, 2, 16), -1)
+    fill(op, store, choices, q, want)
+    for variant in VARIANTS:
+        got = torch.full((3, 2, 16), -1)
+        NativeAttention(wire, variant, stored).select(op, store, choices, q, got)
+        assert torch.equal(got, want), variant
+    numbers[2, 4] = 6
+    with pytest.raises(ValueError, match="selected"):
+        get("native", CPU, wire, stored).select(op, store, choices, q, got)
