@@ -32,8 +32,8 @@ def table4(traces: Mapping[str, RequestTrace]) -> Figure:
     lines = []
     for name, trace in traces.items():
         label = f"{name} (SURROGATE)" if trace.surrogate else name
-        found = len(trace.requests), trace.mean_prompt, trace.mean_answer
-        for what, paper, here in zip(("requests", "mean prompt", "mean answer"), TABLE4[name], found, strict=True):
+        numbers = len(trace.requests), trace.mean_prompt, trace.mean_answer
+        for what, paper, here in zip(("requests", "mean prompt", "mean answer"), TABLE4[name], numbers, strict=True):
             lines.append(Line(f"{label}: {what}", "", paper, here))
     return Figure("traces", lines, "Kimi-TA, unless you have its real file: a surrogate is made up in its likeness")
 

@@ -218,17 +218,17 @@ def figure14() -> Figure:
     most, lines, series = {"llama-65b": 13.2, "llama3-70b": 3.5}, [], []
     for name, stated in most.items():
         costs, where = costs_of(paper_models()[name]), pair(name, 1)[0]
-        found = {}
+        savings = {}
         for batch in (4, 16, 32, 64):
             if 4096 * batch <= capacities(name)[0]:
                 of = load(batch, 4096)
                 with_it = costs.step(where, of)
                 late = costs.step_without_overlap(where, of)
                 total = with_it.model_s + with_it.attention_s
-                found[batch] = 100 * (1 - (total + with_it.network_s) / (total + late))
-        lines += [Line(f"{name}, {b} requests", "%", None, share) for b, share in found.items()]
-        series.append(Series(name, [(float(b), share) for b, share in found.items()]))
-        lines.append(Line(f"{name}, the most", "%", stated, max(found.values())))
+                savings[batch] = 100 * (1 - (total + with_it.network_s) / (total + late))
+        lines += [Line(f"{name}, {b} requests", "%", None, share) for b, share in savings.items()]
+        series.append(Series(name, [(float(b), share) for b, share in savings.items()]))
+        lines.append(Line(f"{name}, the most", "%", stated, max(savings.values())))
     return Figure(
         "time of a token that overlap saves", lines,
         "the trend: in the paper the gain grows with the batch, by this model it falls",

@@ -28,9 +28,9 @@ class SentBytes(NamedTuple):
 
 def sent(model: ModelFacts, deployment: Deployment, rows: float) -> SentBytes:
     """Of so many rows. With n > 2 the cut moves on to the next replica, layer by layer."""
-    found = [_of_layers(model, each, deployment, rows) for each in model.attentions]
+    layers = [_of_layers(model, each, deployment, rows) for each in model.attentions]
     cut = model.num_layers * rows * model.hidden_bytes if deployment.batches > 2 else 0.0
-    return SentBytes(sum(f.q for f in found), sum(f.kv for f in found), sum(f.o for f in found), cut)
+    return SentBytes(sum(x.q for x in layers), sum(x.kv for x in layers), sum(x.o for x in layers), cut)
 
 
 def cards_s(link: NetworkLink, deployment: Deployment, steps: Iterable[SentBytes]) -> float:

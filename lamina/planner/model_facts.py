@@ -111,23 +111,23 @@ def model_facts(model: str, *, dtype: str = "auto", trust_remote_code: bool = Fa
     with suppress(OSError, msgspec.DecodeError):
         if kept is not None:
             return msgspec.json.decode(kept.read_bytes(), type=ModelFacts)
-    found = _captured(model, dtype, trust_remote_code)
+    facts = _captured(model, dtype, trust_remote_code)
     if kept is not None:
         with suppress(OSError):
             kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             new = kept.with_suffix(f".{os.getpid()}")
-            new.write_bytes(msgspec.json.encode(found))
+            new.write_bytes(msgspec.json.encode(facts))
             new.replace(kept)
-    return found
+    return facts
 
 
 def paper_models(path: Path = DATA / "models.toml") -> dict[str, ModelFacts]:
     """By name, from their sizes alone."""
-    found = {}
+    models = {}
     for name, entry in entries(path):
         checked(entry, {"weights": str, **dict.fromkeys(_SIZES, float)}, {}, f"{path}: [{name}]")
-        found[name] = _of_sizes(name, entry)
-    return found
+        models[name] = _of_sizes(name, entry)
+    return models
 
 
 def _of_sizes(name: str, entry: Mapping[str, Any]) -> ModelFacts:

@@ -26,9 +26,9 @@ class OperatorTables:
     def __init__(self, files: Iterable[Path] = ()) -> None:
         self._curves: dict[tuple[str, str, int], list[Point]] = {}  # op, device, ranks or group
         for path in (DATA / "operators.csv", *files):
-            found = _read(path)
-            replaced = {(op, device) for op, device, _ in found}
-            self._curves = {k: v for k, v in self._curves.items() if k[:2] not in replaced} | found
+            curves = _read(path)
+            replaced = {(op, device) for op, device, _ in curves}
+            self._curves = {k: v for k, v in self._curves.items() if k[:2] not in replaced} | curves
 
     def put(self, op: str, device: str, ranks: int, points: Iterable[Point]) -> None:
         """What was measured of an operator, in place of what there was."""
@@ -83,13 +83,13 @@ def _read(path: Path) -> dict[tuple[str, str, int], list[Point]]:
 
 
 def _sizes(shape: str, names: Iterable[str], where: str) -> dict[str, float]:
-    found = {}
+    sizes = {}
     for pair in shape.split():
         name, _, value = pair.partition("=")
-        found[name] = _number(value, f"{where}: {name}")
-    if set(found) != set(names):
+        sizes[name] = _number(value, f"{where}: {name}")
+    if set(sizes) != set(names):
         raise ValueError(f"{where}: shape {shape!r} must have {' '.join(f'{n}=NUMBER' for n in names)}")
-    return found
+    return sizes
 
 
 def _number(text: str, where: str) -> float:

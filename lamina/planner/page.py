@@ -70,8 +70,8 @@ def _price(plan: Plan) -> str:
         return ""
     name = best.deployment.memory.name
     hour = plan.planner.prices.hour(best.deployment.memory)
-    found = [(hour * f, 100 * gain_by_price(plan.planner, plan.ranking, name, f)) for f in _FACTORS]
-    points = [p for p in found if not math.isnan(p[1])]
+    gains = [(hour * f, 100 * gain_by_price(plan.planner, plan.ranking, name, f)) for f in _FACTORS]
+    points = [p for p in gains if not math.isnan(p[1])]
     if best.deployment.memory == best.deployment.compute or not points:
         return ""
     plot = lines(
@@ -91,13 +91,13 @@ def _times(plan: Plan, points: Sequence[Operating]) -> str:
 
 
 def _played(plan: Plan) -> str:
-    found = [(p.point.deployment.label, p.found) for p in plan.played if p.found is not None]
-    if not found:
+    runs = [(p.point.deployment.label, p.run) for p in plan.played if p.run is not None]
+    if not runs:
         return ""
-    rows = [(name, (f.tbt_p50_s * 1e3, f.tbt_p99_s * 1e3)) for name, f in found]
+    rows = [(name, (run.tbt_p50_s * 1e3, run.tbt_p99_s * 1e3)) for name, run in runs]
     text = _plot("Time between two tokens, played", bars(rows, ("median", "99th percentile"), " ms"), "")
     if plan.rate is not None:
-        rows = [(name, (f.first_p50_s * 1e3, f.first_p99_s * 1e3)) for name, f in found]
+        rows = [(name, (run.first_p50_s * 1e3, run.first_p99_s * 1e3)) for name, run in runs]
         text += _plot("Time to the first token, played", bars(rows, ("median", "99th percentile"), " ms"), "")
     return text
 

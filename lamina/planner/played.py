@@ -17,17 +17,17 @@ _SEED = 0  # of where in a tick of the trace's clock a request came
 
 
 class PlayedRow(NamedTuple):
-    """A row of a plan: ``point`` by the closed form, ``found`` by the scheduler, or ``why`` it was not played."""
+    """A row of a plan: ``point`` by the closed form, ``run`` by the scheduler, or ``why`` it was not played."""
 
     point: Operating
-    found: Replayed | None
+    run: Replayed | None
     why: str = ""
 
     def told(self) -> dict[str, Any]:
         """For JSON."""
-        if self.found is None:
+        if self.run is None:
             return {"devices": self.point.deployment.label, "why_not": self.why}
-        return {"devices": self.point.deployment.label, "tokens_s": self.found.tokens_s, **self.found._asdict()}
+        return {"devices": self.point.deployment.label, "tokens_s": self.run.tokens_s, **self.run._asdict()}
 
 
 def _quiet(stage: str, done: int, total: int) -> None:
@@ -38,7 +38,7 @@ def play(
     planner: Planner, ranking: Ranking, rows: int, requests: int, rate: float | None = None, told: OnProgress = _quiet
 ) -> list[PlayedRow]:
     """The first ``requests`` of the ranked trace: as soon as there is room, or so many a second (0: as they came)."""
-    trace, found = ranking.trace.first(requests), list[PlayedRow]()
+    trace, outcomes = ranking.trace.first(requests), list[PlayedRow]()
     if rate is not None:
         trace = jittered(trace.at_rate(rate) if rate else trace, _SEED)
     for point in shortlist(ranking, rows):
@@ -57,10 +57,10 @@ def play(
                 told=tell,
             )
         except UnplayableError as error:
-            found.append(PlayedRow(point, None, str(error)))
+            outcomes.append(PlayedRow(point, None, str(error)))
         else:
-            found.append(PlayedRow(point, played))
-    return found
+            outcomes.append(PlayedRow(point, played))
+    return outcomes
 
 
 def played_text(played: Sequence[PlayedRow], rate: float | None = None) -> str:
@@ -69,14 +69,14 @@ def played_text(played: Sequence[PlayedRow], rate: float | None = None) -> str:
         return ""
     more = ["closed form"] if rate is None else ["first token p50", "p99"]
     rows = [["played", "sequences", "tokens/s", "TBT p50", "p99", "preempted", *more]]
-    for point, found, _ in played:
-        if found is not None:
-            seen = _ms(found.first_p50_s, found.first_p99_s) if rate is not None else [f"{point.tokens_s:.0f} tokens/s"]
-            counts = [f"{found.batch:.1f}", f"{found.tokens_s:.0f}"]
-            times = _ms(found.tbt_p50_s, found.tbt_p99_s)
-            rows.append([point.deployment.label, *counts, *times, str(found.preemptions), *seen])
+    for point, run, _ in played:
+        if run is not None:
+            seen = _ms(run.first_p50_s, run.first_p99_s) if rate is not None else [f"{point.tokens_s:.0f} tokens/s"]
+            counts = [f"{run.batch:.1f}", f"{run.tokens_s:.0f}"]
+            times = _ms(run.tbt_p50_s, run.tbt_p99_s)
+            rows.append([point.deployment.label, *counts, *times, str(run.preemptions), *seen])
     lines = ["", *table(rows)] if len(rows) > 1 else [""]
-    lines += [f"  not played: {p.point.deployment.label}: {p.why}" for p in played if p.found is None]
+    lines += [f"  not played: {p.point.deployment.label}: {p.why}" for p in played if p.run is None]
     if rate is None:
         lines.append("  few requests never fill large deployments: play several times as many as there are sequences")
     else:

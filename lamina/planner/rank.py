@@ -255,13 +255,13 @@ def _counts(high: float, batches: int) -> list[float]:
     """Numbers of sequences to look at, up to ``high``: each two thirds of the one before, and some with a multiple of
     64 in a batch, at which products are the fastest.
     """
-    found, at = {high}, high
+    counts, at = {high}, high
     while at > 1:
-        found.add(float(math.ceil(at)))
+        counts.add(float(math.ceil(at)))
         at /= _FEWER
     step = 64 * batches * max(1, int(high) // (64 * batches * _MULTIPLES))
-    found |= {float(n) for n in range(step, int(high) + 1, step)}
-    return sorted(n for n in found if 1 <= n <= high)
+    counts |= {float(n) for n in range(step, int(high) + 1, step)}
+    return sorted(n for n in counts if 1 <= n <= high)
 
 
 def _most(tbt: Callable[[float], float], slo_s: float, low: float, high: float) -> float:

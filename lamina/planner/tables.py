@@ -116,15 +116,15 @@ def price_book(name: str) -> PriceBook:
 def link(text: str) -> NetworkLink:
     """400Gbps, 50GB/s, 400Gbps:nccl. Raises ValueError that names --link."""
     stacks = dict(entries(DATA / "links.toml"))
-    found = _RATE.fullmatch(text.strip())
-    if found is None or float(found[1]) <= 0:
+    match = _RATE.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
         raise ValueError(f"--link {text} is not a rate such as 400Gbps or 50GB/s, of one network card in one direction")
-    stack = found[3] or next(iter(stacks))
+    stack = match[3] or next(iter(stacks))
     if stack not in stacks:
         raise ValueError(f"--link {text}: {stack} is not one of {', '.join(stacks)}")
     entry = stacks[stack]
     checked(entry, {"share": float, "round_trip": float, "source": str}, {}, stack)
-    rate = float(found[1]) * 1e9 / (1 if found[2] == "GB/s" else 8)
+    rate = float(match[1]) * 1e9 / (1 if match[2] == "GB/s" else 8)
     return NetworkLink(text, rate, float(entry["share"]), float(entry["round_trip"]) * 1e-6, entry["source"])
 
 
@@ -140,9 +140,9 @@ def baseline(name: str) -> Baseline:
 @cache
 def errors(path: Path = DATA / "errors.toml") -> Constants:
     """Shares by which a step's time is off; see data/errors.toml."""
-    found = dict(entries(path))
-    for name, entry in found.items():
+    sections = dict(entries(path))
+    for name, entry in sections.items():
         checked(entry, {"share": float, "origin": str}, {}, f"{path}: [{name}]")
     return Constants(
-        {name: float(e["share"]) for name, e in found.items()}, {name: e["origin"] for name, e in found.items()}
+        {name: float(e["share"]) for name, e in sections.items()}, {name: e["origin"] for name, e in sections.items()}
     )

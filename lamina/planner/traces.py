@@ -100,12 +100,12 @@ def read_trace(path: str) -> RequestTrace:
     opened = gzip.open(path, "rt", newline="") if path.endswith(".gz") else open(path, newline="")  # noqa: SIM115
     with opened as file:
         try:
-            found = tuple(_rebased(_lines(file, f"--trace {path}"), f"--trace {path}"))
+            requests = tuple(_rebased(_lines(file, f"--trace {path}"), f"--trace {path}"))
         except (UnicodeDecodeError, gzip.BadGzipFile, zlib.error, csv.Error, EOFError) as error:
             raise ValueError(f"--trace {path} cannot be read: {error}") from None
-    if not found:
+    if not requests:
         raise ValueError(f"--trace {path} has no requests")
-    return RequestTrace(name, found)
+    return RequestTrace(name, requests)
 
 
 def _seen(request: TracedRequest, window: int) -> float:
@@ -123,9 +123,9 @@ def _pairs(prompt: int, window: int) -> float:
     return growing * (growing + 1) / 2 + (prompt - growing) * window
 
 
-def _rebased(found: Iterable[tuple[int, TracedRequest]], where: str) -> Iterator[TracedRequest]:
+def _rebased(requests: Iterable[tuple[int, TracedRequest]], where: str) -> Iterator[TracedRequest]:
     start = before = -math.inf
-    for number, request in found:
+    for number, request in requests:
         start = request.at_s if start == -math.inf else start
         if request.at_s < before:
             raise ValueError(f"{where}, line {number}: it came before the request above it: sort the file by time")

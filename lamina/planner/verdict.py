@@ -153,15 +153,15 @@ def _root(of: Callable[[float], float]) -> float | None:
     """The factor nearest to 1 behind which ``of`` is on the other side of 0, up to _RANGE both ways, as far as it is a
     number.
     """
-    here, found = of(1.0) >= 0, list[float]()
+    here, roots = of(1.0) >= 0, list[float]()
     for step in (_STEP, 1 / _STEP):
         before, at = 1.0, step
         while 1 / _RANGE <= at <= _RANGE and not math.isnan(there := of(at)):
             if (there >= 0) != here:
-                found.append(_between(of, before, at, here))
+                roots.append(_between(of, before, at, here))
                 break
             before, at = at, at * step
-    return min(found, key=lambda f: abs(math.log(f)), default=None)
+    return min(roots, key=lambda f: abs(math.log(f)), default=None)
 
 
 def _between(of: Callable[[float], float], same: float, other: float, sign: bool) -> float:

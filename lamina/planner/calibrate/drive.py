@@ -44,10 +44,10 @@ def shapes_of(text: str, flag: str) -> list[RunShape]:
     """8x2048,32x512,8x512:2. Raises ValueError that names ``flag``."""
     shapes = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d{1,4})x(\d{1,7})(?::([1-4]))?", part.strip())
-        if found is None or not 1 <= int(found[1]) <= _MOST or int(found[2]) < 1:
+        match = re.fullmatch(r"(\d{1,4})x(\d{1,7})(?::([1-4]))?", part.strip())
+        if match is None or not 1 <= int(match[1]) <= _MOST or int(match[2]) < 1:
             raise ValueError(f"{flag} {part.strip()!r} is no number of sequences, their prompt and n: 8x2048, 8x512:2")
-        shapes.append(RunShape(int(found[1]), int(found[2]), int(found[3] or 1)))
+        shapes.append(RunShape(int(match[1]), int(match[2]), int(match[3] or 1)))
     return shapes
 
 

@@ -20,14 +20,21 @@ _SEED = 0  # of which round takes how much longer than the median
 
 
 def predict(
-    found: Calibration, requests: Sequence[TracedRequest], *, batches: int = 1, together: bool = False, most: int = 0
+    calibration: Calibration,
+    requests: Sequence[TracedRequest],
+    *,
+    batches: int = 1,
+    together: bool = False,
+    most: int = 0,
 ) -> Tempo:
     """Of requests as they come, in a pool with room for all; ``most`` at once, 0 = all. See ``drive``."""
     trace = RequestTrace("predicted", tuple(requests))
     blocks = sum(-(-(r.prompt + r.answer + 1) // BLOCK) + 1 for r in requests)
-    where = replace(found.deployment, batches=batches)
-    draw = partial(random.Random(_SEED).choice, found.spread)
-    engine, wire = simulated(found.costs, where, trace, blocks, most or len(requests), found.chunk or CHUNK, draw)
+    where = replace(calibration.deployment, batches=batches)
+    draw = partial(random.Random(_SEED).choice, calibration.spread)
+    engine, wire = simulated(
+        calibration.costs, where, trace, blocks, most or len(requests), calibration.chunk or CHUNK, draw
+    )
 
     def sleep(seconds: float) -> None:
         wire.clock.now += seconds
@@ -35,24 +42,28 @@ def predict(
     return drive(engine, wire.clock, requests, sleep, together=together)
 
 
-def predict_shape(found: Calibration, shape: RunShape, answer: int) -> Tempo:
+def predict_shape(calibration: Calibration, shape: RunShape, answer: int) -> Tempo:
     """While all of its sequences decode. Prompts come before, one after the other: an answer has to be long enough."""
-    rounds = shape.sequences * -(-shape.prompt // (found.chunk or CHUNK))
-    return predict(found, shape.requests(rounds + answer), batches=shape.batches, together=True)
+    rounds = shape.sequences * -(-shape.prompt // (calibration.chunk or CHUNK))
+    return predict(calibration, shape.requests(rounds + answer), batches=shape.batches, together=True)
 
 
-def calibration_text(found: Calibration, source: str, predicted: dict[str, Tempo]) -> str:
+def calibration_text(calibration: Calibration, source: str, predicted: dict[str, Tempo]) -> str:
     """The tables in short, and the predictions."""
     lines = [f"fitted to {source}: times of this model on that host, while it was as busy as it was then"]
     rows = [["rows of a step", "slices", "steps"]]
-    shown = sorted(found.by_rows, key=lambda r: -found.by_rows[r][1])[:8]
-    rows += [[f"{r}", f"{found.by_rows[r][0] * 1e3:.2f} ms", f"{found.by_rows[r][1]}"] for r in sorted(shown)]
+    shown = sorted(calibration.by_rows, key=lambda r: -calibration.by_rows[r][1])[:8]
+    rows += [
+        [f"{r}", f"{calibration.by_rows[r][0] * 1e3:.2f} ms", f"{calibration.by_rows[r][1]}"] for r in sorted(shown)
+    ]
+    layer_us, bytes_us = calibration.floor_s * 1e6, calibration.byte_s * 1e12
+    between_ms, driver_ms = calibration.between_s * 1e3, calibration.driver_s * 1e3
     lines += [
         *table(rows),
-        f"  attention of a layer: {found.floor_s * 1e6:.1f} us, and {found.byte_s * 1e12:.1f} us for 10^6 bytes",
-        f"  a step besides: {found.between_s * 1e3:.2f} ms; the driver, beside it: {found.driver_s * 1e3:.2f} ms",
+        f"  attention of a layer: {layer_us:.1f} us, and {bytes_us:.1f} us for 10^6 bytes",
+        f"  a step besides: {between_ms:.2f} ms; the driver, beside it: {driver_ms:.2f} ms",
     ]
-    lines.append(f"  by the Conductor's laws:  lamina-launch simulate {_law_flags(found)} ...")
+    lines.append(f"  by the Conductor's laws:  lamina-launch simulate {_law_flags(calibration)} ...")
     if predicted:
         told = [["predicted", "tokens/s", "TBT p50", "p99"]]
         told += [
@@ -63,18 +74,20 @@ def calibration_text(found: Calibration, source: str, predicted: dict[str, Tempo
     return "\n".join(lines) + "\n"
 
 
-def _law_flags(found: Calibration) -> str:
-    laws = {"--decode-law": found.decode} | ({"--prefill-law": found.prefill} if found.prefill else {})
+def _law_flags(calibration: Calibration) -> str:
+    laws: dict[str, tuple[float, ...]] = {"--decode-law": calibration.decode}
+    if calibration.prefill:
+        laws["--prefill-law"] = calibration.prefill
     return " ".join(f"{flag} {','.join(f'{x:.4g}' for x in law)}" for flag, law in laws.items())
 
 
-def calibration_json(found: Calibration, source: str, predicted: dict[str, Tempo]) -> dict[str, Any]:
+def calibration_json(calibration: Calibration, source: str, predicted: dict[str, Tempo]) -> dict[str, Any]:
     """The same; times in seconds."""
     return {
         "source": source,
-        "slices": {str(rows): {"seconds": took, "steps": steps} for rows, (took, steps) in found.by_rows.items()},
-        "attention": {"layer_s": found.floor_s, "byte_s": found.byte_s},
-        "between_s": found.between_s, "driver_s": found.driver_s, "chunk": found.chunk,
-        "decode_law": [*found.decode], "prefill_law": found.prefill and [*found.prefill],
+        "slices": {str(rows): {"seconds": took, "steps": steps} for rows, (took, steps) in calibration.by_rows.items()},
+        "attention": {"layer_s": calibration.floor_s, "byte_s": calibration.byte_s},
+        "between_s": calibration.between_s, "driver_s": calibration.driver_s, "chunk": calibration.chunk,
+        "decode_law": [*calibration.decode], "prefill_law": calibration.prefill and [*calibration.prefill],
         "predicted": {name: tempo._asdict() for name, tempo in predicted.items()},
     }  # fmt: skip
