@@ -8,11 +8,13 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cuda_stand_in import ONE_GPU
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -33,10 +35,13 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["LAMINA_CACHE"] = tempfile.mkdtemp(prefix="lamina-cache-")
     atexit.register(shutil.rmtree, os.environ["LAMINA_CACHE"], ignore_errors=True)
 
-# `make test` tries the same examples every time; `make properties` looks for new ones.
+# `make test` tries the same examples every time, and half of what a property asks for; `make mutation` tries all of
+# these, `make properties` new ones each time.
 settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("whole", derandomize=True, deadline=None)
 settings.register_profile("search", print_blob=True, deadline=None)
 settings.load_profile("fixed")
+ASKED = "_hypothesis_internal_use_settings"  # where a property keeps them, as hypothesis' own plugin of pytest reads it
 
 # By transport or attention backend; a test that is parametrized with it carries the mark.
 NEEDS = {
@@ -46,10 +51,18 @@ NEEDS = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if settings.get_current_profile_name() == "fixed":
+        halve_examples({item.function for item in items if isinstance(item, pytest.Function)})
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             for scheme in NEEDS.keys() & {v for v in item.callspec.params.values() if isinstance(v, str)}:
                 item.add_marker(NEEDS[scheme])
+
+
+def halve_examples(tests: set[Callable[..., Any]]) -> None:
+    for test in filter(is_hypothesis_test, tests):
+        asked = vars(test).get(ASKED, settings.default)
+        setattr(test, ASKED, settings(asked, max_examples=max(1, asked.max_examples // 2)))
 
 
 # Imports and collected tests leave hardly any garbage: to look for it again and again takes a sixth of their time.
@@ -57,11 +70,9 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Full collections of garbage leave out torch, transformers and all tests: half a second each, often a dozen.
-
-    Others are rare: at Python's own thresholds they are 4 % of the time of all tests, and hardly find any.
+    """Collections of garbage leave out torch, transformers and all tests, which would take half a second each time, and
+    what little garbage they leave. They are rare: at Python's own thresholds they take 4 % of the time of all tests.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
     gc.enable()

@@ -176,7 +176,7 @@ class Tree:
             "source_paths": ["lamina"],
             "only_mutate": list(self._group.files),
             "pytest_add_cli_args_test_selection": list(self._group.tests),
-            "pytest_add_cli_args": ["-p", "no:cacheprovider", "-p", "no:xdist"],
+            "pytest_add_cli_args": ["-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-profile=whole"],
             "process_isolation": "forkserver",  # threads of torch and of tests do not live through a fork
             "use_git_change_detection": False,
             "track_dependencies": False,

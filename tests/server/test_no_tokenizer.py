@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from forked import ForkedProgram
 from running import MODEL, ROOT
 
 from lamina import LLM, front
@@ -39,19 +38,21 @@ def stuck(tmp_path: Path) -> Iterator[str]:
         os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))  # who reads is at the end of the file now
 
 
-def test_a_server_gives_up(stuck: str) -> None:
+def test_a_server_gives_up(stuck: str, tmp_path: Path) -> None:
     """All of it; with workers that are threads, which wait for the tokenizer, so that it is all that can be late."""
-    command = [sys.executable, "-m", "lamina.cli.launch", "serve", MODEL, "--tokenizer", stuck, "--port", "0"]
-    ended = subprocess.run(
-        [*command, "--transport", "loopback", "--start-timeout-s", "2"], cwd=ROOT, capture_output=True, text=True,
-        timeout=110, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 2, ended.stderr
-    assert [line for line in ended.stderr.splitlines() if line.startswith("lamina-launch")] == [
+    words = ["serve", MODEL, "--tokenizer", stuck, "--port", "0", "--transport", "loopback", "--start-timeout-s", "2"]
+    log = tmp_path / "log"
+    with log.open("wb") as stderr:
+        server = ForkedProgram(words, stderr=stderr)
+    assert server.stdout is not None
+    with server.stdout:
+        assert not server.stdout.read()
+    said = log.read_text()
+    assert server.wait(110) == 2, said
+    assert [line for line in said.splitlines() if line.startswith("lamina-launch")] == [
         f"lamina-launch serve: {GIVEN_UP} 2 s"
     ]
-    assert "Traceback" not in ended.stderr
-    assert not ended.stdout
+    assert "Traceback" not in said
 
 
 class NoPools:
@@ -73,8 +74,8 @@ def test_it_is_given_up_and_workers_end(
     module: ModuleType, transport: str, stuck: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "Pools", NoPools)
-    monkeypatch.setattr(module, "Engine", lambda *_, **__: None)
     before, config = NoPools.closed, make_config({"transport": transport, "start_timeout_s": 0.2})
+    monkeypatch.setattr(module, "Engine", lambda *_, **__: SimpleNamespace(config=config))
     with pytest.raises(TimeoutError) as error:
         start_up(module, stuck, config)
     assert str(error.value) == f"{GIVEN_UP} 0.2 s"
