@@ -249,6 +249,7 @@ class Transfers:
                 return
             self._ended.append((task, min(done * PAGE, task.op.count)))
         self._meter.add(f"{name}_s", seconds)
+        self._meter.add("kv_failed_transfers", bool(error))
         gone = gone + self._fetches.gone()
         if isinstance(task.op, Import):
             self._fetches.go_on()

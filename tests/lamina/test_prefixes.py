@@ -254,6 +254,7 @@ def test_what_is_retained_gives_way_at_once() -> None:
         house.ask(tokens((number, 7)), 2)
         house.serve()
     assert house.scheduler.prefixes.num_retained == 32, "all blocks"
+    assert house.scheduler.prefixes.evictable(house.scheduler.free_blocks) == [64]
     asked = [house.ask(tokens((100 + number, 11)), 12) for number in range(16)]
     rounds = house.serve()
     assert rounds[0][0] == 16, "3 blocks of 64 each"

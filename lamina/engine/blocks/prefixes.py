@@ -195,6 +195,10 @@ class Prefixes:
         self.sessions.evicted(number)
         return Free(number)
 
+    def evictable(self, free: Blocks) -> list[int]:
+        """Of the blocks that sequences can still have, those in which KV of ended ones lies, by layer group."""
+        return [n - empty for n, empty in zip(free, self._ledger.free_blocks, strict=True)]
+
     def page_keys(self) -> Iterator[bytes]:
         """Of the pages of sequences that are retained, or run and leave something, as far as they were asked for."""
         for known in self._known.values():

@@ -298,6 +298,7 @@ class _Loop:
             running=scheduler.num_unfinished,
             waiting=scheduler.num_waiting,
             free_blocks=list(self._engine.free_blocks),
+            evictable_blocks=scheduler.prefixes.evictable(self._engine.free_blocks),
             preemptions=scheduler.num_preemptions,
             dropped_blocks=scheduler.evictions.num_dropped if scheduler.evictions else 0,
             borrowed=scheduler.borrowed,

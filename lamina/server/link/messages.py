@@ -167,6 +167,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     free_blocks: list[int]  # by group, of the holder with the fewest blocks
     preemptions: int
     steps: int
+    evictable_blocks: list[int] = []  # of the free ones, those that hold KV of finished requests
     dropped_blocks: int = 0  # KV blocks that sequences have lost, each in all sparse layers
     borrowed: list[int] | None = None  # KV blocks by the group that lends them; None: none does
     prefix_queries: int = 0  # tokens of all completions that were admitted

@@ -14,6 +14,7 @@ from lamina.server.link.messages import State
 from .metrics import PREFIX
 
 KEPT = {  # a memory worker's counter -> the family's name, and its text
+    "kv_failed_transfers": ("kv_failed_transfers", "loads and saves of which a memory worker could not do all"),
     "kv_fetched_pages": (
         "kv_fetched_pages",
         "pages that a memory worker has brought from its disk before a turn asked",
@@ -81,6 +82,13 @@ class EngineGauges(Collector):
                 blocks.add_metric([*self._values, f"memory-{worker}", str(group), "used"], used)
                 blocks.add_metric([*self._values, f"memory-{worker}", str(group), "free"], total - used)
         yield blocks
+        evictable = self._gauge_of(
+            "kv_evictable_blocks", "free KV blocks that hold KV of earlier requests", "worker", "group"
+        )
+        for group, count in enumerate(state.evictable_blocks):
+            for worker in ready.holders[group]:
+                evictable.add_metric([*self._values, f"memory-{worker}", str(group)], count)
+        yield evictable
         if any(ready.sparse):
             yield from self._tiers(state)
         if state.borrowed is not None:

@@ -259,6 +259,7 @@ def test_behind_a_damaged_page_nothing_counts(page: int) -> None:
     assert said.pages == page
     assert said.error.startswith(f"page {page} was not loaded: ")
     assert said.gone == [KEYS[page]]
+    assert bench.transfers._meter.read()["kv_failed_transfers"] == 1
     assert KEYS[page] not in {held.page.key for held in kept.pages()}, "nobody is to meet it again"
     bench.do(Rows(2, page * PAGE, 1))
     assert bench.store.written.report()[2] == page * PAGE
