@@ -24,8 +24,11 @@ from lamina.cli.check.settings_run import Check
 from lamina.cli.launch import main
 from lamina.compute.worker import ComputeWorker
 from lamina.config import changed, make_config
+from lamina.engine.blocks import tier
 from lamina.fleet.elastic import Change, Elastic
 from lamina.fleet.launchers import local
+from lamina.kv.keys import page_key
+from lamina.kv.media.host import HostMedium
 from lamina.kv.pool import LayerStore, WriteIndex
 from lamina.kv.stored import StoredRows
 from lamina.memory import worker as memory
@@ -299,6 +302,41 @@ def test_sequences_that_end_before_a_change_are_no_run_of_it(based: Check) -> No
     (found,) = based.run([many])
     assert found.held is None
     assert "raise --max-tokens" in found.note
+
+
+@pytest.fixture(scope="module")
+def keeping(llama_path: Path) -> tuple[Check, list[Setting]]:
+    """Two prompts whose second pages are alike, and whose first ones are not; and settings that load pages."""
+    pages = [[(7 * i + n) % 90 + 5 for i in range(128)] for n in (1, 40, 3)]
+    prompts: Any = [[*first, *pages[2], 9] for first in pages[:2]]
+    comparison = Check(str(llama_path), make_config(BASE_OPTIONS), prompts, max_tokens=8, seed=1)
+    restored = [s for s in kept("auto") if s.axis == "restore"]
+    assert [v.held for v in comparison.run([BASE, FIXED, *restored])] == [True] * 4
+    return comparison, restored
+
+
+def test_a_bit_that_flips_behind_its_checksum_is_found(
+    keeping: tuple[Check, list[Setting]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = HostMedium.read
+
+    def flip(self: HostMedium, key: bytes, into: Any) -> None:
+        read(self, key, into)
+        for atom in list(into)[:1]:
+            into[atom][3] ^= 0x10  # of an exponent
+
+    monkeypatch.setattr(HostMedium, "read", flip)
+    comparison, restored = keeping
+    assert [v.held for v in comparison.run(restored)] == [True, False]
+
+
+def test_keys_that_know_no_parent_are_found(
+    keeping: tuple[Check, list[Setting]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second page of the second prompt is taken for that of the first one."""
+    monkeypatch.setattr(tier, "page_key", lambda parent, number, tokens: page_key(b"p" * 32, number, tokens))
+    comparison, restored = keeping
+    assert [v.held for v in comparison.run(restored)] == [True, False]
 
 
 def test_what_cannot_be_run_is_refused(based: Check) -> None:
