@@ -10,9 +10,14 @@ from hypothesis import strategies as st
 from scheduled import check_tokens, make
 from test_swaps import PAGE, TierHouse, ops_of
 
+from lamina.engine.blocks.tier import Tier
 from lamina.engine.conversations.sessions import SessionName
 from lamina.engine.sequence import Sequence
+from lamina.protocol.blocks.tables import BlockTables
+from lamina.protocol.partition import Lanes
+from lamina.protocol.placement import Place, Run
 from lamina.protocol.plan import Drop, Export
+from lamina.protocol.tiers import TierFacts, Transferred
 
 
 def wanted(house: TierHouse, sequence: Sequence) -> dict[bytes, list[int]]:
@@ -123,3 +128,19 @@ def test_a_page_whose_last_token_is_being_drawn_waits_for_it() -> None:
     (second,) = house.tier.fill([sequence])
     assert (second.first, second.count) == (PAGE, PAGE)
     assert [*first.keys, *second.keys] == house.tier.keys_of(sequence, 2 * PAGE)
+
+
+def test_a_page_on_loan_is_found_where_it_lies() -> None:
+    """The first page was still being saved when the next one came to lie elsewhere."""
+    lanes = (Lanes((True, False)), Lanes((False, True)))
+    ledger = BlockTables((0, 0), [20, 20], PAGE, lanes, 1, stays=True)
+    tier = Tier(TierFacts(secret=b"s" * 32, identity=b"i", page=PAGE, pages=[[], []]), ledger, [[0], [1]])
+    sequence = make(1, 2 * PAGE + 1, 4)
+    sequence.id, sequence.num_scheduled = 0, PAGE
+    ops = tier.fill([sequence])
+    sequence.num_scheduled, sequence.place = 2 * PAGE, Place(0, (Run(1, 2, 1),))
+    ops += tier.fill([sequence])
+    for op in tier.numbered([*ops]):
+        for _ in range(2):
+            tier.report(Transferred(view=0, id=op.id, pages=1))  # type: ignore[union-attr]
+    assert [tier._lanes[key] for key in tier.keys_of(sequence, 2 * PAGE)] == [{0}, {1}]

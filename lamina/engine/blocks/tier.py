@@ -228,6 +228,7 @@ class Tier:
             saving = self._saving.setdefault(sequence.id, _Saving(sequence.place, set(), 0))
             saving.keys |= mine
             saving.left += len(ops)
+            saving.place = sequence.place  # which may know more runs by now
             self._gone -= mine
         return ops
 
