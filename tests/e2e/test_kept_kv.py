@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from lamina import LLM, RequestOutput, SamplingParams
+from lamina.kv.media import AtomLostError
+from lamina.kv.media.host import HostMedium
 from lamina.kv.pages import Recipe
 from lamina.kv.store.folder import StoreFolder
 from lamina.kv.store.index import PageIndex
@@ -121,6 +124,61 @@ def test_a_preempted_one_goes_on_bit_for_bit(way: dict[str, Any], llama_path: Pa
     never, swapped, *computed = found
     assert swapped == never
     assert all(other != never for other in computed), "the control"
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_load_that_fails_while_nothing_else_is_done(
+    policy: str, llama_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Reference
+) -> None:
+    """The prompt is computed, or the request ends with an error; and the engine goes on."""
+
+    def lose(self: HostMedium, key: bytes, into: Any) -> None:
+        raise AtomLostError("it is not there")
+
+    options = {**TINY, "kv_offloading_size": "64MiB", "memory_workers": 2, "kv_load_failure_policy": policy}
+    with LLM(str(llama_path), **options) as llm:
+        ask(llm, PROMPT)
+        llm.engine.rest()
+        llm.engine.scheduler.give_up_retained()
+        monkeypatch.setattr(HostMedium, "read", lose)
+        failed = ask(llm, [*PROMPT, 9])
+        assert failed.outputs[0].finish_reason == {"recompute": "length", "fail": "error"}[policy]
+        assert failed.num_cached_tokens in (0, None)
+        if policy == "recompute":
+            assert failed.outputs[0].token_ids == reference([*PROMPT, 9], 8)
+        assert ask(llm, [*PROMPT, 9]).outputs[0].token_ids == reference([*PROMPT, 9], 8)
+        assert sum(stats["kv_failed_transfers"] for n, stats in llm.stats().items() if n.startswith("memory")) >= 1
+
+
+def test_a_request_that_is_cancelled_while_its_kv_is_loaded(
+    llama_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Reference
+) -> None:
+    """Its blocks stay until the load has ended, and are all free then."""
+    read, may_go = HostMedium.read, threading.Event()
+
+    def wait(self: HostMedium, key: bytes, into: Any) -> None:
+        assert may_go.wait(30.0)
+        read(self, key, into)
+
+    with LLM(str(llama_path), kv_offloading_size="64MiB", memory_workers=2, **TINY) as llm:
+        engine = llm.engine
+        ask(llm, PROMPT)
+        engine.rest()
+        engine.scheduler.give_up_retained()
+        engine.settle()
+        before = engine.free_blocks
+        monkeypatch.setattr(HostMedium, "read", wait)
+        number = engine.add([*PROMPT, 9], PARAMS)
+        while not any(s.num_loading for b in engine.scheduler.batches for s in b.running):
+            engine.step()
+        engine.cancel(number)
+        assert engine.scheduler.num_running == 1, "it is being loaded"
+        may_go.set()
+        engine.rest()
+        engine.settle()
+        assert engine.scheduler.num_running == 0
+        assert engine.free_blocks == before
+        assert ask(llm, [*PROMPT, 9]).outputs[0].token_ids == reference([*PROMPT, 9], 8)
 
 
 def test_pages_are_saved_as_they_fill(llama_path: Path) -> None:
