@@ -48,6 +48,11 @@ class LayerStore:
         """Of a token's K and V in all heads."""
         return self.k.shape[1] * head_bytes(self.k.shape[3], self.v.shape[3], self.k.dtype)
 
+    def wipe(self, block: int) -> None:
+        """Write zeros over a block, and what is known of it."""
+        for tensor in self.tensors if self.bounds is None else [*self.tensors, self.bounds.transpose(0, 1)]:
+            tensor[block].zero_()
+
     def write(self, at: WriteIndex, rows: StoredRows) -> None:
         """Put row r at its position; overwrites what is there. ``rows`` are in the store's dtype. A block is whole once
         its last token is written, which is behind all others.

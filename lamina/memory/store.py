@@ -191,9 +191,8 @@ class Store:
         if not any(freed):
             return
         for piece in (piece for layer in self.layers for piece in layer):
-            for tensor in piece.kv.tensors:
-                for block in freed[piece.group]:
-                    tensor[block].zero_()
+            for block in freed[piece.group]:
+                piece.kv.wipe(block)
 
     def _rotate(self, op: Shift) -> None:
         """Move K of all that was behind the tokens that ``op`` has discarded, if it is still there."""
