@@ -80,6 +80,9 @@ class Store:
         are still to be made of these, by ``grow``, while ``given`` bytes of others become free.
         """
         check_bind(bind)
+        self.selects = selecting(bind)  # by layer
+        if any(self.selects) and device.type != "cpu":
+            raise ValueError(f"--kv-sparsity select is for memory workers on CPUs, not on {device}: use another form")
         self._slabs = slabs
         self.bind = bind
         self.dtype = DTYPES[bind.dtype]
@@ -97,9 +100,6 @@ class Store:
         self.tables = BlockTables(form.windows, form.num_blocks, size, form.lanes, form.stripe, stays, form.sparse)
         if bind.kv.zero_on_free:
             self.tables.freed()
-        self.selects = selecting(bind)  # by layer
-        if any(self.selects) and device.type != "cpu":
-            raise ValueError(f"--kv-sparsity select is for memory workers on CPUs: not --memory-device {device}")
         self.layers: list[list[StoredPiece]] = []
         if slabs is None:
             for _ in bind.layers:

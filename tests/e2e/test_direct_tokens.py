@@ -124,3 +124,15 @@ def test_tokens_are_those_of_transformers(
         found = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)]
         assert llm.stats()["compute-0"]["wait_s"] == 0, "a host waits for messages"
     assert found == [reference(p, 16) for p in prompts]
+
+
+def test_blocks_are_scored_and_dropped_where_devices_send(llama_path: Path, of_hosts: Hosts) -> None:
+    """The same blocks go, as the bits tell."""
+    prompts = [[(7 * i + k) % 90 + 5 for i in range(n)] for k, n in ((1, 300), (5, 200))]
+    evict = {"kv_sparsity": "evict", "kv_budget": 128, "kv_recent": 16, "memory_workers": 2}
+    wanted = of_hosts(prompts, **evict)
+    assert wanted != of_hosts(prompts, memory_workers=2), "nothing is left out"
+    with on_one_gpu() as scheme:
+        found, stats = outputs(llama_path, prompts, transport=scheme, **evict)
+    assert found == wanted
+    assert stats["compute-0"]["wait_s"] == 0, "a host waits for messages"

@@ -166,6 +166,22 @@ def test_blocks_are_counted_as_a_store_has_them(
         assert 0.9 * kv_bytes < counted <= kv_bytes
 
 
+@pytest.mark.parametrize("stored", ["auto", "int8"])
+def test_bounds_of_blocks_that_queries_select_are_counted_with_them(stored: str) -> None:
+    fields = {"kv_sparsity": "select", "kv_budget": 128, "kv_cache_dtype": stored, "kv_bytes": 3_000_000}
+    each = bind([shape(8, 4), shape(8, 4), shape(8, 4, window=64)], **fields)
+    store = Store(each, torch.device("cpu"))
+    assert store.selects == [False, True, False], "the first layer is full, and the last one has a window"
+    kept = [piece.kv for layer in store.layers for piece in layer]
+    assert [kv.bounds is not None for kv in kept] == store.selects
+    have = sum(x.nbytes for kv in kept for x in (*kv.tensors, *([] if kv.bounds is None else [kv.bounds])))
+    options = {"block_size": 16, "max_rows": each.max_rows, "max_len": each.max_model_len, "sparsity": each.kv}
+    counted = split_blocks(each.layers, each.partition, 0, store.kv_dtype, each.kv_bytes, **options)
+    assert 0.9 * each.kv_bytes < counted.nbytes == have <= each.kv_bytes
+    with pytest.raises(ValueError, match="select is for memory workers on CPUs, not on cuda"):
+        Store(each, torch.device("cuda"))
+
+
 def test_slots_take_whole_pages_and_a_header() -> None:
     assert channel_bytes(Geometry(slots=3, slot_bytes=4097)) == 3 * (2 + 1) * 4096
     assert channel_bytes(Geometry(slots=1, slot_bytes=1), Geometry(slots=2, slot_bytes=4096)) == (2 + 4) * 4096
