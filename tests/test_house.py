@@ -56,7 +56,7 @@ POLICY = (
     "engine/scheduler.py", "engine/prefill.py", "engine/rounds/steps.py", "engine/sequence.py",
     "engine/rounds/pipeline.py", "engine/tuning/tuner.py", "engine/tuning/laws.py", "engine/blocks/tier.py",
     "engine/blocks/newcomers.py", "engine/blocks/prefixes.py", "engine/blocks/room.py",
-    "engine/blocks/relief.py", "engine/blocks/swaps.py", "engine/timing.py", "engine/draws.py",
+    "engine/blocks/relief.py", "engine/blocks/sure.py", "engine/blocks/swaps.py", "engine/timing.py", "engine/draws.py",
     "engine/blocks/ledger.py", "engine/blocks/evictions.py", "kv/sparsity.py", "protocol/sparse.py",
     "engine/kept.py", "memory/written.py", "pasted.py", "sampling/settings.py", "protocol/blocks/tables.py",
     "protocol/blocks/counts.py", "protocol/layout.py", "protocol/partition.py", "protocol/codec.py",

@@ -310,8 +310,9 @@ class Engine:
     def _ended(self, touched: Iterable[Request]) -> list[RequestOutput]:
         now, outputs = self._clock(), list[RequestOutput]()
         for request in touched:
-            request.output.times.mark(now, finished=request.output.finished)
-            if request.output.finished:
+            finished = request.output.finished
+            request.output.times.mark(now, finished=finished)
+            if finished:
                 request.output.num_preemptions = sum(s.num_preemptions for s in request.sequences)
                 del self._requests[request.output.request_id]
             outputs.append(request.output)

@@ -20,6 +20,7 @@ from .blocks.newcomers import Batch, Cuts, Newcomers, deal, settle
 from .blocks.prefixes import Prefixes
 from .blocks.relief import Relief
 from .blocks.room import Room, rows_of
+from .blocks.sure import SureRoom
 from .blocks.swaps import Swaps
 from .blocks.tier import Moved, Tier
 from .conversations.sessions import SessionName
@@ -376,17 +377,17 @@ class Scheduler:
         """Let prefill workers go on with sequences of ``batch``, as far as there are blocks beside those of
         ``picked``; the plan that says so, None where nobody does.
         """
-        plan = None
+        sure, given = None, 0
         for sequence in batch.running:
             while (grant := self._prefill.next_grant(sequence)) is not None and not sequence.finished:
+                sure = sure or SureRoom(self._ledger, batch.ops, rows_of(picked))
                 batch.ops.append(grant)
-                more = self._plan(batch, picked)
-                if not self._ledger.can_apply(more):
+                if not sure.takes(grant) and not self._ledger.can_apply(self._plan(batch, picked)):
                     batch.ops.pop()
-                    return plan
+                    return self._plan(batch, picked) if given else None
                 self._chunks.append(self._prefill.begin(sequence, grant, self.view))
-                plan = more
-        return plan
+                given += 1
+        return self._plan(batch, picked) if given else None
 
     def _plan(self, batch: Batch, picked: dict[Sequence, int]) -> StepPlan:
         source, reply_to = self._route(batch.index, self._next_round)

@@ -28,7 +28,7 @@ BLOCK = 16  # tokens of a KV block
 CHUNK = 512  # tokens of a prompt in a round, where prompts take time
 _WARM = 0.15  # of the tokens, until as many sequences run as fit
 _TELL = 64  # rounds, until it is told how far it is
-_AHEAD = 2 * PREFILL_WORKERS  # requests that wait at least, so that there always is a next one
+_AHEAD = 3 * PREFILL_WORKERS  # requests without a token at least, so that there always is one that waits
 
 
 class UnplayableError(ValueError):
@@ -147,7 +147,7 @@ class _Asking:
     def _comes(self) -> bool:
         if self._paced:
             return self.next_s <= self._clock.now
-        return self._engine.scheduler.num_waiting < _AHEAD
+        return len(self.came) < _AHEAD
 
 
 class _Replay:

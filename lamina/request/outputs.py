@@ -143,4 +143,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        return all(o.finish_reason is not None for o in self.outputs)
+        outputs = self.outputs
+        if len(outputs) == 1:
+            return outputs[0].finish_reason is not None
+        return all(o.finish_reason is not None for o in outputs)
