@@ -7,7 +7,7 @@ from statistics import mean
 
 from .cost import BatchLoad
 from .deployment import Deployment, DeviceMemory
-from .figures import GAINS, H20, H100, Figure, Line, best_of, capacities, costs_of, pair
+from .figures import GAINS, H20, H100, NO_H20, Figure, Line, best_of, capacities, costs_of, pair
 from .model_facts import paper_models
 from .replay import Replayed, replay
 from .tables import constants, price_book
@@ -24,6 +24,7 @@ TABLE4 = {
     "Azure-Conv": (19366, 1154.7, 211.1), "Azure-Code": (8819, 2047.8, 27.9), "Kimi-Conv": (12031, 12035.1, 342.6),
     "Kimi-TA": (23608, 8560.0, 182.1),
 }  # fmt: skip
+_BARS = "single bars, which are drawn without numbers"
 _BATCHES = 4  # times the sequences that fit: so many requests a replay takes at least
 
 
@@ -62,7 +63,10 @@ def figure10(traces: Mapping[str, RequestTrace], base: str, requests: int, model
         Line("greatest gain", "%", 100 * (GAINS[1] - 1), 100 * max(gains)),
         Line("sequences beside vLLM, mean", "times", 2.39, mean(batches)),
     ]
-    cannot = "single bars, which are drawn without numbers; vLLM's version and flags, and what became of long requests"
+    cannot = (
+        "single bars, which are drawn without numbers; vLLM's version and flags, and what became of long requests; "
+    )
+    cannot += NO_H20
     return Figure(f"deployments of equal price, replayed; vLLM taken for {base}", lines, cannot)
 
 
@@ -85,7 +89,11 @@ def figure11(traces: Mapping[str, RequestTrace], base: str) -> Figure:
             label = f"{model}, ({ranks},{count})"
             lines.append(Line(f"{label}: sequences", "", stated, batch))
             lines.append(Line(f"{label}: throughput", "tokens/s", None, rate, f"${dollars:.2f} for 10^6 tokens"))
-    return Figure("throughput by memory devices, Azure-Conv, closed form", lines, "single bars: drawn without numbers")
+    return Figure(
+        "throughput by memory devices, Azure-Conv, closed form",
+        lines,
+        f"{_BARS}; {NO_H20}",
+    )
 
 
 def _replayed(model: str, where: Deployment, trace: RequestTrace, base: str, requests: int) -> Replayed:

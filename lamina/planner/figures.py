@@ -24,6 +24,7 @@ SPLITS = {  # table 5: model -> compute and memory devices; homogeneous H100
     "llama-65b": (2, 4, 4),
     "llama3-70b": (2, 4, 4),
 }
+NO_H20 = "the efficiency of an H20, of which no table is known: its roofline is taken at the shares of an H100"
 GAINS = 1.161, 1.901  # figure 10, by the text: throughput beside vLLM
 
 
@@ -111,7 +112,8 @@ def figure3() -> Figure:
     each = 8192 * costs.model.kv_bytes_per_token
     lines.append(Line("requests of 8192 in an H100 of 80 x 10^9 bytes", "", 30, 80e9 / each, 'the paper: "about 30"'))
     lines.append(Line("requests of 8192 in an H100 of 80 GiB", "", 30, 80 * GIB / each, "the other reading of GB"))
-    return Figure("LLaMA3-70B, attention: share of peak bandwidth", lines, "curves are drawn, without numbers")
+    cannot = f"curves are drawn, without numbers; {NO_H20}"
+    return Figure("LLaMA3-70B, attention: share of peak bandwidth", lines, cannot)
 
 
 def figure4() -> Figure:
@@ -199,7 +201,8 @@ def figure12() -> Figure:
                 ("network", step.network_s),
             ):
                 lines.append(Line(f"{name}, {batch} requests of 4096: {part}", "ms", None, 1e3 * seconds))
-    return Figure("time of a token, n = 1", lines, "bars are drawn, without numbers; only their shape can be compared")
+    cannot = f"bars are drawn, without numbers: only their shape can be compared; {NO_H20}"
+    return Figure("time of a token, n = 1", lines, cannot)
 
 
 def figure13() -> Figure:
@@ -210,7 +213,8 @@ def figure13() -> Figure:
         Line("FHBN, share of 400 Gbps", "%", 91.4, 100 * fast.bandwidth() / 50e9),
         Line("NCCL, bandwidth", "GB/s", 35.5, slow.bandwidth() / 1e9),
     ]
-    return Figure("ping-pong over 400 Gbps (ratios of stated numbers; no such NIC was measured here)", lines)
+    cannot = "both stacks: these are ratios of numbers that the paper states, and no such NIC was measured here"
+    return Figure("ping-pong over 400 Gbps", lines, cannot)
 
 
 def figure14() -> Figure:
@@ -231,7 +235,7 @@ def figure14() -> Figure:
         lines.append(Line(f"{name}, the most", "%", stated, max(savings.values())))
     return Figure(
         "time of a token that overlap saves", lines,
-        "the trend: in the paper the gain grows with the batch, by this model it falls",
+        f"the trend: in the paper the gain grows with the batch, by this model it falls for 65B; {NO_H20}",
         Curves("%", "requests of 4096", series),
     )  # fmt: skip
 

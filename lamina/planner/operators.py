@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from .tables import DATA
@@ -25,10 +25,18 @@ class OperatorTables:
 
     def __init__(self, files: Iterable[Path] = ()) -> None:
         self._curves: dict[tuple[str, str, int], list[Point]] = {}  # op, device, ranks or group
+        self._last = set[str]()  # devices of the last file
         for path in (DATA / "operators.csv", *files):
             curves = _read(path)
             replaced = {(op, device) for op, device, _ in curves}
             self._curves = {k: v for k, v in self._curves.items() if k[:2] not in replaced} | curves
+            self._last = {device for _, device, _ in curves}
+
+    def check_devices(self, wanted: Collection[str], flag: str) -> None:
+        """Raises ValueError where the last file is of none of ``wanted``: it would change nothing."""
+        if not self._last & set(wanted):
+            there = ", ".join(sorted(self._last)) or "no device"
+            raise ValueError(f"{flag} has operators of {there}, and --devices are {', '.join(wanted)}")
 
     def put(self, op: str, device: str, ranks: int, points: Iterable[Point]) -> None:
         """What was measured of an operator, in place of what there was."""

@@ -103,6 +103,8 @@ def _planner(args: argparse.Namespace, stock: Mapping[str, Stock]) -> Planner:
         parse_seconds(args.slo_tbt, "--slo-tbt"),
     )
     operators = OperatorTables([Path(args.operators)] if args.operators else [])
+    if args.operators:
+        operators.check_devices(list(stock), f"--operators {args.operators}")
     facts = model_facts(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     costs = CostModel(facts, constants, link, baseline, operators)
     return Planner(

@@ -74,6 +74,20 @@ def test_a_plan_that_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "the first 1 of" not in text
 
 
+def test_a_table_of_ones_own_stands_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in docs/planner.md: an H20 whose attention was measured, at half of its bandwidth."""
+    trace, own = write_trace(tmp_path / "t.csv", [(1000, 200)] * 40), tmp_path / "own.csv"
+    rows = (f"attention,h20,bfloat16,bytes={2**i} group=8,{2**i / 2e12},me" for i in range(20, 36, 5))
+    own.write_text("\n".join(["# mine", "op,device,dtype,shape,seconds,source", *rows]))
+    arguments = ("llama3-70b", "--trace", trace, "--devices", "h100:2,h20:4", "--simulate", "0")
+    ours, both = (plan_json(capsys, *arguments, *more) for more in ((), ("--operators", str(own))))
+    split = [next(r for r in told["rows"] if r["split"]) for told in (ours, both)]
+    assert [r["parts"]["attention"]["origin"].split(":")[0] for r in split] == ["roofline", "table"]
+    assert "h20" in split[1]["parts"]["attention"]["origin"]
+    assert [r["parts"]["linear"]["origin"].split(":")[0] for r in split] == ["table", "table"], "ours of H100 stays"
+    assert split[1]["parts"]["attention"]["seconds"] > 1.3 * split[0]["parts"]["attention"]["seconds"]
+
+
 def test_a_turning_point_is_one() -> None:
     """On either side of the price that is told the verdict is another one."""
     mine, trace = planner(base="calibrated"), even(50, 1000, 200)
@@ -136,6 +150,9 @@ def test_long_requests_are_left_out_for_all_and_counted() -> None:
     ("arguments", "words"),
     [
         (["--devices", "h300:4"], "--devices h300 is not one of h100, h20"),
+        (["--devices", "h300:4"], "--device-file FILE adds others"),
+        (["--devices", "l4:8"], "only of h100, h20, tpu-v6e: write a file with [book] and [l4] hour = ..."),
+        (["--operators", "OTHERS"], "has operators of h300, and --devices are h100, h20"),
         (["--devices", "h100"], "such as h100:8"),
         (["--devices", "h100:0"], "such as h100:8"),
         (["--devices", "h100:2,H100:2"], "h100 twice"),
@@ -162,8 +179,10 @@ def test_long_requests_are_left_out_for_all_and_counted() -> None:
 def test_bad_input_is_one_line(
     arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace = write_trace(tmp_path / "t.csv", [(1000, 200)] * 20)
+    trace, others = write_trace(tmp_path / "t.csv", [(1000, 200)] * 20), tmp_path / "others.csv"
+    others.write_text("op,device,dtype,shape,seconds,source\nattention,h300,bfloat16,bytes=1e9 group=8,1e-3,me\n")
     given = ["plan", "llama3-70b", "--trace", trace, "--devices", "h100:4,h20:4", *arguments]
+    given = [str(others) if word == "OTHERS" else word for word in given]
     assert main(given) == 2
     told = capsys.readouterr().err
     assert words in told
@@ -242,13 +261,23 @@ def test_pages_need_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert plan.count("<svg") == 5, "dollars, price, parts of a step, time between tokens, time to the first one"
 
 
-def test_a_surrogate_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_surrogate_is_named_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = json.dumps({"timestamp": 0, "input_length": 600, "output_length": 50, "hash_ids": [0, 1]})
     with gzip.open(tmp_path / "kimi_ta_SURROGATE.jsonl.gz", "wt") as file:
         file.write("\n".join([line] * 20))
-    trace = str(tmp_path / "kimi_ta_SURROGATE.jsonl.gz")
-    assert main(["plan", "llama3-70b", "--trace", trace, "--devices", "h100:4,h20:4"]) == 0
-    assert "a SURROGATE" in capsys.readouterr().out
+    write_trace(tmp_path / "azure_llm_2023_conv.csv", [(600, 50)] * 20)
+    trace, page = str(tmp_path / "kimi_ta_SURROGATE.jsonl.gz"), tmp_path / "plan.html"
+    plan = ["plan", "llama3-70b", "--trace", trace, "--devices", "h100:4,h20:4", "--simulate", "0"]
+    for command in (
+        [*plan, "--html", str(page)],
+        [*plan, "--json"],
+        ["simulate", "--trace", trace, "--policy", "random"],
+        ["simulate", "--trace", trace, "--policy", "random", "--json"],
+        ["reproduce", "table4", "--traces", str(tmp_path)],
+    ):
+        assert main(command) == 0
+        assert "SURROGATE" in capsys.readouterr().out, command
+    assert "(SURROGATE)" in page.read_text()
 
 
 def test_facts_of_a_configuration_are_kept(
