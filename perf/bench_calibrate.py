@@ -2,7 +2,9 @@
 
 One engine is recorded at 8 x 512, others decode 8 x 2048, 32 x 512 and 8 x 512 with n = 2. All take turns of some steps
 each, so that noise of the machine hits them alike. A mixed replay comes behind, twice. The recorded run is then
-fitted, and the others are predicted. Prints one JSON line; --write appends it to perf/results/bench_calibrate.jsonl.
+fitted, and the others are predicted. The same comes again on emulated devices, whose times follow laws that the fit
+has: the control. Prints a JSON line of each, and what is within its limit; --write appends the lines to
+perf/results/bench_calibrate.jsonl. It needs a machine on which nobody else computes.
 
     python perf/bench_calibrate.py --write
 """
@@ -10,6 +12,7 @@ fitted, and the others are predicted. Prints one JSON line; --write appends it t
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import tempfile
 import time
@@ -20,10 +23,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 from common import cpu_pressure, record
 from reference_model import make
 
 from lamina import LLM, SamplingParams
+from lamina.emulate import VARIABLE, DeviceTimes
 from lamina.observe.perfetto import read
 from lamina.planner import tables
 from lamina.planner.calibrate.drive import RunShape, Tempo, drive
@@ -42,6 +47,9 @@ OPTIONS: dict[str, Any] = {
     "transport": "shm", "compute_threads": 1, "memory_threads": 1, "memory_workers": 1, "prefill_chunk": CHUNK,
     "max_num_seqs": 32, "max_model_len": 2560, "enable_prefix_caching": False, "kv_memory": "1GiB",
 }  # fmt: skip
+EMULATED = DeviceTimes(slice_s=(2e-3,), slice_row_s=2e-5, attention_s=2e-4, attention_byte_s=5e-10)
+LIMITS = {"tokens_s": 0.15, "tbt_p50_s": 0.15, "tbt_p99_s": 0.25}  # of the errors
+CONTROL = 0.07  # of all errors on emulated devices
 RECORDED = RunShape(8, 512)
 SHAPES = (RunShape(8, 2048), RunShape(32, 512), RunShape(8, 512, 2))
 MIXED = "mixed"
@@ -98,12 +106,12 @@ def record_tail(llm: LLM) -> None:
     drive(llm.engine, time.monotonic, asks, time.sleep, together=True)
 
 
-def measure(path: Path, trace: Path, turns: int) -> dict[str, Any]:
-    """Real and predicted, by run; the error in parts of the real number."""
+def measure(path: Path, trace: Path, turns: int, more: dict[str, Any]) -> dict[str, Any]:
+    """Real and predicted, by run; the error in parts of the real number. ``more``: options of all engines."""
     real, asks = dict[str, list[Tempo]](), mixed(1)
     with ExitStack() as stack:
-        recorded = stack.enter_context(LLM(str(path), trace=str(trace), **OPTIONS))
-        others = {s: stack.enter_context(LLM(str(path), pipeline=s.batches, **OPTIONS)) for s in SHAPES}
+        recorded = stack.enter_context(LLM(str(path), trace=str(trace), **OPTIONS, **more))
+        others = {s: stack.enter_context(LLM(str(path), pipeline=s.batches, **OPTIONS, **more)) for s in SHAPES}
         record_tail(recorded)
         steps = 2 * turns * (TURN_STEPS + 4)
         held = {s.label: PausedEngine(llm, s, steps) for s, llm in ({RECORDED: recorded} | others).items()}
@@ -130,15 +138,32 @@ def compare(real: list[Tempo], predicted: Tempo) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--control", action="store_true", help="emulated devices alone")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
-    before = cpu_pressure()
     with tempfile.TemporaryDirectory() as folder:
         path = make(Path(folder) / "model", "bfloat16", SHAPE)
-        found = measure(path, Path(folder) / "run.json", args.turns)
-    settings = {**OPTIONS, "shape": SHAPE, "turns": args.turns}
-    found["cpu_pressure"] = [before, cpu_pressure()]
-    print(record("bench_calibrate", settings, found, write=args.write))
+        for emulated in (False, True) if not args.control else (True,):
+            more, before = {"attention": "emulate"} if emulated else {}, cpu_pressure()
+            if emulated:
+                os.environ[VARIABLE] = msgspec.json.encode(EMULATED).decode()
+            found = measure(path, Path(folder) / f"run-{emulated}.json", args.turns, more)
+            found["cpu_pressure"] = [before, cpu_pressure()]
+            settings = {**OPTIONS, **more, "shape": SHAPE, "turns": args.turns, "emulated": emulated}
+            print(record("bench_calibrate", settings, found, write=args.write))
+            print(verdict(found, emulated=emulated), flush=True)
+
+
+def verdict(found: dict[str, Any], *, emulated: bool) -> str:
+    """In words, a line for each run but the recorded one, which is the noise of the host."""
+    lines = [f"{'emulated devices, the control' if emulated else 'real'}; CPU pressure {found['cpu_pressure']}"]
+    for name, run in found["runs"].items():
+        each = {m: (run["error"][m], CONTROL if emulated else limit) for m, limit in LIMITS.items()}
+        words = (
+            f"{m} {e:+.1%} ({'holds' if abs(e) <= most else f'above {most:.0%}'})" for m, (e, most) in each.items()
+        )
+        lines.append(f"  {name}: {', '.join(words)}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
