@@ -66,7 +66,7 @@ def held_pieces(
     """The pieces of ``worker`` by layer, each in the order of heads. ``windows``, ``sparse``: by layer; the rows of
     messages are the same without the latter. ``groups`` grows by those that are new.
     """
-    found = list[tuple[HeldPiece, ...]]()
+    pieces = list[tuple[HeldPiece, ...]]()
     for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
         here = list[HeldPiece]()
         for piece in partition.pieces(index, worker):
@@ -75,8 +75,8 @@ def held_pieces(
                 groups.append(group)
             each, dims = layer.q_heads // layer.kv_heads, (layer.qk_dim, layer.v_dim)
             here.append(HeldPiece(groups.index(group), piece.head_start, piece.head_stop, each, *dims))
-        found.append(tuple(here))
-    return found
+        pieces.append(tuple(here))
+    return pieces
 
 
 class Counts(NamedTuple):
@@ -88,9 +88,9 @@ class Counts(NamedTuple):
     partial: int = 0
 
 
-def counts(found: Layout) -> Counts:
+def counts(layout: Layout) -> Counts:
     """The rows of a layout."""
-    return Counts(len(found.whole_rows), len(found.q_rows), len(found.kv_rows), found.num_partial)
+    return Counts(len(layout.whole_rows), len(layout.q_rows), len(layout.kv_rows), layout.num_partial)
 
 
 class Part(NamedTuple):

@@ -54,20 +54,20 @@ def together(bounds: Sequence[Bound], number: Callable[[int], int] = int) -> Cap
 
 def of_all_ranks(ranks: Sequence[Capacity]) -> Capacity:
     """The capacity of all ranks' memory workers, from those of each: they hold the same tokens, of other heads."""
-    found: dict[tuple[int, Lanes, bool], tuple[list[int], list[int]]] = {}
+    groups: dict[tuple[int, Lanes, bool], tuple[list[int], list[int]]] = {}
     for each in ranks:
         sparse = each.sparse or [False] * len(each.windows)
         keys = zip(each.windows, each.lanes, sparse, strict=True)
         for key, counts, holders in zip(keys, each.num_blocks, each.holders, strict=True):
-            blocks, workers = found.setdefault(key, ([], []))
+            blocks, workers = groups.setdefault(key, ([], []))
             blocks += counts
             workers += holders
     return Capacity(
-        [window for window, _, _ in found],
-        [lanes for _, lanes, _ in found],
+        [window for window, _, _ in groups],
+        [lanes for _, lanes, _ in groups],
         ranks[0].stripe,
         ranks[0].stays,
-        [sparse for _, _, sparse in found],
-        [blocks for blocks, _ in found.values()],
-        [workers for _, workers in found.values()],
+        [sparse for _, _, sparse in groups],
+        [blocks for blocks, _ in groups.values()],
+        [workers for _, workers in groups.values()],
     )

@@ -100,16 +100,16 @@ def maximal_nodes(here: Iterable[int], stripes: range) -> list[tuple[int, int]]:
     """(level, number) of the largest nodes of the merge tree over ``stripes`` whose leaves are all ``here``, in their
     order. What is not one of ``stripes`` is no leaf: a node without a sibling rises as it is.
     """
-    level, found, held = 0, list[tuple[int, int]](), sorted(here)
+    level, nodes, held = 0, list[tuple[int, int]](), sorted(here)
     while held:
         above = range(stripes.start >> 1, (stripes.stop + 1) >> 1)
         leaves = set(held)
         parents = [n for n in above if all(x in leaves for x in (2 * n, 2 * n + 1) if x in stripes)]
         if len(stripes) == 1:
             parents = []  # this is the root
-        found += ((level, n) for n in held if n >> 1 not in parents)
+        nodes += ((level, n) for n in held if n >> 1 not in parents)
         level, held, stripes = level + 1, parents, above
-    return sorted(found, key=lambda node: node[1] << node[0])
+    return sorted(nodes, key=lambda node: node[1] << node[0])
 
 
 @lru_cache(maxsize=256)
@@ -152,13 +152,14 @@ class Merges:
 
 def merges(layouts: Iterable[Layout]) -> Merges:
     """Of the layouts of all workers that share some heads, in their order; the aligned tree of attention.merge."""
-    found: dict[Rows, list[tuple[int, int, int]]] = {}  # sequence -> its nodes: (level, number, first of its results)
+    # Of a sequence, of each of its nodes: level, number, and the place of the first of its results.
+    nodes_of: dict[Rows, list[tuple[int, int, int]]] = {}
     new: dict[Rows, int] = {}
     places: dict[Rows, int] = {}
     at = 0
     for each in layouts:
         for node in each.nodes:
-            found.setdefault(node.rows, []).append((node.level, node.number, at))
+            nodes_of.setdefault(node.rows, []).append((node.level, node.number, at))
             at += node.rows.count
         for row in each.new:
             new[row] = at
@@ -168,7 +169,7 @@ def merges(layouts: Iterable[Layout]) -> Merges:
             places[row] = each.q_rows[row_at]
             row_at += row.count
     out, levels = Merges(), dict[int, tuple[list[int], list[int]]]()
-    for row, nodes in found.items():
+    for row, nodes in nodes_of.items():
         root = _merge(row.count, nodes, levels)
         for to, start in ((out.roots, root), (out.new, new[row]), (out.rows, places[row])):
             to += range(start, start + row.count)

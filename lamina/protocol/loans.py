@@ -66,8 +66,8 @@ def spread(place: Place, begin: int, stripes: int, room: Mapping[int, int]) -> P
     """Where stripes ``begin .. stripes`` of a sequence go, whose first ones lie at ``place``: home first. ``room``:
     lane -> stripes that its owner can take, one lane of each owner. None where they do not fit.
     """
-    found, stop = _fill(place, begin, stripes, room)
-    return found if stop == stripes else None
+    new_place, stop = _fill(place, begin, stripes, room)
+    return new_place if stop == stripes else None
 
 
 def longest(room: Mapping[int, int]) -> int:
@@ -91,12 +91,12 @@ def rooms(
     that each group has; one with a window counts for nothing, as it keeps little of a sequence. ``placement``: with
     stripes in blocks.
     """
-    found, seen, counted = dict[int, int](), set[tuple[bool, ...]](), list(blocks)
+    room, seen, counted = dict[int, int](), set[tuple[bool, ...]](), list(blocks)
     for lane in range(placement.num_lanes):
-        mine = tuple(lane in lanes for lanes in groups)
-        if mine in seen:
+        owner = tuple(lane in lanes for lanes in groups)
+        if owner in seen:
             continue
-        seen.add(mine)
-        counts = [n for n, here, window in zip(counted, mine, windows, strict=True) if here and not window]
-        found[lane] = min(counts) // placement.stripe if counts else 0
-    return found
+        seen.add(owner)
+        counts = [n for n, here, window in zip(counted, owner, windows, strict=True) if here and not window]
+        room[lane] = min(counts) // placement.stripe if counts else 0
+    return room

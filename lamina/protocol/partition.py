@@ -127,8 +127,8 @@ def by_spill(kv_heads: Sequence[int], weights: Sequence[float], stripe: int = 1)
     """Every sequence whole on one memory worker, but for the stripes that do not fit there (arXiv 2401.02669): so many
     finer than those of ``by_token`` that little of a worker is left unused. Arguments and errors as of ``by_head``.
     """
-    found = _partition(kv_heads, weights, lambda heads: [heads], max(1, stripe // FINER))
-    return msgspec.structs.replace(found, stays=found.stripe > 0)
+    partition = _partition(kv_heads, weights, lambda heads: [heads], max(1, stripe // FINER))
+    return msgspec.structs.replace(partition, stays=partition.stripe > 0)
 
 
 def stripe_of(max_chunks: int, num_workers: int) -> int:

@@ -110,12 +110,12 @@ class Strips:
     def _numbers(self, of: Partition, lanes: Lanes, window: int, *, was: bool) -> dict[int, dict[int, None]]:
         """Sequence -> the blocks that some lanes have of it."""
         placement = Placement(of.num_lanes, of.stripe * CHUNK_TOKENS // self._block_size, of.stays)
-        extents, found = Extents([window], self._block_size, [lanes], placement), dict[int, dict[int, None]]()
+        extents, numbers = Extents([window], self._block_size, [lanes], placement), dict[int, dict[int, None]]()
         for each in self._keep:
             place: Place = each.was if was and each.was is not None else each.place
             left = extents.left(Keep(each.sequence, each.length, place))
-            found[each.sequence] = dict.fromkeys(extents.numbers(0, left))
-        return found
+            numbers[each.sequence] = dict.fromkeys(extents.numbers(0, left))
+        return numbers
 
 
 def _pieces(of: Partition, layer: int) -> list[tuple[int, int, Piece]]:

@@ -67,7 +67,7 @@ def split_memory(
 
 def num_lanes(lanes: Iterable[Lanes]) -> int:
     """Of the partition, as far as it shows in some of its pieces."""
-    found = {len(x.pattern) for x in lanes} - {1} or {1}
-    if len(found) > 1:
-        raise ValueError(f"lanes of {' and '.join(map(str, sorted(found)))}")
-    return found.pop()
+    counts = {len(x.pattern) for x in lanes} - {1} or {1}
+    if len(counts) > 1:
+        raise ValueError(f"lanes of {' and '.join(map(str, sorted(counts)))}")
+    return counts.pop()

@@ -120,8 +120,8 @@ class Extents:
         if not stripe:
             return list(numbers) if extent.place.lane in self._lanes[group] else []
         stripes = range(numbers.start // stripe, -(-numbers.stop // stripe))
-        found = self._placement.owned(self._lanes[group], extent.place, stripes)
-        return [n for run in found for n in range(run.start * stripe, run.stop * stripe) if n in numbers]
+        runs = self._placement.owned(self._lanes[group], extent.place, stripes)
+        return [n for run in runs for n in range(run.start * stripe, run.stop * stripe) if n in numbers]
 
     def covers(self, extent: Extent, part: Extent) -> bool:
         """Whether who holds ``extent`` holds all of ``part``, of the same sequence, which may lie elsewhere."""

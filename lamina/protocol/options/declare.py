@@ -140,8 +140,8 @@ def parse_seconds(text: str, name: str) -> float:
     if not text:
         return 0.0
     units = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-    found = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text.strip())
-    value = float(found[1]) * units[found[2]] if found else 0.0
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text.strip())
+    value = float(match[1]) * units[match[2]] if match else 0.0
     if not 0 < value < math.inf:
         raise ValueError(f"{name} {text} is not a time above 0 with its unit, such as 100ms")
     return value
