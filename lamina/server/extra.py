@@ -22,11 +22,11 @@ async def tokenizer_configuration(request: Request) -> Response:
     """The tokenizer's configuration, as tokenizer_config.json has it."""
     service: Service = request.app.state.service
     tokenizer = service.prompter.tokenizer
-    found = {k: _plain(v) for k, v in (getattr(tokenizer, "init_kwargs", None) or {}).items() if k not in _PLACES}
-    found["tokenizer_class"] = type(tokenizer).__name__
+    config = {k: _plain(v) for k, v in (getattr(tokenizer, "init_kwargs", None) or {}).items() if k not in _PLACES}
+    config["tokenizer_class"] = type(tokenizer).__name__
     if template := getattr(tokenizer, "chat_template", None):
-        found["chat_template"] = template
-    return Response(json.dumps(found), media_type="application/json")  # some numbers are beyond 64 bits
+        config["chat_template"] = template
+    return Response(json.dumps(config), media_type="application/json")  # some numbers are beyond 64 bits
 
 
 @development.post("/reset_prefix_cache", responses=answers(503))

@@ -46,11 +46,11 @@ def answers(*statuses: int, kinds: tuple[str, ...] = ("application/json",), body
     """The answers of a route: 200 in one of ``kinds``, ``statuses``, those of any route and, with ``body``, those of
     routes that read one.
     """
-    found: Answers = {200: {"description": "all is well", "content": {kind: {} for kind in kinds}}}
+    by_status: Answers = {200: {"description": "all is well", "content": {kind: {} for kind in kinds}}}
     for status in sorted({*_ANY, *statuses, *(_WITH_BODY if body else ())}):
         schema = {"schema": _ERROR} if status >= 400 else {}
-        found[status] = {"description": _WHY[status], "content": {"application/json": schema}}
-    return found
+        by_status[status] = {"description": _WHY[status], "content": {"application/json": schema}}
+    return by_status
 
 
 def described(model: type[BaseModel]) -> dict[str, Any]:

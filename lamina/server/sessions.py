@@ -52,8 +52,8 @@ def turn_of(request: Request, body: ChatRequest | CompletionRequest, prompts: in
 @router.get("/v1/sessions", responses=answers(503))
 async def list_sessions(request: Request) -> Response:
     """Every session of one's own: its name, turns, tokens of KV, and the tier that has them."""
-    found = await _asked(request, None)
-    data = [{"id": s.name, "object": "session", "turns": s.turns, "tokens": s.tokens, "tier": s.tier} for s in found]
+    sessions = await _asked(request, None)
+    data = [{"id": s.name, "object": "session", "turns": s.turns, "tokens": s.tokens, "tier": s.tier} for s in sessions]
     return json_response({"object": "list", "data": data})
 
 

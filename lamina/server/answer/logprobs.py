@@ -63,11 +63,11 @@ def chat_logprobs(texts: TokenTexts, entries: Sequence[Logprobs]) -> dict[str, A
     """Of chat completions: one item for each token. Among the alternatives the token itself comes first, as in vLLM:
     where it is none of the best, the last of them gives way to it.
     """
-    found = []
+    content = []
     for entry in entries:
         top = _distinct(entry)[: len(entry) - 1]
-        found.append({**_item(texts, entry[0]), "top_logprobs": [_item(texts, x) for x in top]})
-    return {"content": found}
+        content.append({**_item(texts, entry[0]), "top_logprobs": [_item(texts, x) for x in top]})
+    return {"content": content}
 
 
 def prompt_scores(texts: TokenTexts, entries: Sequence[Logprobs | None]) -> list[dict[str, Any] | None]:

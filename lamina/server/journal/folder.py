@@ -39,10 +39,10 @@ class Folder:
 
     def segments(self) -> list[tuple[int, Path]]:
         """Numbers and files, the oldest first. Raises ValueError where others may read one."""
-        found = sorted(path for path in self.path.glob("segment-*") if path.name.partition("-")[2].isdecimal())
-        for each in found:
+        paths = sorted(path for path in self.path.glob("segment-*") if path.name.partition("-")[2].isdecimal())
+        for each in paths:
             _check_private(self.path, each, 0o600, stat.S_ISREG)
-        return [(int(each.name.partition("-")[2]), each) for each in found]
+        return [(int(each.name.partition("-")[2]), each) for each in paths]
 
     def path_of(self, number: int) -> Path:
         """Where segment ``number`` is, or would be."""
@@ -64,26 +64,26 @@ class Folder:
 
 
 def _check_private(folder: Path, path: Path, mode: int, is_kind: Callable[[int], bool]) -> None:
-    found = path.lstat()
-    if not is_kind(found.st_mode):
+    status = path.lstat()
+    if not is_kind(status.st_mode):
         raise ValueError(f"--journal {folder}: {path} is not what a journal has there: name another directory")
-    if found.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         raise ValueError(f"--journal {folder}: {path} is another user's: name a directory of your own")
-    if found.st_mode & 0o077:
-        text = f"others may read {path} (mode {stat.S_IMODE(found.st_mode):o}), and prompts stand there"
+    if status.st_mode & 0o077:
+        text = f"others may read {path} (mode {stat.S_IMODE(status.st_mode):o}), and prompts stand there"
         raise ValueError(f"--journal {folder}: {text}: chmod {mode:o} {path}")
 
 
 def model_digest(model: str) -> str:
     """Of the files of a model's directory: names, sizes, and both ends of each. Of a hub id: of its name."""
-    root, found = Path(model).expanduser(), sha256()
+    root, digest = Path(model).expanduser(), sha256()
     files = sorted(p for p in root.iterdir() if p.suffix in (".json", ".safetensors")) if root.is_dir() else []
-    found.update(b"" if files else model.encode())
+    digest.update(b"" if files else model.encode())
     for path in files:
         size = path.stat().st_size
-        found.update(f"{path.name} {size}\n".encode())
+        digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
-            found.update(file.read(_ENDS))
+            digest.update(file.read(_ENDS))
             file.seek(max(0, size - _ENDS))
-            found.update(file.read(_ENDS))
-    return found.hexdigest()
+            digest.update(file.read(_ENDS))
+    return digest.hexdigest()

@@ -59,10 +59,10 @@ class Journal:
             raise
 
     def _open(self) -> tuple[int, Segment]:
-        found, size = self._folder.segments(), 0
-        for place, (number, path) in enumerate(found):
+        segments, size = self._folder.segments(), 0
+        for place, (number, path) in enumerate(segments):
             contents = Contents(path)
-            last = place == len(found) - 1
+            last = place == len(segments) - 1
             if contents.torn and not last:
                 raise damaged(path, contents.end)
             for at, record in enumerate(contents.records):
@@ -70,7 +70,7 @@ class Journal:
             if contents.torn:
                 log.warning("--journal: the last %d bytes of %s were not written whole: left out", contents.torn, path)
             size = contents.end
-        number = found[-1][0] if found else 0
+        number = segments[-1][0] if segments else 0
         segment = Segment(self._folder.path_of(number), size)
         if not size:
             self._begin(segment, self.unfinished())

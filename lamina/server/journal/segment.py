@@ -38,8 +38,8 @@ class Contents:
         self.records: list[Any] = []
         self.end = 0
         try:
-            while (found := _record(data, self.end)) is not None:
-                record, self.end = found
+            while (entry := _record(data, self.end)) is not None:
+                record, self.end = entry
                 self.records.append(record)
         except msgspec.DecodeError:  # it is whole, and nothing that this version writes
             raise damaged(path, self.end) from None
@@ -64,9 +64,9 @@ def _synced(data: bytes, at: int) -> int:
     most, at = 0, data.find(_SYNCED, at)
     while at >= 0:
         with suppress(msgspec.DecodeError):
-            found = _record(data, at - _HEAD.size)
-            if found is not None and isinstance(found[0], Synced):
-                most = max(most, found[0].size)
+            entry = _record(data, at - _HEAD.size)
+            if entry is not None and isinstance(entry[0], Synced):
+                most = max(most, entry[0].size)
         at = data.find(_SYNCED, at + 1)
     return most
 

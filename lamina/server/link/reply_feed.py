@@ -33,9 +33,9 @@ class ReplyFeed:
         """What has come since the last call; waits for something. Raises what ``fail`` was told, after the deltas."""
         await self._arrived.wait()
         self._arrived.clear()
-        found, self._waiting = list(self._waiting.values()), {}
+        deltas, self._waiting = list(self._waiting.values()), {}
         if self._failure is not None:
-            if not found:
+            if not deltas:
                 raise self._failure
             self._arrived.set()
-        return found
+        return deltas

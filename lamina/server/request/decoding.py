@@ -62,14 +62,14 @@ def small(name: str, raw: bytes | msgspec.Raw, max_nesting: int) -> Any:
     if len(data) > MAX_FIELD:
         raise ApiError(400, f"{name} is larger than {MAX_FIELD} bytes", param=name, code="invalid_value")
     try:
-        found = msgspec.json.decode(data)
+        field = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise ApiError(400, f"{name} is not JSON: {e}", param=name, code="invalid_json") from e
     except RecursionError:
-        found = None
+        field = None
     else:
-        if not _deeper(found, max_nesting):
-            return found
+        if not _deeper(field, max_nesting):
+            return field
     raise ApiError(400, f"{name} is nested deeper than {max_nesting}", param=name, code="too_deep")
 
 
@@ -151,10 +151,10 @@ def _check_prompts(count: int, limit: int) -> None:
 
 
 def _row(piece: bytes) -> bytes:
-    found = _OPENING.match(piece)
-    if found is None:
+    opening = _OPENING.match(piece)
+    if opening is None:
         raise ApiError(400, FORMS, param="prompt", code="invalid_value")
-    return b"[" + piece[found.end() :] + b"]"
+    return b"[" + piece[opening.end() :] + b"]"
 
 
 def _deeper(value: Any, limit: int) -> bool:

@@ -28,10 +28,10 @@ def fields_of(value: Any) -> dict[str, Any]:
         raise ApiError(400, f"{NAME} is not JSON: {e}", param=NAME, code="invalid_value") from e
     if not isinstance(config, dict):
         raise ApiError(400, f"{NAME} must be an object, or JSON of one", param=NAME, code="invalid_value")
-    found: dict[str, Any] = {_RENAMED.get(str(k), str(k)): v for k, v in config.items() if k in _RENAMED or k in _SAME}
+    fields: dict[str, Any] = {_RENAMED.get(str(k), str(k)): v for k, v in config.items() if k in _RENAMED or k in _SAME}
     if config.get("do_sample") is False:
-        found["temperature"] = 0.0
+        fields["temperature"] = 0.0
     for name, asked in config.items():
         if name not in _RENAMED and name not in _SAME and name not in _QUIET and name != "do_sample":
             check_neutral(f"{NAME}.{name[:64]}", asked, UNSUPPORTED.get(name, ()))
-    return found
+    return fields

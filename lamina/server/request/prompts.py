@@ -93,21 +93,21 @@ class Prompter:
 
     def variables(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
         """What a request sets in the chat template. Raises ApiError for what that does not take, unless it says no."""
-        param, known, found = "chat_template_kwargs", self._known, dict[str, Any]()
+        param, known, variables = "chat_template_kwargs", self._known, dict[str, Any]()
         for name, value in (body.chat_template_kwargs or {}).items():
             if name in known:
-                found[name] = value
+                variables[name] = value
             elif name in RESERVED or (value is not None and value is not False):  # as a variable that is not set
                 taken = f"it takes {', '.join(sorted(known))}" if known else "it takes none: leave it out"
                 text = f"{param}.{name[:64]}: the model's chat template does not take it; {taken}"
                 raise ApiError(400, text, param=param, code="unsupported_value")
         effort, param = body.reasoning_effort, "reasoning_effort"
         if effort is not None and param in known:
-            found.setdefault(param, effort)
+            variables.setdefault(param, effort)
         elif effort not in (None, "none"):
             text = f"{param} is not supported: the model's chat template does not take it; leave it out"
             raise ApiError(400, text, param=param, code="unsupported_value")
-        return found | _turn(body)
+        return variables | _turn(body)
 
     async def chat(
         self,
