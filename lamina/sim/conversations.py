@@ -176,15 +176,15 @@ class Conversations:
     def _load(self, talk: _Talk) -> None:
         """The first page last, as transfers do."""
         keys = talk.keys()
-        pages, found = self._there(keys), Counter[str](needed=len(keys))
+        pages, counts = self._there(keys), Counter[str](needed=len(keys))
         for key in reversed(keys[:pages]):
             where = "memory" if key in self._memory else "disk"
-            found[where] += 1
-            found[f"{where} deep"] += len(self._line) >= self._world.deep
+            counts[where] += 1
+            counts[f"{where} deep"] += len(self._line) >= self._world.deep
             self._medium.read(key, {ATOM: bytearray(self._page_bytes)})
         if talk.history and self._served >= self._world.warm:
             self._count.turns += 1
-            self._count.pages += found
+            self._count.pages += counts
             self._count.waiting += len(self._line)
 
     def _end(self, talk: _Talk) -> None:

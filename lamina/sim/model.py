@@ -24,12 +24,12 @@ def drawn(draw: Draw, seen: int, due: Mapping[int, Due], pending: int | None) ->
     number = seen + draw.seed % PRIME * (draw.index + 1)
     forbidden = set(draw.banned)
     if draw.adjust is not None:
-        found = due[draw.sequence]
-        mine = found.history.seen(found.told, pending)
-        forbidden |= {*mine.forbidden} | (
-            {*range(EOS)} - {*mine.allowed.tolist()} if mine.allowed is not None else set()
+        state = due[draw.sequence]
+        rules = state.history.seen(state.told, pending)
+        forbidden |= {*rules.forbidden} | (
+            {*range(EOS)} - {*rules.allowed.tolist()} if rules.allowed is not None else set()
         )
-        counted = [*found.history.told[: found.told], *([] if pending is None else [pending])]
+        counted = [*state.history.told[: state.told], *([] if pending is None else [pending])]
         number += sum((i + 1) * (t + 1) for i, t in enumerate(counted)) * 3
     token = EOS if number % ODDS == 0 else number % EOS
     while token in forbidden:

@@ -105,10 +105,10 @@ class SimulatedPools:
     def _arrive(self, arrival: TracedPrompt) -> None:
         conductor, now = self._conductor, self.clock.now
         choice = conductor.choose(arrival.prompt, now)
-        number, found = len(self.requests), Conducted(arrival, choice)
-        self.requests.append(found)
+        number, request = len(self.requests), Conducted(arrival, choice)
+        self.requests.append(request)
         if refusal := conductor.refuses(arrival.prompt, choice, now):
-            found.refused = refusal.reason
+            request.refused = refusal.reason
             self._left -= 1
             return
         conductor.book(number, arrival.prompt, choice, now)
@@ -134,30 +134,30 @@ class SimulatedPools:
         if worker.busy or not worker.line or worker.line[0] in self._coming:
             return
         number = worker.line.popleft()
-        found = self.requests[number]
-        prompt = found.arrival.prompt
-        found.prefix = prompt.length(self._conductor.directory.ready(prompt.keys)[at])
-        seconds = self._truth.prefill.seconds(prompt.tokens, found.prefix)
+        request = self.requests[number]
+        prompt = request.arrival.prompt
+        request.prefix = prompt.length(self._conductor.directory.ready(prompt.keys)[at])
+        seconds = self._truth.prefill.seconds(prompt.tokens, request.prefix)
         worker.busy, worker.busy_s = True, worker.busy_s + seconds
         self._conductor.begun(number, self.clock.now)
         self.clock.later(seconds, lambda: self._computed(number, at, seconds))
 
     def _computed(self, number: int, at: int, seconds: float) -> None:
-        found, now = self.requests[number], self.clock.now
-        prompt = found.arrival.prompt
-        found.computed, found.ttft_s = prompt.tokens - found.prefix, now - found.arrival.at_s
-        self._conductor.computed(number, now, seconds, found.prefix)
+        request, now = self.requests[number], self.clock.now
+        prompt = request.arrival.prompt
+        request.computed, request.ttft_s = prompt.tokens - request.prefix, now - request.arrival.at_s
+        self._conductor.computed(number, now, seconds, request.prefix)
         self._workers[at].busy = False
-        self._decode(number, found)
+        self._decode(number, request)
         self._begin(at)
 
-    def _decode(self, number: int, found: Conducted) -> None:
-        tokens, answer = found.arrival.prompt.tokens, found.arrival.answer - 1  # the first one is drawn
+    def _decode(self, number: int, request: Conducted) -> None:
+        tokens, answer = request.arrival.prompt.tokens, request.arrival.answer - 1  # the first one is drawn
         if not self._instances:
             self._left -= 1
             return
-        if refusal := self._conductor.refuses_decoding(tokens, found.ttft_s):
-            found.refused = f"{refusal.reason} after prefill"
+        if refusal := self._conductor.refuses_decoding(tokens, request.ttft_s):
+            request.refused = f"{refusal.reason} after prefill"
             self._left -= 1
             return
         instance, _ = self._conductor.decoding.select(tokens)
@@ -168,9 +168,9 @@ class SimulatedPools:
             self._instances[instance].join(number, tokens, answer)
 
     def _ended(self, number: int, longest_step_s: float) -> None:
-        found = self.requests[number]
-        found.longest_step_s, found.ended = longest_step_s, True
-        self._conductor.decoding.leave(number, self.clock.now, found.arrival.answer)
+        request = self.requests[number]
+        request.longest_step_s, request.ended = longest_step_s, True
+        self._conductor.decoding.leave(number, self.clock.now, request.arrival.answer)
         self._left -= 1
 
     def _sample(self) -> None:
