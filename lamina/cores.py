@@ -16,14 +16,14 @@ def parse_cores(text: str) -> list[Cores]:
 
 
 def _parse(text: str) -> Cores:
-    found: set[int] = set()
+    cores: set[int] = set()
     for piece in text.split(","):
         match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", piece)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
             raise ValueError(f"--cores: {text!r} is no list of cores; write one for each worker, such as 0-3,8/4-7")
-        found.update(range(first, last + 1))
-    return tuple(sorted(found))
+        cores.update(range(first, last + 1))
+    return tuple(sorted(cores))
 
 
 def place(

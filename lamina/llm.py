@@ -199,9 +199,9 @@ class LLM:
         """
         self._check_open()
         with _Use(self):
-            found = self._front.streams.drop_session(session_id)
+            dropped = self._front.streams.drop_session(session_id)
             self._settle()
-        return found
+        return dropped
 
     def close(self) -> None:
         """End the workers and give everything back. Idempotent."""

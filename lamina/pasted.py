@@ -118,18 +118,18 @@ def translated(pasted: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[d
     """
     on_gpu = any(str(options.get(name, "")).startswith("cuda") for name in _DEVICES)
     nothing = _NOTHING if on_gpu else _NOTHING | dict([_GPU])
-    found, lines = dict[str, Any](), list[str]()
+    replacements, lines = dict[str, Any](), list[str]()
     for name, value in pasted.items():
         if value is None:
             continue
         if name in _SAME:
             here, changed = _SAME[name]
-            found[here] = changed(value)
+            replacements[here] = changed(value)
         elif name in nothing:
             lines.append(f"{_flag(name)} is left out: {nothing[name]}")
         elif str(value) not in map(str, _INSTEAD.get(name, ((), ""))[0]):
             raise ValueError(f"{_flag(name)} is not here: {instead(name)}")
-    return found, lines
+    return replacements, lines
 
 
 def instead(name: str) -> str:

@@ -55,10 +55,10 @@ def conversation_list(messages: Any) -> list[list[dict[str, Any]]]:
 
 def _prompt(prompt: Any) -> str | list[int]:
     if isinstance(prompt, Mapping):
-        found = [prompt[k] for k in ("prompt_token_ids", "prompt") if prompt.get(k) is not None]
-        if not found or isinstance(found[0], Mapping):
+        contents = [prompt[k] for k in ("prompt_token_ids", "prompt") if prompt.get(k) is not None]
+        if not contents or isinstance(contents[0], Mapping):
             raise ValueError('a prompt that is a mapping needs "prompt" (text) or "prompt_token_ids"')
-        return _prompt(found[0])
+        return _prompt(contents[0])
     if isinstance(prompt, str):
         return prompt
     if not _is_ids(prompt):

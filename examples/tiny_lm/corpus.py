@@ -32,18 +32,18 @@ _MAX_QUESTIONS_PER_FILE = 60
 def documents() -> dict[str, str]:
     """All documents by name, in order of name: ``json/decoder.py`` -> source, ``topics/assert`` -> help text."""
     root = Path(sysconfig.get_path("stdlib"))
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if any(part in _SKIPPED_FOLDERS or part.startswith(_SKIPPED_PREFIXES) for part in name.parts):
             continue
         try:
-            found[name.as_posix()] = path.read_bytes().decode("utf-8").replace("\r\n", "\n")
+            texts[name.as_posix()] = path.read_bytes().decode("utf-8").replace("\r\n", "\n")
         except UnicodeDecodeError:  # A few old files declare another encoding.
             continue
     topics: dict[str, str] = import_module("pydoc_data.topics").topics
-    found.update({f"topics/{name}": text for name, text in sorted(topics.items())})
-    return found
+    texts.update({f"topics/{name}": text for name, text in sorted(topics.items())})
+    return texts
 
 
 def split(texts: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:

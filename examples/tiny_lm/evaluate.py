@@ -48,12 +48,12 @@ def recall(
     picks a stated value blindly is right once in ``pairs``.
     """
     ids = np.array(tokenizer.encode(filler or held_out_text(), add_special_tokens=False, verbose=False))
-    found = RecallTask(tokenizer).prompts(ids, distance, count=prompts, pairs=pairs, seed=seed)
+    questions = RecallTask(tokenizer).prompts(ids, distance, count=prompts, pairs=pairs, seed=seed)
     right = 0
     for first in range(0, prompts, batch):
         # Forcing the true answer gives the verdict of greedy decoding: both agree up to the first wrong token.
-        chunk = torch.tensor([prompt.tokens + prompt.answer for prompt in found[first : first + batch]])
-        answers = torch.tensor([prompt.answer for prompt in found[first : first + batch]])
+        chunk = torch.tensor([prompt.tokens + prompt.answer for prompt in questions[first : first + batch]])
+        answers = torch.tensor([prompt.answer for prompt in questions[first : first + batch]])
         logits = model(input_ids=chunk[:, :-1].to(model.device), use_cache=False).logits
         guesses = logits[:, -answers.shape[1] :].argmax(-1).cpu()
         right += int((guesses == answers).all(-1).sum())

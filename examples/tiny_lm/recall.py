@@ -65,7 +65,7 @@ class RecallTask:
         if len(filler) <= distance:
             raise ValueError(f"filler has {len(filler)} tokens; distance={distance} needs more text than that")
         rng = np.random.default_rng(seed)
-        found = []
+        prompts = []
         for _ in range(count):
             stated = self._pairs(rng, pairs)
             start = int(rng.integers(len(filler) - distance))
@@ -73,8 +73,8 @@ class RecallTask:
             tokens += filler[start : start + distance].tolist()
             key, value = stated[int(rng.integers(pairs))]
             question = self._question(key)
-            found.append(RecallPrompt(tokens + question, value, len(question)))
-        return found
+            prompts.append(RecallPrompt(tokens + question, value, len(question)))
+        return prompts
 
     def training_sequence(self, rng: np.random.Generator, filler: Ids) -> tuple[Ids, Weights]:
         """A sequence as long as ``filler`` with statements, mostly early, and questions spread behind them.

@@ -74,12 +74,12 @@ class Expected:
     def first(self, count: int) -> list[bytes]:
         """So many pages at the head of the queue, each once."""
         pages = (key for turn in sorted(self._turns) for key in self._turns[turn])
-        found = dict[bytes, None]()
+        head = dict[bytes, None]()
         for key in pages:
-            if len(found) == count:
+            if len(head) == count:
                 break
-            found[key] = None
-        return list(found)
+            head[key] = None
+        return list(head)
 
     def rank(self, use: PageUse, otherwise: Callable[[PageUse], Rank]) -> Rank:
         """Of a page among those that give way: ``otherwise``, where nobody waits for it; else behind all of these, from

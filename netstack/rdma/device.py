@@ -323,11 +323,11 @@ def _completion_channel(context: Any) -> tuple[Any, int]:
 
 
 def _event_descriptors() -> set[int]:
-    found = set()
+    descriptors = set()
     for link in Path("/proc/self/fd").iterdir():
         try:
             if "infinibandevent" in os.readlink(link):
-                found.add(int(link.name))
+                descriptors.add(int(link.name))
         except OSError:
             continue  # closed meanwhile
-    return found
+    return descriptors

@@ -120,15 +120,15 @@ def partition_index(port: Port, key: int | None, root: Path = Path("/")) -> int:
     return max(same, key=lambda index: (keys[index], -index))
 
 
-def lack(found: list[Port], text: str) -> str:
+def lack(local_ports: list[Port], text: str) -> str:
     """Why no port serves ``text`` (of LAMINA_RDMA_DEVICE; empty: any), with the fix behind "; "; empty if one does."""
     try:
         wanted = Wanted.parse(text)
     except ValueError as error:
         return str(error)
-    of_name = [p for p in found if wanted.name in ("", p.device)]
+    of_name = [p for p in local_ports if wanted.name in ("", p.device)]
     if not of_name:
-        there = ", ".join(sorted({p.device for p in found})) or "none"
+        there = ", ".join(sorted({p.device for p in local_ports})) or "none"
         return f"{RDMA_DEVICE} names {wanted.name!r}, which is not here; choose of {there}"
     matching = [p for p in of_name if wanted.port in (None, p.number)]
     if not matching:

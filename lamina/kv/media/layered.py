@@ -93,14 +93,14 @@ class Layered:
 
     def take(self, key: bytes, atoms: frozenset[Atom] | None = None) -> tuple[Page, dict[Atom, bytes]]:
         """A page and its bytes, the newer ones where both places have some. Raises AtomLostError."""
-        found: tuple[Page, dict[Atom, bytes]] | None = None
+        copy: tuple[Page, dict[Atom, bytes]] | None = None
         for place in (self._disk, self._memory):  # what is in memory is newer
             with suppress(AtomLostError):
                 page, there = place.take(key, atoms)
-                found = page, (found[1] if found is not None else {}) | there
-        if found is None:
+                copy = page, (copy[1] if copy is not None else {}) | there
+        if copy is None:
             raise AtomLostError("no such atom is here")
-        return found
+        return copy
 
     def held(self, key: bytes) -> HeldPage | None:
         """What both places have of a page; None where neither has it."""
@@ -168,21 +168,21 @@ class Layered:
 
     def pages(self) -> list[HeldPage]:
         """The pages of both places, each once; those of memory last."""
-        found = {each.page.key: each for each in self._disk.pages()}
+        pages = {each.page.key: each for each in self._disk.pages()}
         for each in self._memory.pages():
-            both = _both(found.pop(each.page.key, None), each)
-            found |= {each.page.key: both} if both is not None else {}
-        return list(found.values())
+            both = _both(pages.pop(each.page.key, None), each)
+            pages |= {each.page.key: both} if both is not None else {}
+        return list(pages.values())
 
     def keys(self, atoms: frozenset[Atom], most: int) -> list[bytes]:
         """Keys of the last used pages that have all of ``atoms`` in both places together, those of memory last."""
-        found = dict.fromkeys(self._disk.keys(atoms, most))
+        keys = dict.fromkeys(self._disk.keys(atoms, most))
         for each in self._memory.pages():
             both = each if atoms <= each.atoms else self.held(each.page.key)
             if both is not None and atoms <= both.atoms:
-                found.pop(each.page.key, None)
-                found[each.page.key] = None
-        return list(found)[-most:]
+                keys.pop(each.page.key, None)
+                keys[each.page.key] = None
+        return list(keys)[-most:]
 
     def close(self) -> None:
         """Write what is in memory alone to the disk, as far as there are room and time, and close both."""
