@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lamina.protocol.blocks.extents import Extents
 from lamina.protocol.options.engine import CHUNK_TOKENS
 from lamina.protocol.partition import PARTITIONS, Partition
-from lamina.protocol.placement import Place, Placement
+from lamina.protocol.placement import Place, Placement, Run
 from lamina.protocol.plan import Keep
 from lamina.protocol.recut import Strips
 
@@ -19,13 +19,18 @@ NAMES = st.sampled_from(sorted(PARTITIONS))
 WORKERS = st.integers(1, 4)
 
 
+def placed(draw: st.DrawFn, of: Partition) -> Place:
+    """Where sequences stay but for what is on loan, some of their stripes are."""
+    lanes, loans = st.integers(0, of.num_lanes - 1), tuple[Run, ...]()
+    if of.stays and draw(st.booleans()):
+        start, count = draw(st.integers(0, 6)), draw(st.integers(1, 3))
+        loans = (Run(start, start + count, draw(lanes)),)
+    return Place(draw(lanes), loans)
+
+
 def kept(draw: st.DrawFn, before: Partition, after: Partition) -> list[Keep]:
     lengths = draw(st.lists(st.integers(1, 900), min_size=1, max_size=4))
-    lane = st.integers(0, 63)
-    return [
-        Keep(i, n, Place(draw(lane) % after.num_lanes), Place(draw(lane) % before.num_lanes))
-        for i, n in enumerate(lengths)
-    ]
+    return [Keep(i, n, placed(draw, after), placed(draw, before)) for i, n in enumerate(lengths)]
 
 
 @st.composite
@@ -44,7 +49,7 @@ def recuts(draw: st.DrawFn) -> tuple[Partition, Partition, list[int], list[int],
 
 def holders(of: Partition, layer: int, window: int, keep: Keep, place: Place) -> dict[tuple[int, int], int]:
     """(head, block) -> whose it is, one token of one head at a time."""
-    placement = Placement(of.num_lanes, of.stripe * CHUNK_TOKENS // BLOCK)
+    placement = Placement(of.num_lanes, of.stripe * CHUNK_TOKENS // BLOCK, of.stays)
     first = max(0, keep.length - window + 1) // BLOCK if window else 0
     found = {}
     for share in of.tables[of.layer_table[layer]]:
