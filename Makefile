@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MODEL ?= examples/tiny_lm/model
-# Tests wait for other processes a quarter of their time: three at once keep two cores busy, in 6 GB of memory.
+# Tests wait for other processes a quarter of their time: three at once keep two cores busy.
 JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 NATIVE = $(shell find csrc tests perf -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')

@@ -14,7 +14,7 @@ from running import Running, alive, certificate, eventually
 
 pytestmark = pytest.mark.timeout(300)  # starting a server on a busy machine takes its time
 BODY = {"prompt": "def f(", "max_tokens": 60, "ignore_eos": True, "stream": True}
-PAUSE_S = 8.0  # that a worker of an idle server may stand still: less than --step-timeout-s
+PAUSE_S = 5.0  # that a worker of an idle server may stand still: less than --step-timeout-s
 COUNTED = {**BODY, "stream_options": {"include_usage": True}}
 
 

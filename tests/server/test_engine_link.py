@@ -22,7 +22,7 @@ from lamina.server.link.messages import Delta, Outputs, Ready, Start, State
 from lamina.server.link.reply_feed import ReplyFeed
 
 pytestmark = pytest.mark.timeout(300)  # starting an engine on a busy machine takes its time
-SLICE_S = 0.4  # five of them are a step
+SLICE_S = 0.3  # five of them are a step
 CONFIG = make_config({"dtype": "float32", "memory_workers": 2, "start_timeout_s": 200.0, "compute_threads": 1})
 
 
