@@ -121,7 +121,18 @@ struct Selecting {
   int64_t width;
 };
 
+// Rows of a sequence whose attention is counted by block, in fixed point: weights before their sum, and shares of it.
+constexpr int kWeightBits = 30, kScoreBits = 24;
+struct Tallying {
+  const Operator* op;
+  const void *q, *k;  // q [rows, Hq, D], k: a LayerStore's blocks
+  const float* k_scale;  // null where K has none
+  const int64_t *ids, *seen;  // the sequence's blocks, and the tokens of them that each row sees
+  int64_t rows, blocks, block_size;
+};
+
 using Bound = void (*)(const Selecting&, const Choice&, int64_t head, float* queries, float* scores);
+using Tally = void (*)(const Tallying&, int64_t head, float* queries, float* scores, int64_t* to);
 using RunTask = void (*)(const Call&, int64_t task, Scratch&);
 
 // Partial results of `queries` queries: o [queries, v_dim], lse [queries].
@@ -142,6 +153,9 @@ struct Variant {
   // Bounds of what a head's queries score in a row's free blocks: scores [group, blocks]; room for queries [group, padded
   // qk_dim]. By whether K has scales.
   std::array<std::array<Bound, 2>, kDtypes> bound;
+  // What the rows' softmax gives each block, added to `to` [blocks], by a KV head. Room: queries [group, padded qk_dim],
+  // scores [group, tokens of all blocks + 16].
+  std::array<std::array<Tally, kStored>, kDtypes> tally;
   std::uint64_t (*read)(const void*, std::size_t);  // every byte once: what a read limit is measured with
 };
 

@@ -20,6 +20,7 @@ namespace {
 #include "kernel.h"
 #include "loops.h"
 #include "select.h"
+#include "tally.h"
 #include "task.h"
 
 bool usable() {
@@ -35,6 +36,7 @@ const Variant kAvx512 = {"avx512",
                          merge_partials,
                          {finish<float>, finish<BFloat16>, finish<Half>},
                          {bounds<float>, bounds<BFloat16>, bounds<Half>},
+                         {tallies<float>, tallies<BFloat16>, tallies<Half>},
                          read};
 
 }  // namespace lamina::attention

@@ -37,6 +37,7 @@ struct Dot<BFloat16> {
 };
 
 #include "select.h"
+#include "tally.h"
 #include "task.h"
 
 bool usable() {
@@ -53,6 +54,7 @@ const Variant kAvx512Bf16 = {"avx512_bf16",
                              merge_partials,
                              {finish<float>, finish<BFloat16>, finish<Half>},
                              {bounds<float>, bounds<BFloat16>, bounds<Half>},
+                             {tallies<float>, tallies<BFloat16>, tallies<Half>},
                              read};
 
 }  // namespace lamina::attention

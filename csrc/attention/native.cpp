@@ -10,15 +10,12 @@
 #include <mutex>
 #include <new>
 
-#include "attention.h"
-#include "attention/calls.h"
+#include "attention/engine.h"
 #include "module_types.h"
-#include "pool.h"
 
 namespace {
 
 using namespace lamina::attention;
-using lamina::Pool;
 
 // The fastest first.
 const Variant* const kVariants[] = {
@@ -32,9 +29,6 @@ constexpr const char* kStoredNames[kStored] = {"", "int8", "fp8"};
 constexpr int64_t kDtypeBytes[kDtypes] = {4, 2, 2};
 constexpr int kTables = 7;
 
-// Work that makes up for waking a thread, in nanoseconds, and what a core does in one of them, about.
-constexpr double kHelpNs = 60e3, kPairsPerNs = 30, kBytesPerNs = 15;
-
 // Whether of stored tokens, query and KV heads, threads.
 using Plans = std::map<std::array<int64_t, 4>, Tasks>;
 
@@ -43,25 +37,6 @@ struct Step {
   Py_buffer tables[kTables];
   int held;
   Plans* tasks;  // by what they depend on besides the rows
-};
-
-struct Engine {
-  const Variant* variant;
-  Dtype dtype;
-  Stored stored;
-  // No spins: calls are milliseconds apart. Spinning between two took 57 us more of a core, and no less time (two busy
-  // cores, jobs of 70 us).
-  Pool pool{1, 0};
-  std::vector<Scratch> scratch;
-  std::vector<float> parts;
-  std::vector<std::atomic<int>> left;
-  std::vector<Choosing> choosing;  // of each thread
-  std::mutex busy;  // one call at a time
-};
-
-struct Kernels {
-  PyObject_HEAD Engine* engine;
-  Calls calls;
 };
 
 using lamina::free_object;
@@ -123,16 +98,6 @@ int helpers_for(const Operator& op, const Tasks& tasks, int64_t item, int thread
   const double ns = dims * std::max(double(tasks.pairs) / kPairsPerNs, double(tasks.tokens * item) / kBytesPerNs);
   const double most = std::min(ns / kHelpNs, double(tasks.tasks.size()) - 1);
   return int(std::min(double(threads) - 1, most));
-}
-
-// Starts threads until there are ``wanted``, the caller's included; says how many there are, up to ``wanted``.
-std::size_t threads_of(Pool& pool, std::size_t wanted) {
-  try {
-    pool.grow(wanted);
-  } catch (const std::exception&) {
-    // no more threads: those that exist do the work
-  }
-  return std::min(wanted, pool.size());
 }
 
 void attend(Engine& engine, Call call, const Tasks& tasks, int threads) {
@@ -198,11 +163,6 @@ void kernels_dealloc(PyObject* object) {
   free_object(object);
 }
 
-template <class T>
-T* pointer(unsigned long long address) {
-  return reinterpret_cast<T*>(std::uintptr_t(address));
-}
-
 PyObject* kernels_attend(PyObject* object, PyObject* args) {
   Engine& engine = *reinterpret_cast<Kernels*>(object)->engine;
   PyObject* of;
@@ -256,56 +216,6 @@ PyObject* kernels_attend(PyObject* object, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-void select_all(Engine& engine, const Selecting& of, std::size_t choices, int threads) {
-  const Operator& op = *of.op;
-  const std::lock_guard lock(engine.busy);
-  double pairs = 0;
-  for (std::size_t i = 0; i < choices; ++i) pairs += double(of.choices[i].high - of.choices[i].low);
-  const double ns = pairs * double(op.q_heads * op.qk_dim) / kPairsPerNs;
-  const double helpers = std::clamp(std::min(ns / kHelpNs, double(threads) - 1), 0.0, double(choices * op.kv_heads));
-  const std::size_t all = threads_of(engine.pool, std::size_t(helpers) + 1);
-  if (engine.choosing.size() < all) engine.choosing.resize(all);
-  engine.pool.each(choices * std::size_t(op.kv_heads), all, [&](std::size_t i, std::size_t thread) {
-    select(*engine.variant, engine.dtype, engine.stored != kAsQueries, of, int64_t(i), engine.choosing[thread]);
-  });
-}
-
-PyObject* kernels_select(PyObject* object, PyObject* args) {
-  Engine& engine = *reinterpret_cast<Kernels*>(object)->engine;
-  long long q_heads, kv_heads, qk_dim, width;
-  float scale;
-  int threads;
-  unsigned long long q, least, most, table;
-  Py_buffer numbers, blocks;
-  if (!PyArg_ParseTuple(args, "(LLLf)KKKy*y*KLi", &q_heads, &kv_heads, &qk_dim, &scale, &q, &least, &most, &numbers,
-                        &blocks, &table, &width, &threads))
-    return nullptr;
-  enum { kFine, kWrong, kNoMemory } outcome = kWrong;
-  if (kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0 && qk_dim > 0 && width > 0) {
-    Py_BEGIN_ALLOW_THREADS;
-    try {
-      std::vector<Choice> choices;
-      const auto count = [](const Py_buffer& of) { return int64_t(of.len) / int64_t(sizeof(int64_t)); };
-      const auto ints = [](const Py_buffer& of) { return static_cast<const int64_t*>(of.buf); };
-      if (read_choices(ints(numbers), count(numbers) / 6, ints(blocks), count(blocks), width, &choices)) {
-        const Operator op{q_heads, kv_heads, qk_dim, qk_dim, 0, scale, 0, nullptr, nullptr};
-        const Selecting of{
-            &op,  pointer<void>(q), pointer<void>(least), pointer<void>(most), choices.data(), pointer<int64_t>(table),
-            width};
-        select_all(engine, of, choices.size(), threads);
-        outcome = kFine;
-      }
-    } catch (const std::bad_alloc&) {
-      outcome = kNoMemory;
-    }
-    Py_END_ALLOW_THREADS;
-  }
-  PyBuffer_Release(&numbers), PyBuffer_Release(&blocks);
-  if (outcome == kNoMemory) return PyErr_NoMemory();
-  if (outcome == kWrong) return PyErr_Format(PyExc_ValueError, "no blocks can be selected so");
-  Py_RETURN_NONE;
-}
-
 PyObject* kernels_read(PyObject* object, PyObject* args) {
   Engine& engine = *reinterpret_cast<Kernels*>(object)->engine;
   unsigned long long address, bytes, piece = 4 << 20;
@@ -356,13 +266,11 @@ PyObject* kernels_calls(PyObject* object, PyObject*) {
   return PyCapsule_New(&reinterpret_cast<Kernels*>(object)->calls, Calls::kName, nullptr);
 }
 
-PyMethodDef kernels_methods[] = {{"attend", kernels_attend, METH_VARARGS, nullptr},
-                                 {"merge", kernels_merge, METH_VARARGS, nullptr},
-                                 {"close", kernels_close, METH_VARARGS, nullptr},
-                                 {"read", kernels_read, METH_VARARGS, nullptr},
-                                 {"select", kernels_select, METH_VARARGS, nullptr},
-                                 {"calls", kernels_calls, METH_NOARGS, nullptr},
-                                 {nullptr, nullptr, 0, nullptr}};
+PyMethodDef kernels_methods[] = {
+    {"attend", kernels_attend, METH_VARARGS, nullptr}, {"merge", kernels_merge, METH_VARARGS, nullptr},
+    {"close", kernels_close, METH_VARARGS, nullptr},   {"read", kernels_read, METH_VARARGS, nullptr},
+    {"select", kernels_select, METH_VARARGS, nullptr}, {"tally", kernels_tally, METH_VARARGS, nullptr},
+    {"calls", kernels_calls, METH_NOARGS, nullptr},    {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot kernels_slots[] = {{Py_tp_new, slot(kernels_new)},
                                {Py_tp_dealloc, slot(kernels_dealloc)},

@@ -69,6 +69,7 @@ inline V from_fp8(const void* p) {
 #include "kernel.h"
 #include "loops.h"
 #include "select.h"
+#include "tally.h"
 #include "task.h"
 
 }  // namespace
@@ -79,6 +80,7 @@ const Variant kPortable = {"portable",
                            merge_partials,
                            {finish<float>, finish<BFloat16>, finish<Half>},
                            {bounds<float>, bounds<BFloat16>, bounds<Half>},
+                           {tallies<float>, tallies<BFloat16>, tallies<Half>},
                            read};
 
 }  // namespace lamina::attention

@@ -101,6 +101,14 @@ class AttentionBackend(Protocol):
 
         fill(op, store, choices, q, table)
 
+    def scores(self, op: Operator, store: LayerStore, blocks: Tensor, q: Tensor, seen: Tensor) -> Tensor:
+        """``scores.block_scores``: how much rows attend each block of their sequence. All workers that add theirs up
+        have one backend, since sums may be rounded otherwise by another.
+        """
+        from lamina.attention.scores import block_scores
+
+        return block_scores(op, store, blocks, q, seen)
+
     def append(self, store: LayerStore, at: WriteIndex, rows: StoredRows) -> None:
         """``LayerStore.write``, on the device that computes."""
         store.write(at, rows)

@@ -83,5 +83,23 @@ class Kernels:
         by address. Raises ValueError where these make no sense.
         """
 
+    def tally(
+        self,
+        operator: tuple[int, int, int, float, float, int],
+        q: int,
+        k: int,
+        k_scale: int,
+        blocks: Ints,
+        seen: Ints,
+        block_size: int,
+        to: int,
+        threads: int,
+    ) -> None:
+        """Add what rows attend each block to ``to`` [KV heads, blocks] int64: lamina.attention.scores.
+
+        ``operator``: query heads, KV heads, qk_dim, scale, softcap, address of sinks (0 = none). q, k and its scales (0
+        where it has none) by address. Raises ValueError where these make no sense.
+        """
+
     def read(self, address: int, nbytes: int, threads: int) -> int:
         """Read memory once, from end to end: what attention can be compared with. The result means nothing."""

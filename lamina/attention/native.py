@@ -63,6 +63,15 @@ class NativeAttention(AttentionBackend):
         addresses, into = (q.data_ptr(), least.data_ptr(), most.data_ptr()), (table.data_ptr(), table.shape[-1])
         self.kernels.select(shape, *addresses, choices.numbers, choices.blocks, *into, torch.get_num_threads())
 
+    def scores(self, op: Operator, store: LayerStore, blocks: Tensor, q: Tensor, seen: Tensor) -> Tensor:
+        to = torch.zeros(op.kv_heads, len(blocks), dtype=torch.int64)
+        sinks, scales = (0 if x is None else x.data_ptr() for x in (op.sinks, store.scales and store.scales.k))
+        shape = op.q_heads, op.kv_heads, op.qk_dim, op.spec.scale, op.spec.softcap, sinks
+        of, rows = (blocks.numpy(), seen.numpy(), store.k.shape[2]), q.contiguous()
+        threads = torch.get_num_threads()
+        self.kernels.tally(shape, rows.data_ptr(), store.k.data_ptr(), scales, *of, to.data_ptr(), threads)
+        return to.sum(0)
+
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
         addresses = parts.o.data_ptr(), parts.lse.data_ptr(), left.data_ptr(), right.data_ptr()
         self.kernels.merge(*addresses, len(left), *parts.o.shape[1:])

@@ -6,14 +6,18 @@ are dealt out. The scores of one KV head are products of one shape, whoever else
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from lamina.attention import Operator
 from lamina.attention.merge import CHUNK_TOKENS
 from lamina.kv.pool import LayerStore
 from lamina.kv.stored import dequantise
 from lamina.protocol.sparse_ops import SCORE_BITS
+
+if TYPE_CHECKING:
+    from lamina.attention import Operator
 
 WEIGHT_BITS = 30  # of exp(score - highest), before the sum over tokens
 _LOWEST = torch.finfo(torch.float32).min

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lamina.attention.scores import block_scores
 from lamina.protocol.plan import Rows, StepPlan
 from lamina.protocol.sparse_ops import Score, Scored
 
@@ -33,6 +32,7 @@ class Scoring:
 
     def __init__(self, store: Store, plan: StepPlan) -> None:
         self._view, self._step, self._tallies = plan.view, plan.step, list[_Tally]()
+        self._backend = store.backend
         ops = [op for op in plan.ops if isinstance(op, Score)]
         rows, starts = ({r.sequence: r for r in plan.rows}, starts_of(plan.rows)) if ops else ({}, {})
         for op in ops:
@@ -47,8 +47,8 @@ class Scoring:
         for piece, q in pieces:
             for tally in self._tallies:
                 if tally.group == piece.group:
-                    scores = block_scores(piece.operator, piece.kv, tally.blocks, q[tally.rows], tally.seen)
-                    tally.total[tally.numbers] += scores
+                    of = piece.operator, piece.kv, tally.blocks, q[tally.rows], tally.seen
+                    tally.total[tally.numbers] += self._backend.scores(*of)
 
     def answers(self) -> Iterator[Scored]:
         """Once all layers are done."""

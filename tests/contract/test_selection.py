@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,14 +12,16 @@ from torch import Tensor
 from lamina.attention import Operator, get
 from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.native import VARIANTS, NativeAttention
+from lamina.attention.scores import block_scores
 from lamina.attention.select import Choices, best_blocks, fill
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.pool import LayerStore, WriteIndex, allocate, row_table, write_index
 from lamina.kv.sparsity import Budget
-from lamina.kv.stored import as_stored, dequantise
+from lamina.kv.stored import Scales, as_stored, dequantise
 from lamina.memory.selection import Selection
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.plan import New, Rows, StepPlan
+from lamina.protocol.sparse_ops import SCORE_BITS
 
 CPU, SIZE, DIM, EACH, HEADS = torch.device("cpu"), 16, 32, 2, 3
 BUDGET = Budget(tokens=6 * SIZE, sink=4, recent=2 * SIZE, block_size=SIZE)
@@ -204,3 +208,45 @@ def test_native_kernels_choose_as_the_reference_does(wire: torch.dtype, dim: int
     numbers[2, 4] = 6
     with pytest.raises(ValueError, match="selected"):
         get("native", CPU, wire, stored).select(op, store, choices, q, got)
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dim", "each", "stored", "softcap", "sinks"),
+    [
+        (20, 1, None, 0.0, False),
+        (64, 3, torch.int8, 0.0, True),
+        (128, 5, None, 5.0, True),
+        (32, 4, torch.float8_e4m3fn, 0.0, False),
+    ],
+)
+def test_native_kernels_count_attention_as_the_reference_does(
+    wire: torch.dtype, dim: int, each: int, stored: torch.dtype | None, softcap: float, sinks: bool
+) -> None:
+    """Up to what fp32 rounds, in every set of instructions; with rows that see nothing of the last blocks."""
+    torch.manual_seed(dim)
+    stored, spec = stored or wire, AttentionSpec(scale=0.2, softcap=softcap, sinks=sinks)
+    operand = torch.randn(2 * each) if sinks else None
+    op = Operator(spec=spec, q_heads=2 * each, kv_heads=2, qk_dim=dim, v_dim=dim, sinks=operand)
+    store = allocate(30, 2, SIZE, dim, dim, stored, CPU)
+    rows = as_stored(*(torch.randn(30 * SIZE, 2, dim).to(wire) for _ in range(2)), stored)
+    at = torch.arange(30 * SIZE)
+    store.write(WriteIndex(at // SIZE, at % SIZE), rows)
+    blocks, seen = torch.randperm(30)[:21], torch.tensor([330, 331, 17])
+    q = (torch.randn(3, op.q_heads, dim) * 3).to(wire)
+    want = block_scores(op, store, blocks, q, seen)
+    assert int(want.sum()) > (1 << SCORE_BITS)
+    for variant in VARIANTS:
+        got = NativeAttention(wire, variant, stored).scores(op, store, blocks, q, seen)
+        assert (got - want).abs().max() <= 1e-4 * want.max(), variant
+        assert not torch.equal(got, NativeAttention(wire, variant, stored).scores(op, store, blocks, q, seen - 1))
+        halves = [
+            NativeAttention(wire, variant, stored).scores(
+                replace(op, q_heads=each, kv_heads=1, sinks=None if op.sinks is None else op.sinks[h * each :]),
+                LayerStore(*(x[:, h : h + 1].contiguous() for x in (store.k, store.v)),
+                           store.scales and Scales(*(x[:, h : h + 1].contiguous() for x in store.scales))),
+                blocks, q[:, h * each : (h + 1) * each].contiguous(), seen,
+            )
+            for h in range(2)
+        ]  # fmt: skip
+        assert torch.equal(sum(halves), got), "integers add up alike, whoever has the heads"
