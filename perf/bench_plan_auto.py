@@ -46,11 +46,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = make(Path(folder) / "model", "float32", {**SHAPE, "num_hidden_layers": args.layers}, max_len=256)
         for ratio in map(float, args.ratio.split(",")):
-            found = measure(path, ratio, args)
-            print(record("bench_plan_auto", {**vars(args), "ratio": ratio}, found, write=args.write), flush=True)
-            times = ", ".join(f"{n} {s * 1e3:.0f} ms" for n, s in found["token_s"].items())
+            measured = measure(path, ratio, args)
+            print(record("bench_plan_auto", {**vars(args), "ratio": ratio}, measured, write=args.write), flush=True)
+            times = ", ".join(f"{n} {s * 1e3:.0f} ms" for n, s in measured["token_s"].items())
             print(
-                f"t_m = {ratio:g} t_a: {times}; planned {found['planned_to_best']:.3f} of the best's speed", flush=True
+                f"t_m = {ratio:g} t_a: {times}; planned {measured['planned_to_best']:.3f} of the best's speed",
+                flush=True,
             )
 
 

@@ -97,11 +97,11 @@ class _Probe:
 
     def times(self, count: int, clock: Callable[[], float]) -> list[float]:
         """Of so many tokens of the first sequence."""
-        found = list[float]()
-        while len(found) < count:
+        ends = list[float]()
+        while len(ends) < count:
             if self._asked[0] in self._note(self._engine.step()):
-                found.append(clock())
-        return found
+                ends.append(clock())
+        return ends
 
     def end(self) -> None:
         """Nothing of it stays."""

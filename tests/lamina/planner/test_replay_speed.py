@@ -21,7 +21,7 @@ WHERE = Deployment(DEVICES["h100"], 2, DEVICES["h20"], 4, 2)
 
 def calls(trace: RequestTrace, most: int) -> int:
     """Of functions in Python: the same whatever else the host does."""
-    mine, count = planner(), 0
+    plan, count = planner(), 0
 
     def called(frame: FrameType, event: str, argument: object) -> None:
         nonlocal count
@@ -30,7 +30,7 @@ def calls(trace: RequestTrace, most: int) -> int:
     before = sys.getprofile()
     sys.setprofile(called)
     try:
-        replay(mine.costs, mine.memory, WHERE, trace, most)
+        replay(plan.costs, plan.memory, WHERE, trace, most)
     finally:
         sys.setprofile(before)
     return count
@@ -54,13 +54,11 @@ def test_rounds_that_are_all_alike_cost_little(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(not TRACE.exists(), reason="the public trace is not here")
 def test_twelve_thousand_requests_take_45_seconds() -> None:
     """Needs a quiet core."""
-    mine = planner()
-    room = mine.memory.for_kv(mine.costs.model, WHERE) / mine.costs.model.kv_bytes_per_token - 64
+    plan = planner()
+    room = plan.memory.for_kv(plan.costs.model, WHERE) / plan.costs.model.kv_bytes_per_token - 64
     trace = read_trace(str(TRACE)).first(12_000).within(room)
     begun = time.process_time()
-    found = replay(mine.costs, mine.memory, WHERE, trace)
+    replayed = replay(plan.costs, plan.memory, WHERE, trace)
     took = time.process_time() - begun
-    print(
-        f"{len(trace.requests)} requests, {found.rounds} rounds, {found.skipped} of them skipped: {took:.1f} s of CPU"
-    )
+    print(f"{len(trace.requests)} requests, {replayed.rounds} rounds, {replayed.skipped} skipped: {took:.1f} s of CPU")
     assert took < 45
