@@ -109,8 +109,8 @@ class Problem:
         ids = torch.from_numpy(self.table.table[:, : -(-args.context // args.block_size)].copy())
 
         def gather(x: Tensor, scale: Tensor | None) -> Tensor:
-            found = dequantise(x[ids], None if scale is None else scale[ids]).to(self.dtype)
-            return found.transpose(1, 2).flatten(2, 3)[:, :, : args.context].contiguous()
+            dense = dequantise(x[ids], None if scale is None else scale[ids]).to(self.dtype)
+            return dense.transpose(1, 2).flatten(2, 3)[:, :, : args.context].contiguous()
 
         scales = store.scales or (None, None)
         return gather(store.k, scales[0]), gather(store.v, scales[1])
@@ -134,13 +134,13 @@ def lamina(problem: Problem, backend: AttentionBackend) -> AttentionCompetitor:
         store, start = problem.layers[layer], clock()
         prepared = backend.prepare(rows)
         prepare = clock() - start
-        found, stored = seconds(lambda: backend.attend_stored(op, prepared, store, q))
+        times, stored = seconds(lambda: backend.attend_stored(op, prepared, store, q))
         start = clock()
         kv = as_stored(problem.k, problem.v, problem.kv_dtype)
         store.write(at, kv)
         append, start = clock() - start, clock()
         backend.finish(op, prepared, stored, q, kv, out)
-        return {**found, "prepare": prepare, "append": append, "finish": clock() - start}
+        return {**times, "prepare": prepare, "append": append, "finish": clock() - start}
 
     def result() -> Tensor:
         return backend.attend_stored(op, backend.prepare(rows), problem.layers[0], q).o.clone()
@@ -196,21 +196,21 @@ def in_child(problem: Problem, peer: str) -> AttentionCompetitor:
 def competitors(problem: Problem) -> tuple[dict[str, AttentionCompetitor], dict[str, str]]:
     """Who takes part, by name, and who does not, with the cause."""
     args = problem.args
-    found = {"read": read_limit(problem)}
+    players = {"read": read_limit(problem)}
     missing: dict[str, str] = {}
     for name in args.backend.split(","):
-        found[name] = lamina(problem, get(name, CPU, problem.dtype, problem.kv_dtype))
+        players[name] = lamina(problem, get(name, CPU, problem.dtype, problem.kv_dtype))
     if args.peers:
-        found["sdpa_folded"] = torch_sdpa(problem, folded=True)
-        found["sdpa"] = torch_sdpa(problem, folded=False)
+        players["sdpa_folded"] = torch_sdpa(problem, folded=True)
+        players["sdpa"] = torch_sdpa(problem, folded=False)
         try:
-            found["vllm"] = in_child(problem, "vllm")
+            players["vllm"] = in_child(problem, "vllm")
         except (OSError, RuntimeError) as e:
             missing["vllm"] = str(e)
-    return found, missing
+    return players, missing
 
 
-def check(problem: Problem, found: dict[str, AttentionCompetitor]) -> dict[str, float]:
+def check(problem: Problem, players: dict[str, AttentionCompetitor]) -> dict[str, float]:
     """Norm-wise difference of each from dense attention in fp64. Raises ValueError where one is wrong."""
     args = problem.args
     k, v = (x.double() for x in problem.contiguous(0))
@@ -218,7 +218,7 @@ def check(problem: Problem, found: dict[str, AttentionCompetitor]) -> dict[str, 
     want = torch.cat([((a @ b.mT) * args.head_dim**-0.5).softmax(-1) @ c for a, b, c in zip(q, k, v, strict=True)])
     want = want.view(problem.q.shape)
     errors = {}
-    for name, competitor in found.items():
+    for name, competitor in players.items():
         if name != "read":
             got = competitor.result().double()
             errors[name] = float((got - want).norm(dim=-1).max() / want.norm(dim=-1).max())
@@ -240,24 +240,24 @@ def timed(turn: Turn, layer: int) -> dict[str, float]:
     """A turn, with the share of it in which tasks waited."""
     time.sleep(REST_S)
     start, before = time.perf_counter(), stalled()
-    found = turn(layer)
+    times = turn(layer)
     waited = stalled() - before
-    return {**found, "stalled": waited / (time.perf_counter() - start)}
+    return {**times, "stalled": waited / (time.perf_counter() - start)}
 
 
-def rounds(problem: Problem, found: dict[str, AttentionCompetitor]) -> dict[str, list[dict[str, float]]]:
+def rounds(problem: Problem, players: dict[str, AttentionCompetitor]) -> dict[str, list[dict[str, float]]]:
     """Turns of all, until there are enough quiet ones."""
     args, layers = problem.args, len(problem.layers)
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in found}
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in players}
     every = {}
-    for name, competitor in found.items():
+    for name, competitor in players.items():
         competitor.turn(0)  # warm
         every[name] = 1 + int(competitor.turn(layers - 1)["attention"] / TURN_S)
     lamina_too = ("read", *args.backend.split(","))
-    wanted = {name: args.rounds if name in lamina_too and every[name] == 1 else ENOUGH for name in found}
+    wanted = {name: args.rounds if name in lamina_too and every[name] == 1 else ENOUGH for name in players}
     end, number = time.monotonic() + args.patience, 0
     while True:
-        for name, competitor in found.items():
+        for name, competitor in players.items():
             if number % every[name] == 0:
                 turns[name].append(timed(competitor.turn, number % layers))
         number += 1
@@ -268,8 +268,8 @@ def rounds(problem: Problem, found: dict[str, AttentionCompetitor]) -> dict[str,
 
 def quiet(turns: list[dict[str, float]]) -> list[dict[str, float]]:
     """Those that count; all where too few were quiet."""
-    found = [t for t in turns if t["stalled"] <= QUIET]
-    return found if len(found) >= ENOUGH else turns
+    kept = [t for t in turns if t["stalled"] <= QUIET]
+    return kept if len(kept) >= ENOUGH else turns
 
 
 def summary(problem: Problem, name: str, turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
@@ -330,14 +330,14 @@ def main(arguments: list[str] | None = None) -> None:
     args.threads = args.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(args.threads)
     problem = Problem(args)
-    found, missing = competitors(problem)
+    players, missing = competitors(problem)
     try:
-        errors = check(problem, found)
+        errors = check(problem, players)
         pressure = [cpu_pressure()]
-        turns = rounds(problem, found)
+        turns = rounds(problem, players)
         pressure.append(cpu_pressure())
     finally:
-        for competitor in found.values():
+        for competitor in players.values():
             competitor.close()
     settings = {k: v for k, v in vars(args).items() if k not in ("backend", "peer_python", "json", "write")}
     context = {

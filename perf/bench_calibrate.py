@@ -57,11 +57,11 @@ MIXED = "mixed"
 
 def mixed(seed: int, count: int = 40) -> list[TracedRequest]:
     """Requests of many lengths that come by chance, 4 a second on average."""
-    rng, at, found = random.Random(seed), 0.0, []
+    rng, at, requests = random.Random(seed), 0.0, []
     for _ in range(count):
         at += rng.expovariate(4.0)
-        found.append(TracedRequest(at, rng.randint(32, 512), rng.randint(16, 96)))
-    return found
+        requests.append(TracedRequest(at, rng.randint(32, 512), rng.randint(16, 96)))
+    return requests
 
 
 class PausedEngine:
@@ -147,17 +147,17 @@ def main() -> None:
             more, before = {"attention": "emulate"} if emulated else {}, cpu_pressure()
             if emulated:
                 os.environ[VARIABLE] = msgspec.json.encode(EMULATED).decode()
-            found = measure(path, Path(folder) / f"run-{emulated}.json", args.turns, more)
-            found["cpu_pressure"] = [before, cpu_pressure()]
+            figures = measure(path, Path(folder) / f"run-{emulated}.json", args.turns, more)
+            figures["cpu_pressure"] = [before, cpu_pressure()]
             settings = {**OPTIONS, **more, "shape": SHAPE, "turns": args.turns, "emulated": emulated}
-            print(record("bench_calibrate", settings, found, write=args.write))
-            print(verdict(found, emulated=emulated), flush=True)
+            print(record("bench_calibrate", settings, figures, write=args.write))
+            print(verdict(figures, emulated=emulated), flush=True)
 
 
-def verdict(found: dict[str, Any], *, emulated: bool) -> str:
+def verdict(figures: dict[str, Any], *, emulated: bool) -> str:
     """In words, a line for each run but the recorded one, which is the noise of the host."""
-    lines = [f"{'emulated devices, the control' if emulated else 'real'}; CPU pressure {found['cpu_pressure']}"]
-    for name, run in found["runs"].items():
+    lines = [f"{'emulated devices, the control' if emulated else 'real'}; CPU pressure {figures['cpu_pressure']}"]
+    for name, run in figures["runs"].items():
         each = {m: (run["error"][m], CONTROL if emulated else limit) for m, limit in LIMITS.items()}
         words = (
             f"{m} {e:+.1%} ({'holds' if abs(e) <= most else f'above {most:.0%}'})" for m, (e, most) in each.items()

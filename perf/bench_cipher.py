@@ -47,7 +47,7 @@ def contenders(data: bytes) -> dict[str, Callable[[int], object]]:
 
 def throughput(nbytes: int, turns: int) -> dict[str, Spread]:
     """GB/s of one core, by name."""
-    found = dict[str, list[float]]()
+    rates = dict[str, list[float]]()
     calls = contenders(os.urandom(nbytes))
     for _ in range(turns):
         for name, call in calls.items():
@@ -55,13 +55,13 @@ def throughput(nbytes: int, turns: int) -> dict[str, Spread]:
             while (took := time.perf_counter() - start) < TURN_S:
                 call(count)
                 count += 1
-            found.setdefault(name, []).append(count * nbytes / took / 1e9)
-    return {name: spread(values) for name, values in found.items()}
+            rates.setdefault(name, []).append(count * nbytes / took / 1e9)
+    return {name: spread(values) for name, values in rates.items()}
 
 
 def round_trips(nbytes: int, turns: int, rounds: int) -> dict[str, Spread]:
     """Microseconds of one round trip: medians of turns, in clear and sealed."""
-    found = dict[str, list[float]]()
+    medians = dict[str, list[float]]()
     geometry = Geometry(slots=4, slot_bytes=nbytes)
     payloads = os.urandom(3 * nbytes)
 
@@ -79,8 +79,8 @@ def round_trips(nbytes: int, turns: int, rounds: int) -> dict[str, Spread]:
                     data = pool.submit(play, near, True).result()
                     follower.result()
                 times = sorted(struct.unpack(f"<{len(data) // 8}Q", data))
-                found.setdefault(name, []).append(times[len(times) // 2] / 1e3)
-    return {name: spread(values) for name, values in found.items()}
+                medians.setdefault(name, []).append(times[len(times) // 2] / 1e3)
+    return {name: spread(values) for name, values in medians.items()}
 
 
 def main() -> int:

@@ -88,18 +88,18 @@ class Generate:
 
     def turn(self, steps: int) -> list[float]:
         """Seconds of each of ``steps`` decode steps."""
-        found = []
+        times = []
         for _ in range(steps):
             start = time.perf_counter()
             self._go.release()
             self._paused.acquire()
-            found.append(time.perf_counter() - start)
-        return found
+            times.append(time.perf_counter() - start)
+        return times
 
     def tokens(self) -> list[list[int]]:
         """What has been generated, by sequence."""
-        found: list[list[int]] = self._ids[:, self._prompt :].tolist()
-        return found
+        tokens: list[list[int]] = self._ids[:, self._prompt :].tolist()
+        return tokens
 
     def close(self) -> None:
         pass  # the thread is a daemon and holds nothing but memory
@@ -126,9 +126,9 @@ class DecodeLamina:
         its time before the turn is over, which it would take from others.
         """
         self._step()
-        found = [self._step() for _ in range(steps)]
-        time.sleep(max(found))
-        return found
+        times = [self._step() for _ in range(steps)]
+        time.sleep(max(times))
+        return times
 
     def _step(self) -> float:
         start = time.perf_counter()
@@ -229,10 +229,10 @@ def measure(path: Path, args: argparse.Namespace, sampling: dict[str, Any]) -> d
                 if name not in PEERS:
                     raise
                 missing[name] = str(e)
-        found = _rounds(players, args.tokens // TURN_STEPS, args.batch)
+        figures = _rounds(players, args.tokens // TURN_STEPS, args.batch)
         greedy = {name: player for name, player in players.items() if not args.temperature or name == "lamina greedy"}
         notes = {name: player.note() for name, player in players.items() if isinstance(player, DecodePeer)}
-        return {**found, "missing_peers": missing, "notes": notes, "quality": _quality(path, prompts, greedy)}
+        return {**figures, "missing_peers": missing, "notes": notes, "quality": _quality(path, prompts, greedy)}
     finally:
         for player in players.values():
             player.close()
@@ -274,7 +274,7 @@ def _quality(path: Path, prompts: list[list[int]], players: dict[str, Any]) -> d
     """
     from transformers import AutoModelForCausalLM
 
-    model, found = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), {}
+    model, quality = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), {}
     for name, player in players.items():
         same, gaps = [], []
         for prompt, tokens in zip(prompts[:CHECKED], player.tokens(), strict=False):
@@ -282,8 +282,8 @@ def _quality(path: Path, prompts: list[list[int]], players: dict[str, Any]) -> d
             chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
             gaps.append(((logits.amax(1) - chosen) / logits.std(1)).max())
             same.append((logits.argmax(1) == torch.tensor(tokens)).float().mean())
-        found[name] = {"same": float(torch.stack(same).mean()), "gap": float(torch.stack(gaps).max())}
-    return found
+        quality[name] = {"same": float(torch.stack(same).mean()), "gap": float(torch.stack(gaps).max())}
+    return quality
 
 
 def _difference(after: dict[str, dict[str, float]], before: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:

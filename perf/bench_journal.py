@@ -54,9 +54,9 @@ def main() -> None:
     print(record("bench_journal", vars(args) | {"dir": "given"}, results, write=args.write))
 
 
-def show(found: dict[str, float]) -> str:
+def show(seconds: dict[str, float]) -> str:
     """In milliseconds."""
-    return f"{1e3 * found['median']:8.3f} ms, p90 {1e3 * found['p90']:8.3f} ms"
+    return f"{1e3 * seconds['median']:8.3f} ms, p90 {1e3 * seconds['p90']:8.3f} ms"
 
 
 def request(journal: Journal, tokens: int) -> Accepted:
@@ -69,43 +69,43 @@ def request(journal: Journal, tokens: int) -> Accepted:
 
 def by_hand(folder: str, data: bytes, rounds: int) -> list[float]:
     """Write and sync, again and again."""
-    fd, found = os.open(os.path.join(folder, "plain"), os.O_WRONLY | os.O_CREAT), []
+    fd, seconds = os.open(os.path.join(folder, "plain"), os.O_WRONLY | os.O_CREAT), []
     for _ in range(rounds):
         begun = time.perf_counter()
         os.write(fd, data)
         os.fdatasync(fd)
-        found.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - begun)
     os.close(fd)
-    return found
+    return seconds
 
 
 async def accepts(journal: Journal, tokens: int, count: int, rounds: int) -> list[float]:
     """Seconds that each request waits."""
-    found: list[float] = []
+    seconds: list[float] = []
 
     async def one() -> None:
         begun = time.perf_counter()
         entry = await journal.accept(request(journal, tokens))
-        found.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - begun)
         journal.drop(entry.accepted.id)
 
     for _ in range(rounds):
         await asyncio.gather(*(one() for _ in range(count)))
-    return found
+    return seconds
 
 
 async def steps(journal: Journal, count: int, rounds: int) -> list[float]:
     """Seconds of ``grown`` for a token of each stream."""
     entries = [await journal.accept(request(journal, 16)) for _ in range(count)]
-    found = []
+    seconds = []
     for token in range(rounds):
         deltas = [Delta(key=entry.keys[0], index=0, tokens=[token], text="word") for entry in entries]
         begun = time.perf_counter()
         journal.grown(deltas)
-        found.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - begun)
     for entry in entries:
         journal.drop(entry.accepted.id)
-    return found
+    return seconds
 
 
 if __name__ == "__main__":

@@ -52,10 +52,10 @@ def bits_per_byte(llm: LLM, tokenizer: Any, text: str, window: int) -> float:
 def recall(llm: LLM, tokenizer: Any, distance: int, prompts: int, filler: str) -> float:
     """Share of questions that greedy decoding answers, ``distance`` tokens behind the statement."""
     ids = np.array(tokenizer.encode(filler, add_special_tokens=False, verbose=False))
-    found = RecallTask(tokenizer).prompts(ids, distance, count=prompts, seed=0)
-    params = SamplingParams(temperature=0.0, max_tokens=len(found[0].answer), ignore_eos=True)
-    outputs = llm.generate([p.tokens for p in found], params)
-    return sum(o.outputs[0].token_ids == p.answer for o, p in zip(outputs, found, strict=True)) / prompts
+    questions = RecallTask(tokenizer).prompts(ids, distance, count=prompts, seed=0)
+    params = SamplingParams(temperature=0.0, max_tokens=len(questions[0].answer), ignore_eos=True)
+    outputs = llm.generate([p.tokens for p in questions], params)
+    return sum(o.outputs[0].token_ids == p.answer for o, p in zip(outputs, questions, strict=True)) / prompts
 
 
 def main() -> None:
@@ -70,13 +70,13 @@ def main() -> None:
     text = held_out.encode()[: args.text_bytes].decode(errors="ignore")
     for name in KV_CACHE_DTYPES:
         with LLM(str(MODEL), dtype=args.dtype, kv_cache_dtype=name, transport="loopback") as llm:
-            found = {
+            figures = {
                 "kv_cache_dtype": name,
                 "bits_per_byte": bits_per_byte(llm, tokenizer, text, args.window),
                 "recall": {str(d): recall(llm, tokenizer, d, args.prompts, held_out) for d in DISTANCES},
             }
-        record("bench_kv_quality", {k: v for k, v in vars(args).items() if k != "write"}, found, write=args.write)
-        print(json.dumps(found), flush=True)
+        record("bench_kv_quality", {k: v for k, v in vars(args).items() if k != "write"}, figures, write=args.write)
+        print(json.dumps(figures), flush=True)
 
 
 if __name__ == "__main__":

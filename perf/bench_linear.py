@@ -88,19 +88,19 @@ def packed(layers: LayerWeights) -> Callable[[Tensor, int], Tensor]:
 
 def competitors(layers: LayerWeights, threads: int, names: list[str]) -> dict[str, Turn]:
     """By name; each is compared with torch first."""
-    found: dict[str, Callable[[Tensor, int], Tensor]] = {
+    products: dict[str, Callable[[Tensor, int], Tensor]] = {
         f"native/{v}": native(layers, v, threads) for v in usable() if not names or v in names
     }
-    found["torch"] = lambda x, i: torch.nn.functional.linear(x, layers.weights[i])
+    products["torch"] = lambda x, i: torch.nn.functional.linear(x, layers.weights[i])
     if layers.weights[0].dtype == torch.bfloat16:
-        found["oneDNN packed"] = packed(layers)
-    for name, linear in found.items():
+        products["oneDNN packed"] = packed(layers)
+    for name, linear in products.items():
         for i in range(7):  # one of each shape in a block
             x = layers.x[layers.weights[i].shape[1]]
             due = x.float() @ layers.weights[i].float().T
             if float((linear(x, i) - due).norm() / due.norm()) > CHECK[x.dtype]:
                 raise SystemExit(f"{name}: layer {i} is wrong")
-    return {name: layers.passes(linear) for name, linear in found.items()}
+    return {name: layers.passes(linear) for name, linear in products.items()}
 
 
 def floors(layers: LayerWeights, threads: int, folder: Path) -> tuple[Turn, Callable[[], float]]:
@@ -153,8 +153,8 @@ def measure(layers: LayerWeights, args: argparse.Namespace, threads: int, folder
         passes[str(rows)] = {name: spread(t) for name, t in times.items() if t}
     flops = spread(rates)["median"]
     for rows in args.rows:
-        found = passes[str(rows)]
-        found["products"] = {"median": 2.0 * rows * layers.numel / flops} if flops else {}
+        of_rows = passes[str(rows)]
+        of_rows["products"] = {"median": 2.0 * rows * layers.numel / flops} if flops else {}
     return {"pass_s": passes, "weight_bytes": layers.bytes, "peak_flops": spread(rates), "cpu_pressure_avg10": pressure}
 
 
@@ -173,8 +173,8 @@ def main() -> None:
     layers = LayerWeights(getattr(torch, args.dtype), max(args.rows))
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         for threads in map(int, args.threads.split(",")):
-            found = measure(layers, args, threads, Path(folder))
-            print(record("bench_linear", settings | {"threads": threads}, found, write=args.write))
+            figures = measure(layers, args, threads, Path(folder))
+            print(record("bench_linear", settings | {"threads": threads}, figures, write=args.write))
 
 
 if __name__ == "__main__":

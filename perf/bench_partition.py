@@ -46,14 +46,14 @@ def main() -> None:
     print(f"{'memory workers':<18}{'partition':<12}{'read by each, MB':<32}imbalance")
     for weights in pools:
         for partition in PARTITIONS:
-            found = measure(partition, weights, prompts, args.tokens)
-            read = "  ".join(f"{n / 1e6:.1f}" for n in found["read_bytes"])
+            figures = measure(partition, weights, prompts, args.tokens)
+            read = "  ".join(f"{n / 1e6:.1f}" for n in figures["read_bytes"])
             print(
-                f"{', '.join(f'{w:g}' for w in weights):<18}{partition:<12}{read:<32}{found['imbalance']:.1%}",
+                f"{', '.join(f'{w:g}' for w in weights):<18}{partition:<12}{read:<32}{figures['imbalance']:.1%}",
                 flush=True,
             )
             settings = {"model": MODEL, "prompts": args.prompts, "tokens": args.tokens}
-            record("bench_partition", settings, found, write=args.write)
+            record("bench_partition", settings, figures, write=args.write)
 
 
 if __name__ == "__main__":

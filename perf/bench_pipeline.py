@@ -62,10 +62,10 @@ def main() -> None:
         path = make(Path(folder) / "model", "float32", {**SHAPE, "num_hidden_layers": args.layers}, max_len=256)
         for n in map(int, args.n.split(",")):
             for ratio in map(float, args.ratio.split(",")):
-                found = measure(path, n, ratio, args)
-                rows.append((n, ratio, found))
+                figures = measure(path, n, ratio, args)
+                rows.append((n, ratio, figures))
                 settings = {**vars(args), "n": n, "ratio": ratio}
-                print(record("bench_pipeline", settings, found, write=args.write), flush=True)
+                print(record("bench_pipeline", settings, figures, write=args.write), flush=True)
     print(table(rows))
 
 
@@ -145,11 +145,11 @@ def table(rows: list[tuple[int, float, dict[str, Any]]]) -> str:
         "| n | t_m/t_a | measured ms | p10 to p90 | plan | measured/plan | lower bound |",
         "|---|---|---|---|---|---|---|",
     ]
-    for n, ratio, found in rows:
-        token, ms = found["token_s"], 1e3
+    for n, ratio, figures in rows:
+        token, ms = figures["token_s"], 1e3
         lines.append(
             f"| {n} | {ratio:g} | {token['median'] * ms:.1f} | {token['p10'] * ms:.1f} to {token['p90'] * ms:.1f} "
-            f"| {found['plan_s'] * ms:.1f} | {found['ratio_to_plan']:.3f} | {found['lower_bound_s'] * ms:.1f} |"
+            f"| {figures['plan_s'] * ms:.1f} | {figures['ratio_to_plan']:.3f} | {figures['lower_bound_s'] * ms:.1f} |"
         )
     return "\n".join(lines)
 

@@ -65,9 +65,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = make(Path(folder) / "model", "bfloat16", {**SHAPE, "num_hidden_layers": args.layers}, max_len=8192)
         for workers in map(int, args.prefill_workers.split(",")):
-            found = measure(path, workers, args)
-            rows.append((workers, found))
-            print(record("bench_prefill", {**vars(args), "prefill_workers": workers}, found, write=args.write))
+            figures = measure(path, workers, args)
+            rows.append((workers, figures))
+            print(record("bench_prefill", {**vars(args), "prefill_workers": workers}, figures, write=args.write))
     print(table(rows))
 
 
@@ -86,18 +86,18 @@ def measure(path: Path, workers: int, args: argparse.Namespace) -> dict[str, Any
         max_num_seqs=args.decoding + 2,
         compute_threads=1,
     ) as llm:
-        found: dict[str, list[float]] = {k: [] for k in ("step_ms", "prompt_ms", "step_beside_ms", "prompt_beside_ms")}
+        spans: dict[str, list[float]] = {k: [] for k in ("step_ms", "prompt_ms", "step_beside_ms", "prompt_beside_ms")}
         pressure = []
         begun = llm.stats()
         for _ in range(args.runs):
             steps, _ = situation(llm.engine, args, decoding=args.decoding, prompts=0)
             _, alone = situation(llm.engine, args, decoding=0, prompts=args.prompts)
             beside, prompts = situation(llm.engine, args, decoding=args.decoding, prompts=args.prompts)
-            for key, values in zip(found, (steps, alone, beside, prompts), strict=True):
-                found[key].append(1e3 * median(values))
+            for key, values in zip(spans, (steps, alone, beside, prompts), strict=True):
+                spans[key].append(1e3 * median(values))
             pressure.append(cpu_pressure())
         spent = llm.stats()
-    out: dict[str, Any] = {key: spread(values) for key, values in found.items()}
+    out: dict[str, Any] = {key: spread(values) for key, values in spans.items()}
     return {
         **out,
         "step_ratio": out["step_beside_ms"]["median"] / out["step_ms"]["median"],

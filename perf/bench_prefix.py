@@ -146,8 +146,8 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     finally:
         for player in players.values():
             player.close()
-    middle = {name: statistics.median(found) for name, found in seconds.items()}
-    found = {
+    middle = {name: statistics.median(each) for name, each in seconds.items()}
+    figures = {
         "first_s": {name: spread(each) for name, each in seconds.items()},
         "cpu_s_cold": {name: spread(each) for name, each in cpu.items()},
         "gain": middle["without warm"] / middle["with warm"],
@@ -156,8 +156,8 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "cpu_pressure_avg10": pressure,
     }
     if "vllm" in players:
-        found["warm_beside_vllm"] = middle["vllm warm"] / middle["with warm"]
-    return found
+        figures["warm_beside_vllm"] = middle["vllm warm"] / middle["with warm"]
+    return figures
 
 
 def measure_tiers(path: Path, args: argparse.Namespace) -> dict[str, Any]:

@@ -101,9 +101,9 @@ def measure(llm: LLM, args: argparse.Namespace, start_s: float) -> tuple[dict[st
         for victim in sorted(llm.pools.pids):
             role, pause = victim.partition("-")[0], None
             while pause is None:  # a kill behind the last token says nothing
-                found, pause, _ = stream(llm, prompts, params, victim, rng.uniform(0.1, 0.8) * took)
+                completions, pause, _ = stream(llm, prompts, params, victim, rng.uniform(0.1, 0.8) * took)
                 late += pause is None
-                partings.setdefault(role, []).extend(map(parting, found, wanted, params))
+                partings.setdefault(role, []).extend(map(parting, completions, wanted, params))
             pauses.setdefault(role, []).append(pause)
     for role, each in pauses.items():
         other, far = partings[role], max(p.apart for p in partings[role])
@@ -204,11 +204,11 @@ def many(llm: LLM, args: argparse.Namespace, start_s: float) -> tuple[dict[str, 
     }, wanted
 
 
-def parting(found: CompletionOutput, wanted: CompletionOutput, params: SamplingParams) -> Parting:
-    """How ``found`` differs from ``wanted``."""
-    pairs = zip(found.token_ids, wanted.token_ids, strict=True)
+def parting(output: CompletionOutput, wanted: CompletionOutput, params: SamplingParams) -> Parting:
+    """How ``output`` differs from ``wanted``."""
+    pairs = zip(output.token_ids, wanted.token_ids, strict=True)
     alike = next((i for i, (a, b) in enumerate(pairs) if a != b), len(wanted.token_ids))
-    apart = (abs(a - b) for a, b in zip(chosen(found)[:alike], chosen(wanted)[:alike], strict=True))
+    apart = (abs(a - b) for a, b in zip(chosen(output)[:alike], chosen(wanted)[:alike], strict=True))
     return Parting(alike < len(wanted.token_ids), params.temperature == 0.0, max(apart, default=0.0))
 
 
@@ -259,14 +259,14 @@ def stream(
     pause: float | None = None
     if victim:
         timer.start()
-    with llm.stream(prompts, params) as found:
-        for output in found:
+    with llm.stream(prompts, params) as replies:
+        for output in replies:
             now = time.perf_counter()
             if now > killed:
                 pause = max(pause or 0.0, now - max(last, killed))
             last = now
             outputs[output.request_id] = output.outputs[0]
-        ids = found.request_ids
+        ids = replies.request_ids
     timer.cancel()
     return [outputs[i] for i in ids], pause, time.perf_counter() - begun
 

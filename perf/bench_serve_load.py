@@ -177,17 +177,17 @@ async def _drained(http: aiohttp.ClientSession) -> dict[str, float]:
 @contextlib.contextmanager
 def probing(url: str) -> Iterator[dict[str, float]]:
     """Asks for /health from a process of its own; the dict is filled at the end."""
-    found: dict[str, float] = {}
+    health: dict[str, float] = {}
     command = [sys.executable, str(ROOT / "perf" / "health_probe.py"), url]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as probe:
         try:
-            yield found
+            yield health
         finally:
             out, _ = probe.communicate("\n", timeout=60)
     answers = json.loads(out)
     times = [seconds for _, seconds in answers]
-    found |= {"count": len(times), "p50_ms": percentile(times, 50) * 1e3, "p99_ms": percentile(times, 99) * 1e3}
-    found["not_200"] = sum(status != 200 for status, _ in answers)
+    health |= {"count": len(times), "p50_ms": percentile(times, 50) * 1e3, "p99_ms": percentile(times, 99) * 1e3}
+    health["not_200"] = sum(status != 200 for status, _ in answers)
 
 
 class Server:
@@ -282,11 +282,11 @@ def main() -> int:
     try:
         load = ServerLoad(server.url, "examples/tiny_lm/model", input_len=args.input_len, output_len=args.output_len,
                     vocab=2000)  # fmt: skip
-        found = uvloop.run(measure(server, load, args))
+        figures = uvloop.run(measure(server, load, args))
     finally:
         server.end()
-    print(record("bench_serve_load", vars(args), found, write=args.write))
-    return 0 if all(limit["held"] for limit in found["limits"].values()) else 1
+    print(record("bench_serve_load", vars(args), figures, write=args.write))
+    return 0 if all(limit["held"] for limit in figures["limits"].values()) else 1
 
 
 if __name__ == "__main__":

@@ -86,15 +86,15 @@ def alternate(players: dict[str, DecodeLamina], turns: int) -> dict[str, Any]:
     for turn in range(turns + 1):
         for name, player in players.items():
             before = cpu_s(player.llm)
-            found = player.turn(TURN_STEPS)
+            times = player.turn(TURN_STEPS)
             if turn:  # the first one warms up
-                steps[name] += found
+                steps[name] += times
                 cpu[name] += cpu_s(player.llm) - before
         pressure.append(cpu_pressure())
     count = turns * (TURN_STEPS + 1)
-    medians = {name: spread(found)["median"] for name, found in steps.items()}
+    medians = {name: spread(each)["median"] for name, each in steps.items()}
     return {
-        "step_s": {name: spread(found) for name, found in steps.items()},
+        "step_s": {name: spread(each) for name, each in steps.items()},
         "cpu_s_of_a_step": {name: seconds / count for name, seconds in cpu.items()},
         "half_over_home": round(medians["half"] / medians["home"], 3),
         "cpu_pressure_avg10": pressure,
@@ -168,10 +168,10 @@ def main() -> None:
     args = parser.parse_args()
     settings = {k: v for k, v in vars(args).items() if k != "write"}
     if args.what == "loans":
-        found = loans(args.length, args.turns, args.transport)
+        figures = loans(args.length, args.turns, args.transport)
     else:
-        found = replay(args.share, args.turns, args.transport)
-    print(record("bench_spill", settings, found, write=args.write))
+        figures = replay(args.share, args.turns, args.transport)
+    print(record("bench_spill", settings, figures, write=args.write))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Scorer:
         keep, gone = self._keep, self._gone
         left = torch.cat([history[:keep], history[keep + gone :]])
         whole, anew = self._cache(history), self._cache(left)
-        found = {"recomputed": self._score(anew, len(left), new)}
+        scores = {"recomputed": self._score(anew, len(left), new)}
         for way in ("naive", "moved"):
             cache = DynamicCache(config=self._model.config)
             for number, layer in enumerate(whole.layers):
@@ -56,8 +56,8 @@ class Scorer:
                 if way == "moved":
                     k[:, :, keep:] = rotated(k[:, :, keep:], self._rotary, -gone)
                 cache.update(k, v, number)
-            found[way] = self._score(cache, len(left), new)
-        return found
+            scores[way] = self._score(cache, len(left), new)
+        return scores
 
     def _cache(self, tokens: Tensor) -> Any:
         cache = DynamicCache(config=self._model.config)

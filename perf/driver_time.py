@@ -49,8 +49,8 @@ def main() -> None:
     args = parser.parse_args()
     for rows in args.rows:
         took = [seconds_of_a_round(rows) for _ in range(args.repeats)]
-        found = {"what": "driver of a round", "rows": rows, "seconds": min(took), "all": took, "host": host()}
-        sys.stdout.write(json.dumps(found) + "\n")
+        line = {"what": "driver of a round", "rows": rows, "seconds": min(took), "all": took, "host": host()}
+        sys.stdout.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

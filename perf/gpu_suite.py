@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if not torch.cuda.is_available():
         said = [run_part(name, parts[name]) for name in COMPILES]
-        found = "; ".join(str(x.get("said") or x.get("error")) for x in said)
-        print(f"gpu_suite: no NVIDIA GPU that torch {torch.__version__} can use: nothing measured. Compiled: {found}")
+        notes = "; ".join(str(x.get("said") or x.get("error")) for x in said)
+        print(f"gpu_suite: no NVIDIA GPU that torch {torch.__version__} can use: nothing measured. Compiled: {notes}")
         print(f"skipped: {', '.join(name for name in parts if name not in COMPILES)}")
         return 0
     results = {name: run_part(name, part) for name, part in parts.items()}
@@ -169,19 +169,19 @@ def contract() -> Result:
 
 def collective() -> Result:
     """What ranks do together: the contract over ``nccl``, and its time against that of ``mesh``."""
-    found = Result(module("gpu.collective").nccl_against_mesh())
-    if "skipped" in found:
-        return found
-    return {**found, **pytest("tests/contract/test_collectives.py", "-k", "nccl", limit_s=120)}
+    figures = Result(module("gpu.collective").nccl_against_mesh())
+    if "skipped" in figures:
+        return figures
+    return {**figures, **pytest("tests/contract/test_collectives.py", "-k", "nccl", limit_s=120)}
 
 
 def tokens() -> Result:
     """Of the shipped model, with compute workers on this GPU and memory workers here and there."""
     decode = module("gpu.decode")
-    found: Result = decode.tokens_as_transformers(decode.GpuSettings())
-    if bad := {n: part for n, part in found.items() if not isinstance(part, float) or part < decode.LEAST_EQUAL}:
+    shares: Result = decode.tokens_as_transformers(decode.GpuSettings())
+    if bad := {n: part for n, part in shares.items() if not isinstance(part, float) or part < decode.LEAST_EQUAL}:
         raise BrokenError(f"of the tokens of transformers: {bad}")
-    return found
+    return shares
 
 
 def show(results: dict[str, Result]) -> None:

@@ -82,10 +82,10 @@ class Pool(LosslessWire):
         for worker, pieces in enumerate(self._pieces):
             laid = layout(rows, self._groups[worker].lanes, 0, self._placement)
             here = tuple(counts(laid) if g == worker else Counts(0) for g in range(WORKERS))
-            found = messages(pieces, here, ITEMSIZE)
+            sizes = messages(pieces, here, ITEMSIZE)
             stored.append(sum(r.first for r in laid.whole) + sum((n.high - n.low) * n.rows.count for n in laid.nodes))
-            out.append(found.q_bytes + found.kv_bytes)
-            back.append(found.o_bytes)
+            out.append(sizes.q_bytes + sizes.kv_bytes)
+            back.append(sizes.o_bytes)
         reading = layers * costs._reading(device, attention, attention.kv_bytes * max(stored))[0]
         cards = where.num_compute * costs.link.bandwidth(where.compute)
         card = costs.link.bandwidth(device)
@@ -97,14 +97,14 @@ class Pool(LosslessWire):
 
 def mix(share: float, count: int, tokens: int, seed: int) -> list[tuple[int, int]]:
     """(prompt, answer) of each request: so many of them long, of half to all of what a worker holds."""
-    rng, found = random.Random(seed), list[tuple[int, int]]()
+    rng, requests = random.Random(seed), list[tuple[int, int]]()
     for number in range(count):
         long = int((number + 1) * share) > int(number * share)
         answer = rng.randint(64, 512)
         prompt = rng.randint(tokens // 2, tokens - 1024) if long else rng.randint(256, 2048)
-        found.append((prompt, answer))
-    rng.shuffle(found)
-    return found
+        requests.append((prompt, answer))
+    rng.shuffle(requests)
+    return requests
 
 
 def serve(

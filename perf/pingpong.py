@@ -56,16 +56,16 @@ def medians(samples: Samples) -> dict[str, dict[int, float]]:
 def targets(mid: dict[str, dict[int, float]]) -> dict[str, dict[str, float]]:
     """What is aimed at, each with its figures; ``ratio`` at most ``aim`` is a hit."""
 
-    def versus(mine: str, others: list[str], nbytes: int, aim: float) -> None:
+    def versus(subject: str, others: list[str], nbytes: int, aim: float) -> None:
         known = {o: mid[o][nbytes] for o in others if nbytes in mid.get(o, {})}
-        if known and nbytes in mid.get(mine, {}):
+        if known and nbytes in mid.get(subject, {}):
             best = min(known, key=lambda o: known[o])
-            ours = mid[mine][nbytes]
-            found[f"{mine}, {nbytes} B, against {best}"] = {
+            ours = mid[subject][nbytes]
+            aims[f"{subject}, {nbytes} B, against {best}"] = {
                 "us": ours, "other_us": known[best], "ratio": ours / known[best], "aim": aim,
             }  # fmt: skip
 
-    found: dict[str, dict[str, float]] = {}
+    aims: dict[str, dict[str, float]] = {}
     others = [c.name for c in COMPETITORS if c.kind == "memory" and c.compares and not c.name.startswith("lamina")]
     for how in ("put", "copy"):
         versus(f"lamina shm {how}", ["Open MPI shm"], 64, 1.0)
@@ -79,8 +79,8 @@ def targets(mid: dict[str, dict[int, float]]) -> dict[str, dict[str, float]]:
         ours = mid.get(f"lamina shm {how}, Python", {}).get(4096)
         if ours is not None:
             name = f"lamina shm {how}, Python, 4096 B, against 3 us"
-            found[name] = {"us": ours, "other_us": 3.0, "ratio": ours / 3.0, "aim": 1.0}
-    return found
+            aims[name] = {"us": ours, "other_us": 3.0, "ratio": ours / 3.0, "aim": 1.0}
+    return aims
 
 
 def plots(mid: dict[str, dict[int, float]], place: Path) -> None:

@@ -82,9 +82,9 @@ def main() -> None:
                 flush=True,
             )
             settings = {"model": name, "disk_tb": disk, "served": served, "policy": policy, "part": args.part}
-            found = {**hits._asdict(), "paper_hit": told, "modelled": True}
+            figures = {**hits._asdict(), "paper_hit": told, "modelled": True}
             cpu_s = round(time.process_time() - begun, 1)
-            record("simulate_sessions", settings, {**found, "cpu_s": cpu_s}, write=args.write)
+            record("simulate_sessions", settings, {**figures, "cpu_s": cpu_s}, write=args.write)
 
 
 if __name__ == "__main__":

@@ -122,17 +122,17 @@ def summary(rounds: list[SoakRound], samples: list[Sample]) -> dict[str, Any]:
     usual = statistics.mode(s.processes for s in samples)
     steady = [s for s in samples[len(samples) // 4 :] if s.processes == usual]
     hours = [s.at / 3600.0 for s in steady]
-    found: dict[str, Any] = {"samples": len(steady), "rounds": len(rounds)}
+    figures: dict[str, Any] = {"samples": len(steady), "rounds": len(rounds)}
     for name in ("memory", "descriptors", "threads"):
         values = [getattr(s, name) for s in steady]
-        found[name] = statistics.median(values)
-        found[f"{name}_per_hour"] = round(statistics.linear_regression(hours, values).slope, 3)
+        figures[name] = statistics.median(values)
+        figures[f"{name}_per_hour"] = round(statistics.linear_regression(hours, values).slope, 3)
     streams = [told for each in rounds for told in each.told]
-    found["streams"], found["failed"] = len(streams), sum(bool(told.error) for told in streams)
+    figures["streams"], figures["failed"] = len(streams), sum(bool(told.error) for told in streams)
     calm = [each for each in rounds if not each.struck]
     third = max(1, len(calm) // 3)
-    found["first_p99_s"], found["last_p99_s"] = p99(calm[:third]), p99(calm[-third:])
-    return found
+    figures["first_p99_s"], figures["last_p99_s"] = p99(calm[:third]), p99(calm[-third:])
+    return figures
 
 
 def p99(rounds: list[SoakRound]) -> float:

@@ -55,8 +55,8 @@ def row_table(lengths: Sequence[int], room: int, window: int = 0) -> RowTable:
     width = int(-(-(stop - origin).max() // CHUNK_TOKENS)) * (CHUNK_TOKENS // BLOCK)
     table = np.full((n, max(width, 1)), n * each, np.int64)
     for i in range(n):
-        mine = ids[i, int(origin[i]) // BLOCK : -(-int(stop[i]) // BLOCK)]
-        table[i, : len(mine)] = mine
+        blocks = ids[i, int(origin[i]) // BLOCK : -(-int(stop[i]) // BLOCK)]
+        table[i, : len(blocks)] = blocks
     return RowTable(window, BLOCK, n * each, np.arange(n), stop, ones, seen, stop, origin, table)
 
 
@@ -75,12 +75,12 @@ def oracle(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor, i: int) -> T
     return (score.softmax(-1)[:, None] @ v)[:, 0]
 
 
-def worst(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor, found: Partial) -> float:
+def worst(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor, part: Partial) -> float:
     """The largest error of a head, relative to the largest vector of its sequence."""
     errors = []
     for i in np.flatnonzero(rows.stop > rows.seen).tolist():
         want = oracle(op, rows, kv, q, i)
-        errors.append(float((found.o[i].double() - want).norm(dim=-1).max() / want.norm(dim=-1).max()))
+        errors.append(float((part.o[i].double() - want).norm(dim=-1).max() / want.norm(dim=-1).max()))
     return max(errors) if not any(e != e for e in errors) else float("nan")
 
 
@@ -100,48 +100,48 @@ def in_form(kv: LayerStore, dtype: torch.dtype | None) -> tuple[LayerStore, Laye
 def exactness() -> Result:
     """Every kind of head and of K and V, against fp64. o is not rounded, so 16-bit stores are as exact as fp32 ones."""
     torch.manual_seed(0)
-    lengths, found = [1, 127, 128, 1000, 5000, 20_001], Result()
+    lengths, errors = [1, 127, 128, 1000, 5000, 20_001], Result()
     wires = (torch.bfloat16, torch.float16, torch.float32)
     for dtype, form in ((dtype, form) for dtype in wires for form in (None, *LARGEST)):
-        mine, name = backend(dtype, form), str(form or dtype)[6:]
+        kernels, name = backend(dtype, form), str(form or dtype)[6:]
         for dim in (64, 80, 128, 256):
             for group, spec in ((1, {}), (4, {"softcap": 3.0}), (8, {"window": 700}), (12, {"alibi": True})):
                 op = operator(2 * group, 2, dim, **spec)
                 kv, meant = in_form(store(6 * 20_480, 2, dim, dtype), form)
                 rows = row_table(lengths, 20_480, int(spec.get("window", 0)))
                 q = torch.randn(len(lengths), op.q_heads, dim, device="cuda", dtype=dtype)
-                part = mine.attend_stored(op, mine.prepare(rows), kv, q)
-                found[f"{str(dtype)[6:]} over {name} {dim} x{group}"] = worst(op, rows, meant, q, part)
-    bad = {name: error for name, error in found.items() if not error < 5e-5}
+                part = kernels.attend_stored(op, kernels.prepare(rows), kv, q)
+                errors[f"{str(dtype)[6:]} over {name} {dim} x{group}"] = worst(op, rows, meant, q, part)
+    bad = {name: error for name, error in errors.items() if not error < 5e-5}
     if bad:
         raise BrokenError(f"errors over 5e-5: {bad}")
-    return {"worst": max(found.values()), "cases": len(found)}
+    return {"worst": max(errors.values()), "cases": len(errors)}
 
 
 def graph(replays: int) -> Result:
     """One captured graph over growing lengths, bit for bit what separate launches give, and near fp64."""
     torch.manual_seed(1)
-    mine, room, dtype = backend(torch.bfloat16), 8192, torch.bfloat16
+    kernels, room, dtype = backend(torch.bfloat16), 8192, torch.bfloat16
     op, kv = operator(32, 8, 128), store(8 * room, 8, 128, dtype)
     q, k, v = (torch.randn(8, heads, 128, device="cuda", dtype=dtype) for heads in (32, 8, 8))
     starts, out = [1, 100, 127, 1000, 3000, 4095, 4096, 7000], torch.empty_like(q)
-    step = mine.step(sequences=8, rows=8, tokens=room, block_size=BLOCK)
-    mine.refill(step, row_table(starts, room))
-    mine.finish(op, step, mine.attend_stored(op, step, kv, q), q, StoredRows(k, v), out)
+    step = kernels.step(sequences=8, rows=8, tokens=room, block_size=BLOCK)
+    kernels.refill(step, row_table(starts, room))
+    kernels.finish(op, step, kernels.attend_stored(op, step, kv, q), q, StoredRows(k, v), out)
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
-        stored = mine.attend_stored(op, step, kv, q)
-        mine.finish(op, step, stored, q, StoredRows(k, v), out)
+        stored = kernels.attend_stored(op, step, kv, q)
+        kernels.finish(op, step, stored, q, StoredRows(k, v), out)
     error, checked = 0.0, 0
     for i in range(replays):
         rows = row_table([n + i for n in starts], room)
-        mine.refill(step, rows)
+        kernels.refill(step, rows)
         captured.replay()
         if i % 50 and i != replays - 1:
             continue
-        prepared, want = mine.prepare(rows), torch.empty_like(out)
-        fresh = mine.attend_stored(op, prepared, kv, q)
-        mine.finish(op, prepared, fresh, q, StoredRows(k, v), want)
+        prepared, want = kernels.prepare(rows), torch.empty_like(out)
+        fresh = kernels.attend_stored(op, prepared, kv, q)
+        kernels.finish(op, prepared, fresh, q, StoredRows(k, v), want)
         if not (torch.equal(stored.o, fresh.o) and torch.equal(stored.lse, fresh.lse) and torch.equal(out, want)):
             raise BrokenError(f"replay {i} differs from separate launches")
         error, checked = max(error, worst(op, rows, kv, q, stored)), checked + 1
@@ -189,15 +189,15 @@ def memory() -> Result:
 
 def launches() -> Result:
     """Microseconds of a layer of decode without a graph, where nothing but launches takes time."""
-    mine, dtype = backend(torch.bfloat16), torch.bfloat16
+    kernels, dtype = backend(torch.bfloat16), torch.bfloat16
     op, kv, rows = operator(32, 8, 128), store(4 * 128, 8, 128, dtype), row_table([100] * 4, 128)
     q, k, v = (torch.randn(4, heads, 128, device="cuda", dtype=dtype) for heads in (32, 8, 8))
-    prepared, out = mine.prepare(rows), torch.empty_like(q)
-    mine.finish(op, prepared, mine.attend_stored(op, prepared, kv, q), q, StoredRows(k, v), out)
+    prepared, out = kernels.prepare(rows), torch.empty_like(q)
+    kernels.finish(op, prepared, kernels.attend_stored(op, prepared, kv, q), q, StoredRows(k, v), out)
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(500):
-        mine.finish(op, prepared, mine.attend_stored(op, prepared, kv, q), q, StoredRows(k, v), out)
+        kernels.finish(op, prepared, kernels.attend_stored(op, prepared, kv, q), q, StoredRows(k, v), out)
     torch.cuda.synchronize()
     return {"layer_us": (time.perf_counter() - start) / 500 * 1e6}
 
@@ -205,43 +205,43 @@ def launches() -> Result:
 def attention() -> Result:
     """GB/s of K and V of a decode step, by shape and contender; one that does not run is named with its error."""
     torch.manual_seed(2)
-    found = Result()
+    speeds = Result()
     for sequences, tokens in SHAPES:
         op, rows = operator(32, 8, 128), row_table([tokens] * sequences, tokens)
         kv = store(sequences * tokens, 8, 128, torch.bfloat16)
         q = torch.randn(sequences, 32, 128, device="cuda", dtype=torch.bfloat16)
         size = 2 * sequences * tokens * 8 * 128 * 2 / 1e9
-        rates = found[f"{sequences} x {tokens}"] = Result()
+        rates = speeds[f"{sequences} x {tokens}"] = Result()
         for name, contender in CONTENDERS.items():
             try:
                 rates[name] = size / seconds(contender(op, rows, kv, q))
             except Exception as error:  # noqa: BLE001 - it may not be installed
                 rates[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         del kv
-    return found
+    return speeds
 
 
 def eight_bits() -> Result:
     """GB/s of K and V of a decode step that are stored in 8 bits, their scales included."""
     torch.manual_seed(3)
-    found, (sequences, tokens) = Result(), SHAPES[0]
+    rates, (sequences, tokens) = Result(), SHAPES[0]
     op, rows = operator(32, 8, 128), row_table([tokens] * sequences, tokens)
     q = torch.randn(sequences, 32, 128, device="cuda", dtype=torch.bfloat16)
     shape = sequences * tokens // BLOCK + 1, 8, BLOCK
     for dtype in LARGEST:
         k, v = (torch.randint(-100, 100, (*shape, 128), device="cuda", dtype=torch.int8).view(dtype) for _ in range(2))
         kv = LayerStore(k, v, Scales(*(torch.full(shape, 0.01, device="cuda") for _ in range(2))))
-        mine = backend(q.dtype, dtype)
+        kernels = backend(q.dtype, dtype)
         size = sequences * tokens * 8 * head_bytes(128, 128, dtype) / 1e9
-        run = partial(mine.attend_stored, op, mine.prepare(rows), kv, q)
-        found[f"{str(dtype)[6:]} {sequences} x {tokens}"] = size / seconds(run)
-    return found
+        run = partial(kernels.attend_stored, op, kernels.prepare(rows), kv, q)
+        rates[f"{str(dtype)[6:]} {sequences} x {tokens}"] = size / seconds(run)
+    return rates
 
 
 def ours(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor) -> Callable[[], Any]:
-    mine = backend(q.dtype)
-    prepared = mine.prepare(rows)
-    return lambda: mine.attend_stored(op, prepared, kv, q)
+    kernels = backend(q.dtype)
+    prepared = kernels.prepare(rows)
+    return lambda: kernels.attend_stored(op, prepared, kv, q)
 
 
 def dense(rows: RowTable, kv: LayerStore, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -286,13 +286,13 @@ def judge(results: dict[str, Result]) -> None:
     rates, limit = results["attention"], max(results["memory"].get(f"{x}_gb_s", 0.0) for x in ("copy", "read"))
     missed = []
     for i, shape in enumerate(f"{n} x {tokens}" for n, tokens in SHAPES):
-        found = {name: rate for name, rate in rates.get(shape, {}).items() if isinstance(rate, float)}
-        mine = found.get("lamina", 0.0)
-        if limit and i == 0 and mine < TARGET * limit:
-            missed.append(f"{shape}: {mine / limit:.2f} of the measured bandwidth, not {TARGET}")
-        if mine < 0.95 * max(found.values(), default=0.0):
-            missed.append(f"{shape}: {mine / max(found.values()):.2f} of the best")
-        rates.setdefault("of_memory", {})[shape] = mine / limit if limit else None
+        speeds = {name: rate for name, rate in rates.get(shape, {}).items() if isinstance(rate, float)}
+        speed = speeds.get("lamina", 0.0)
+        if limit and i == 0 and speed < TARGET * limit:
+            missed.append(f"{shape}: {speed / limit:.2f} of the measured bandwidth, not {TARGET}")
+        if speed < 0.95 * max(speeds.values(), default=0.0):
+            missed.append(f"{shape}: {speed / max(speeds.values()):.2f} of the best")
+        rates.setdefault("of_memory", {})[shape] = speed / limit if limit else None
     rates["missed"] = missed
     if not all(isinstance(rates.get(f"{n} x {tokens}", {}).get("lamina"), float) for n, tokens in SHAPES):
         rates.setdefault("error", "lamina's own attention did not run")

@@ -64,7 +64,7 @@ def measure(names: Sequence[str], devices: Sequence[torch.device], runs: int = R
 
 
 def _rank(mesh: Mesh, names: Sequence[str], staging: Staging, runs: int) -> dict[str, dict[str, float]]:
-    found = dict[str, dict[str, float]]()
+    times = dict[str, dict[str, float]]()
     groups = [open_collective(n, mesh, RankPlace(staging.device, "127.0.0.1", LIMIT_S, LIMIT_S)) for n in names]
     try:
         for size, nbytes in SIZES.items():
@@ -73,14 +73,14 @@ def _rank(mesh: Mesh, names: Sequence[str], staging: Staging, runs: int) -> dict
             sums = [stage_collective(group, staging).all_reduce(x) for group in groups]
             if not all(torch.equal(s, sums[0]) for s in sums):
                 raise BrokenError(f"sums of {size} differ between {', '.join(names)}")
-            found[size] = {
+            times[size] = {
                 name: _seconds(stage_collective(group, staging), x, staging, runs) * 1e6
                 for name, group in zip(names, groups, strict=True)
             }
     finally:
         for group in groups:
             group.close()
-    return found
+    return times
 
 
 def _seconds(group: Collective, x: torch.Tensor, staging: Staging, runs: int) -> float:

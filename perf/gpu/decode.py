@@ -63,37 +63,37 @@ def tokens_as_transformers(settings: GpuSettings) -> Result:
     model = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).to(settings.device)
     wanted = [_generate(model, [p], settings.tokens, settings.device)[0] for p in prompts]
     del model
-    found = Result()
+    shares = Result()
     for name, options in _places(settings.device).items():
         try:
             with LLM(str(SHIPPED), memory_workers=settings.memory_workers, dtype="float32", **options) as llm:
                 outputs = llm.generate(prompts, _greedy(settings.tokens))
         except (RuntimeError, ValueError) as error:
-            found[name] = str(error)
+            shares[name] = str(error)
             continue
         same = [_prefix(o.outputs[0].token_ids, w) for o, w in zip(outputs, wanted, strict=True)]
-        found[name] = sum(same) / sum(map(len, wanted))
-    return found
+        shares[name] = sum(same) / sum(map(len, wanted))
+    return shares
 
 
 def _places(device: str) -> dict[str, dict[str, Any]]:
     """What kernels send comes last, in one process and in several, of which it shows that it is right, not fast."""
-    found: dict[str, dict[str, Any]] = {
+    places: dict[str, dict[str, Any]] = {
         f"memory on {m}": {"compute_device": device, "memory_device": m, "transport": "shm"}
         for m in dict.fromkeys(("cpu", device))
     }
     if device != "cpu":
         for name, transport in (("one process", "loopback"), ("processes", "cuda")):
-            by_kernels = found[f"memory on {device}"] | {"transport": transport, "step_timeout_s": 20.0}
-            found[f"memory on {device}, {name}, messages by kernels"] = by_kernels
-    return found
+            by_kernels = places[f"memory on {device}"] | {"transport": transport, "step_timeout_s": 20.0}
+            places[f"memory on {device}, {name}, messages by kernels"] = by_kernels
+    return places
 
 
 def speed(settings: GpuSettings) -> Result:
     """Tokens a second, milliseconds between tokens and GB of the device, by batch and contender; one that does not run
     is named with its error, and one that there was no time for as such.
     """
-    begun, found = time.perf_counter(), Result()
+    begun, figures = time.perf_counter(), Result()
     with tempfile.TemporaryDirectory() as folder:
         path = make(Path(folder) / "model", settings.dtype, dict(settings.shape))
         for batch, length in settings.batches + settings.beyond:
@@ -103,13 +103,13 @@ def speed(settings: GpuSettings) -> Result:
             for name, contender in (ALL if (batch, length) in settings.batches else BEYOND).items():
                 place = f"{batch} x {length}, {name}"
                 if time.perf_counter() - begun > settings.limit_s:
-                    found[place] = "no time was left"
+                    figures[place] = "no time was left"
                     continue
                 try:
-                    found[place] = contender(settings, path, prompts)
+                    figures[place] = contender(settings, path, prompts)
                 except Exception as error:  # noqa: BLE001 - the others are to run
-                    found[place] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    return found
+                    figures[place] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return figures
 
 
 def lamina(
@@ -180,10 +180,10 @@ class _TokenClock:
 
 def within_budget(settings: GpuSettings, path: Path, prompts: list[list[int]]) -> Result:
     """KV on the host; raises ValueError where the device holds more than the budget all the same."""
-    found = lamina(settings, path, prompts, "cpu")
-    if found["device_gb"] > settings.budget_gb:
-        raise ValueError(f"{found['device_gb']:.1f} GB of the device, of {settings.budget_gb:g}")
-    return found
+    figures = lamina(settings, path, prompts, "cpu")
+    if figures["device_gb"] > settings.budget_gb:
+        raise ValueError(f"{figures['device_gb']:.1f} GB of the device, of {settings.budget_gb:g}")
+    return figures
 
 
 def offloaded(settings: GpuSettings, path: Path, prompts: list[list[int]]) -> Result:
@@ -218,8 +218,8 @@ def _generate(model: Any, prompts: list[list[int]], tokens: int, device: str, **
     ids = torch.tensor(prompts, device=device)
     count = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
     out = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **count, **options)
-    found: list[list[int]] = out[:, ids.shape[1] :].tolist()
-    return found
+    answers: list[list[int]] = out[:, ids.shape[1] :].tolist()
+    return answers
 
 
 def _greedy(tokens: int) -> SamplingParams:

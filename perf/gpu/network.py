@@ -80,14 +80,14 @@ def pair(driver: Driver, *, first: int = 0, on_device: bool = True) -> Iterator[
         pool = parts.enter_context(ThreadPoolExecutor(2))
         nics: list[Future[tuple[int, int, int]]] = []
         sides = []
-        for mine, theirs in (memory, memory[::-1]):
-            at = mine.address
+        for ours, theirs in (memory, memory[::-1]):
+            at = ours.address
             staging, ring = at + inbox, at + 2 * inbox
             completions, record, seen, registers = (ring + x for x in (512, 1024, 1088, 1152))
-            mine.view[2 * inbox + 512 : 2 * inbox + 1024] = (bytes(63) + b"\xf1") * BLOCKS  # invalid, as after creation
-            mine.view[2 * inbox + 1028 : 2 * inbox + 1032] = (first & 0xFFFF).to_bytes(4, "big")
+            ours.view[2 * inbox + 512 : 2 * inbox + 1024] = (bytes(63) + b"\xf1") * BLOCKS  # invalid, as after creation
+            ours.view[2 * inbox + 1028 : 2 * inbox + 1032] = (first & 0xFFFF).to_bytes(4, "big")
             for offset in (1152, 1152 + ALTERNATE):
-                mine.view[2 * inbox + offset : 2 * inbox + offset + 8] = b"\xff" * 8
+                ours.view[2 * inbox + offset : 2 * inbox + offset + 8] = b"\xff" * 8
             slots = {"out.count": SLOTS, "out.bytes": ROOM, "in.count": SLOTS, "in.bytes": ROOM}
             queue_at = {"ring": ring, "record": record, "doorbell": registers, "completions": completions, "seen": seen}
             facts = {"number": NUMBER, "blocks": BLOCKS, "cqes": BLOCKS, "alternate": ALTERNATE}
@@ -157,7 +157,7 @@ def device_driven(driver: Driver, nbytes: int, rounds: int) -> list[float]:
     with pair(driver) as (a, b), ExitStack() as graphs:
         asks = graphs.enter_context(closing(captured(a, "stamp", "send", "receive", "stamp")))
         answers = graphs.enter_context(closing(captured(b, "receive", "send")))
-        found = []
+        times = []
         for _ in range(rounds):
             a.set(nbytes)
             answers.replay(b.stream)
@@ -167,8 +167,8 @@ def device_driven(driver: Driver, nbytes: int, rounds: int) -> list[float]:
                 if side.status:
                     raise RuntimeError(f"a kernel ended with status {side.status}")
             start, end = a.stamps()
-            found.append((end - start) / 1e3)
-        return found
+            times.append((end - start) / 1e3)
+        return times
 
 
 def host_driven(driver: Driver, nbytes: int, rounds: int) -> list[float]:
@@ -184,7 +184,7 @@ def host_driven(driver: Driver, nbytes: int, rounds: int) -> list[float]:
                 _well(native.host_send(b.channel, nbytes, TIMEOUT_S))
 
         answering = pool.submit(answer)
-        found = []
+        times = []
         for _ in range(rounds):
             a.stamp()
             a.stream.synchronize()
@@ -193,9 +193,9 @@ def host_driven(driver: Driver, nbytes: int, rounds: int) -> list[float]:
             a.stamp()
             a.stream.synchronize()
             start, end = a.stamps()
-            found.append((end - start) / 1e3)
+            times.append((end - start) / 1e3)
         answering.result(TIMEOUT_S)
-        return found
+        return times
 
 
 def _well(status: int) -> None:
@@ -205,11 +205,11 @@ def _well(status: int) -> None:
 
 def round_trips(driver: Driver, sizes: Sequence[int] = (64, 4096, 16384), rounds: int = 300) -> dict[str, object]:
     """Both ways over the same software NICs: medians, their ratio, and which steps the device removes."""
-    found: dict[str, object] = {}
+    figures: dict[str, object] = {}
     for nbytes in sizes:
         device, host = (statistics.median(way(driver, nbytes, rounds)) for way in (device_driven, host_driven))
-        found[f"{nbytes} B"] = {"device_us": device, "host_us": host, "host/device": host / device}
-    return found | {"steps": REMOVED}
+        figures[f"{nbytes} B"] = {"device_us": device, "host_us": host, "host/device": host / device}
+    return figures | {"steps": REMOVED}
 
 
 def network(count: int = 1000, rounds: int = 300) -> dict[str, object]:

@@ -99,10 +99,10 @@ def _begin(peer: str, folder: str, settings: dict[str, Any]) -> Callable[[Fields
     attend, out = _open(peer, folder, settings)
 
     def reply(question: Fields) -> Fields:
-        found, _ = seconds(partial(attend, question["layer"]))
+        times, _ = seconds(partial(attend, question["layer"]))
         if question["do"] == "result":
             out.float().numpy().tofile(f"{folder}/o")
-        return found
+        return times
 
     return reply
 

@@ -67,8 +67,8 @@ class DecodePeer:
 
     def tokens(self) -> list[list[int]]:
         """What it has generated, by sequence."""
-        found: list[list[int]] = self._child.ask(steps=0)["tokens"]
-        return found
+        tokens: list[list[int]] = self._child.ask(steps=0)["tokens"]
+        return tokens
 
     def note(self) -> str:
         """How it differs from what was asked for; empty if it does not."""
