@@ -166,7 +166,7 @@ def _merge_duplicates(graph: fx.Graph, cut_op: torch._ops.OpOverload) -> None:
 
 
 def _is_function(node: fx.Node) -> bool:
-    """Does it always give the same for the same arguments?"""
+    """Whether an operator gives the same results whenever it gets the same arguments."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is operator.getitem
     return torch.Tag.nondeterministic_seeded not in node.target.tags

@@ -86,7 +86,7 @@ def convert(
 
 
 def _read(kept: Kept | None, step: nn.Module, cut_op: torch._ops.OpOverload, expect: int | None) -> Capture | None:
-    """None where there is none, or none that goes with this module."""
+    """The kept capture; None where none is kept, or none of this module."""
     text = kept.read() if kept else None
     if text is None:
         return None

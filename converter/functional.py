@@ -51,7 +51,7 @@ def _functional(target: Any) -> torch._ops.OpOverload | None:
 
 
 def _is_fresh(node: fx.Node) -> bool:
-    """Whether its results share no memory with its arguments."""
+    """Whether an operator's results share no memory with its arguments."""
     if node.target is operator.getitem:
         (parent,) = node.all_input_nodes
         return _is_fresh(parent)

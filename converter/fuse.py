@@ -121,7 +121,7 @@ def _runs(graph: fx.Graph, takes: Callable[[fx.Node], bool]) -> Iterator[tuple[l
 
 
 def _counts(node: fx.Node) -> bool:
-    """Whether it is the number of rows, which a unit reads off what it is given."""
+    """Whether a node is the number of rows, which a unit reads off the tensors that it is given."""
     return node.op == "call_function" and node.target is aten.sym_size.int
 
 

@@ -55,7 +55,7 @@ def _move_constants(module: fx.GraphModule, device: torch.device) -> None:
 
 
 class _MovedTensors:
-    """Tensors by what they were before. Those whose bytes overlap are views of one copy."""
+    """Gives each tensor its copy on the new device. Copies of tensors whose bytes overlap are views of one tensor."""
 
     def __init__(self, tensors: Iterable[Tensor], copy: Copy) -> None:
         self._copy = copy
@@ -84,7 +84,7 @@ class _Spans:
         self._bytes = [copy(_bytes(storage, low, high)) for low, high in merged]
 
     def view(self, t: Tensor) -> Tensor:
-        """What ``t`` is of the storage, of its copy."""
+        """The part of the copy that ``t`` is of the storage."""
         low, high = _extent(t)
         at = bisect_right(self._starts, low) - 1
         start = self._starts[at]
@@ -93,7 +93,7 @@ class _Spans:
 
 
 def _extent(t: Tensor) -> tuple[int, int]:
-    """First and last byte in its storage."""
+    """Where a tensor's bytes lie in its storage: the first one, and one behind the last."""
     low = int(t.storage_offset()) * t.element_size()
     last = sum((n - 1) * int(s) for n, s in zip(t.shape, t.stride(), strict=True))
     return low, low + (last + 1) * t.element_size()

@@ -55,7 +55,9 @@ def read(text: str, step: nn.Module) -> Capture:
 
 
 def _needed(capture: Capture) -> list[fx.Node]:
-    """In their order. What nothing needs, as what torch asserts of sizes, would not come into a slice either."""
+    """The nodes that some result needs, in the graph's order. The others, such as torch's assertions about sizes, would
+    not come into a slice either.
+    """
     needed, stack = set(capture.inputs), [capture.graph.output_node(), capture.logits, *capture.calls]
     while stack:
         node = stack.pop()
@@ -82,7 +84,7 @@ class _Writer:
         return [node.op, node.name, target, self._argument(tuple(node.args)), kwargs, module_path(node), *known]
 
     def weight(self, weight: Weight, step: nn.Module) -> list[Any]:
-        """Its name, and where no attribute of the module has it, itself."""
+        """The weight's name; where no attribute of the module has the weight, its dtype, shape and bytes too."""
         tensor, own = weight.tensor, _attribute(step, weight.fqn)
         if own is tensor:
             return [weight.fqn]

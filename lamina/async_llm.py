@@ -98,12 +98,12 @@ class AsyncLLM:
 
     @property
     def is_running(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the engine takes requests."""
         return self._engine.running
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it has ended, by ``shutdown`` or by an error."""
+        """Whether the engine has ended, by ``shutdown`` or by an error."""
         return not self._engine.running
 
     @property
@@ -178,7 +178,7 @@ class AsyncStream(AsyncIterator[RequestOutput]):
 
     @property
     def request_id(self) -> str:
-        """Its name."""
+        """The request's name."""
         return self._feed.name
 
     async def __anext__(self) -> RequestOutput:
@@ -216,7 +216,7 @@ class _LoopFeed(Feed):
         self.arrived = asyncio.Event()
 
     async def next(self) -> RequestOutput | None:
-        """What has grown, once something has; None at the end."""
+        """The output, once it has grown; None at the end."""
         self.loop = asyncio.get_running_loop()  # before the look: what comes behind it wakes
         while True:
             self.arrived.clear()

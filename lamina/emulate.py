@@ -35,7 +35,7 @@ class DeviceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @staticmethod
     def from_environment(environ: Mapping[str, str] = os.environ) -> DeviceTimes | None:
-        """Those of the variable LAMINA_EMULATE, JSON by the names of the fields; None where it is not set.
+        """The times that the variable LAMINA_EMULATE gives, JSON by the names of the fields; None where it is not set.
 
         Raises ValueError.
         """

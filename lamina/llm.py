@@ -189,7 +189,7 @@ class LLM:
             self.engine.reset_prefix_cache()
 
     def sessions(self) -> list[SessionFacts]:
-        """Of all sessions: name, turns, tokens of KV that the last turn has left, and the tier that has them."""
+        """Facts of all sessions: name, turns, tokens of KV that the last turn has left, and the tier that has them."""
         self._check_open()
         return self._front.streams.sessions()
 
@@ -320,7 +320,7 @@ class Stream(Iterator[RequestOutput]):
 
     @property
     def request_ids(self) -> list[int]:
-        """Of its requests, in the order of their prompts."""
+        """The ids of the stream's requests, in the order of their prompts."""
         return list(self._feed.ids)
 
     def __next__(self) -> RequestOutput:

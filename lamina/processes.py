@@ -14,12 +14,12 @@ def fields_of(pid: int) -> list[str]:
 
 
 def lives(pid: int) -> bool:
-    """Whether it runs, or stands still; not one that has ended and waits for its parent."""
+    """Whether a process runs or stands still; False for one that has ended and waits for its parent."""
     return fields_of(pid)[:1] not in ([], ["Z"])
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether it stands still by a signal, or by a debugger."""
+    """Whether a process stands still by a signal, or by a debugger."""
     return fields_of(pid)[:1] in (["T"], ["t"])
 
 

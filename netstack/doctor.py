@@ -131,7 +131,7 @@ def native_verbs(_: Machine) -> Verdict:
 
 
 def pyverbs(machine: Machine) -> Verdict:
-    """What posts where there is no engine."""
+    """Whether pyverbs is here: it posts work requests where the native engine is missing."""
     if native_verbs(machine)[0]:
         return True, "not needed", ""
     try:

@@ -37,7 +37,7 @@ NS_OF_MS = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedLink:
-    """What the messages that an end sends go through; each end has its own. Zeros: nothing."""
+    """The emulated link that an end sends through; each end has its own. Zeros: no delay and no limit."""
 
     latency_ms: float = 0.0
     jitter_ms: float = 0.0  # each message takes up to so much longer; they keep their order

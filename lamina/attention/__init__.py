@@ -185,5 +185,5 @@ def _open(name: str, device: torch.device, dtype: torch.dtype, store_dtype: torc
 
 
 def name_of(backend: AttentionBackend) -> str:
-    """Its name in the table, which is its module's."""
+    """A backend's name in the table, which is its module's."""
     return type(backend).__module__.rpartition(".")[2]

@@ -21,7 +21,7 @@ RESERVED_BYTES = 1024  # of shared memory, for each block
 
 @dataclass(frozen=True, kw_only=True)
 class GpuLimits:
-    """What a launch is fitted to."""
+    """The limits of a GPU, which a launch is fitted to."""
 
     processors: int
     shared_bytes: int  # of a multiprocessor
@@ -47,7 +47,7 @@ class Variant:
 
     @property
     def register_warps(self) -> int:
-        """Of a multiprocessor, for which the kernel is compiled to have registers."""
+        """Warps of a multiprocessor for which the compiled kernel leaves enough registers."""
         return REGISTER_WARPS if self.columns else PLAIN_WARPS
 
     @property
@@ -73,11 +73,11 @@ class Variant:
         return 1 if self.stored else 2
 
     def _loads(self, dim: int) -> int:
-        """Of a token's ``dim`` numbers."""
+        """The loads of LOAD_BYTES that a token's ``dim`` numbers take."""
         return -(-dim * self._itemsize // LOAD_BYTES)
 
     def warps(self, device: GpuLimits) -> int:
-        """That run at a time, each a block by itself; 0 = there is no room for one."""
+        """Warps that the GPU runs at a time, each a block by itself; 0 = there is no room for one."""
         if not self.columns:
             return self.register_warps * device.processors
         if self.shared_bytes > device.block_shared_bytes:
@@ -86,7 +86,7 @@ class Variant:
         return min(self.register_warps, fit) * device.processors
 
     def defines(self) -> tuple[str, ...]:
-        """Of the compiler's command line."""
+        """The macros of this variant, as options of the compiler."""
         defined = {"ELEMENT": self.element, **({"STORED": self.stored} if self.stored else {})}
         if self.columns:
             numbers = (self.qk_dim, self.v_dim, self.columns, self.stages, self.near_levels)
@@ -113,7 +113,7 @@ def choose(element: str, qk_dim: int, v_dim: int, queries: int, stored: str = ""
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchShape:
-    """Of one launch. Made of what a captured graph fixes: never of lengths."""
+    """The sizes of one launch. They follow from what a captured graph fixes, never from lengths."""
 
     blocks: int
     capacity: int  # tasks of a KV head

@@ -80,7 +80,7 @@ class CupyKernels:
 
 
 def options(variant: Variant) -> tuple[str, ...]:
-    """Of the compiler's command line, without the architecture."""
+    """The compiler's options for a variant, without the architecture."""
     return (*FLAGS, f"-I{CSRC}", *variant.defines())
 
 

@@ -125,7 +125,7 @@ def _keeps(host: HostEntry) -> str:
 
 
 def _resources(arguments: Sequence[str]) -> dict[str, float]:
-    """That ``ray start`` was told of."""
+    """The resources that ``ray start`` was told of."""
     resources: dict[str, float] = json.loads(dict(pairwise(arguments)).get("--resources", "{}"))
     return resources
 

@@ -75,7 +75,7 @@ def _by_hand(config: EngineConfig, places: dict[str, list[HostPlace]]) -> list[s
 
 
 def planned_hosts(address: str) -> list[Host]:
-    """Of a --ray-address, or of a YAML by its path."""
+    """The hosts of a --ray-address, or of a YAML file by its path."""
     if is_file(address):
         return read_cluster(address).planned()
     from lamina.fleet.hosts.ray_cluster import hosts_of, joined

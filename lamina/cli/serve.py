@@ -153,7 +153,7 @@ def _unix_listener(path: str) -> Iterator[socket.socket]:
 
 
 def _is_left_behind(path: str) -> bool:
-    """Whether it is a socket of this user's where nobody listens."""
+    """Whether ``path`` is a socket of this user's where nobody listens."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:

@@ -85,7 +85,7 @@ def _hidden(report: Report) -> list[str]:
 
 
 def _trust(report: Report) -> list[str]:
-    """What to know before one believes the rest."""
+    """The lines of a report that say how far the others can be trusted."""
     lines = [f"recording took at most {100 * report.recording_share:.2f} % of the run"]
     lines.append(f"clocks of all workers agree within {_ms(report.clock_uncertainty_s)}")
     lines += [

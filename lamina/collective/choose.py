@@ -77,7 +77,7 @@ def facts_of(device: torch.device) -> Facts:
 
 
 def gather(mesh: Mesh, own: Facts) -> list[Facts]:
-    """Of all ranks, in their order. Raises ChannelError."""
+    """The facts of all ranks, in their order. Raises ChannelError."""
     facts = torch.frombuffer(bytearray(own.host + (own.gpu or _NO_GPU) + bytes([own.usable])), dtype=torch.uint8)
     rows = [bytes(row.tolist()) for row in mesh.all_gather(facts, mesh.size).view(mesh.size, -1)]
     return [

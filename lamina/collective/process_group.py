@@ -118,7 +118,7 @@ def open_group(mesh: Mesh, at: RankPlace, make: Callable[[Any], Any]) -> Opened:
 
 
 def failed(mesh: Mesh, error: RuntimeError) -> ChannelError:
-    """What a library's ``error`` comes from: the rank that has gone, which the mesh may learn of a little later."""
+    """The cause of a library's ``error``: the rank that has gone, which the mesh may learn of a little later."""
     try:
         mesh.check(within_s=DEATH_NOTICED_S)
     except ChannelError as known:

@@ -47,7 +47,7 @@ class MeshStore(Store):
         return self._known[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until all ``keys`` are told; all waits end at one deadline, not at ``timeout``. Raises ChannelError."""
+        """Wait until all ``keys`` are told; all waits end at one deadline, not at ``timeout``. Raises ChannelError."""
         while missing := [key for key in keys if key not in self._known]:
             if self._closed or not self._open:
                 raise PeerFault(f"rank {self._mesh.rank}: no rank tells {missing[0]!r}, which a process group needs")
@@ -58,7 +58,7 @@ class MeshStore(Store):
         return all(key in self._known for key in keys)
 
     def close(self) -> None:
-        """Until all ranks have all they need. Raises ChannelError."""
+        """Wait until all ranks have all they need. Raises ChannelError."""
         self._mesh.tell(_END)
         while self._open:
             self._hear()

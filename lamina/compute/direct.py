@@ -24,7 +24,9 @@ LINES = 3  # of what one memory worker has of a layer: Q, K and V, O
 
 
 class _DirectShare(NamedTuple):
-    """What one memory worker has of a layer. ``line``: of Q; behind it are those of K and V, and of O."""
+    """One memory worker's share of a layer. ``line``: the number of Q's line; the lines of K and V, and of O, follow
+    it.
+    """
 
     wire: LayerWire
     line: int
@@ -144,8 +146,9 @@ def open_wires(
     wait_s: float,
     path: LayerPath,
 ) -> list[LayerWire]:
-    """To the memory workers that ``connects`` go to, which gave ``bounds``, if ``path`` is from device to device; else
-    none, and those that wait for theirs are told so. Raises ChannelError, RefusedError.
+    """The wires to the memory workers that gave ``bounds``, over the channels that ``connects`` open, if ``path`` is
+    from device to device; else none, and each worker that waits for its wire is told so. Raises ChannelError,
+    RefusedError.
     """
     wires, wanted = list[LayerWire](), path is LayerPath.DEVICE
     for worker, (connect, bound) in enumerate(zip(connects, bounds, strict=True)):

@@ -43,12 +43,12 @@ OWN_HOST = "127.0.0.1"  # where ranks are that were given no address
 
 
 def ring_name(worker: str) -> str:
-    """Of the place where the replica before a worker comes, which is none for ranks."""
+    """The name of the place where the replica before ``worker`` connects; "" where there is no worker."""
     return f"{worker}/ring" if worker else ""
 
 
 def rank_name(worker: str) -> str:
-    """Of the place where a worker's other ranks come."""
+    """The name of the place where the other ranks of ``worker`` connect; "" where there is no worker."""
     return f"{worker}/ranks" if worker else ""
 
 
@@ -110,7 +110,9 @@ class ComputeServer(ModelServer):
         return self._serving, structs.replace(self.ready(cut, bounds, meeting.view), bind=bind)
 
     def _with_rotary(self, cut: CutModel) -> CutModel:
-        """With how keys turn with their position, which has been proved. Raises UnsupportedModelError."""
+        """The same cut; its layers now say how keys turn with their position, which was proved. Raises
+        UnsupportedModelError.
+        """
         from lamina.models.shifts import with_rotary
 
         layers = with_rotary(self._program, cut.loaded.model, cut.layers, cut.dtype, cut.max_len, self.staging.device)
@@ -118,7 +120,7 @@ class ComputeServer(ModelServer):
         return cut._replace(layers=layers)
 
     def _open_door(self, reception: netstack.Reception) -> ViewDoor:
-        """Where the replica before this one comes, or the other ranks."""
+        """Open the place where the replica before this one connects, or where the other ranks do."""
         return ViewDoor(self.fabric.listen(self.start.address, reception))
 
     def _meet(self, meeting: Connect, fabric: ViewFabric, door: ViewDoor) -> ViewGroup:

@@ -123,7 +123,7 @@ class ModelServer:
         raise NotImplementedError
 
     def run(self) -> None:
-        """Until the driver's end of the link closes or says Stop."""
+        """Serve until the driver's end of the link closes or says Stop."""
         try:
             if self._told(self._load):
                 self._loop()
@@ -226,7 +226,7 @@ class ModelServer:
         )
 
     def _told(self, work: Callable[[], None]) -> bool:
-        """Whether ``work`` was done. What a user can put right has been told, else."""
+        """Do ``work``; whether it was done. If not, the driver was told of an error that a user can put right."""
         try:
             work()
         except (RefusedError, ValueError) as e:
@@ -266,7 +266,9 @@ class ModelServer:
             self._in_view.close()
 
     def _heed(self, message: object) -> None:
-        """Of a Connect, or a Halt: what is done under an older view may wait for peers that have gone on."""
+        """Look at a message as it comes: a Connect or a Halt ends the older view at once, as work in it may wait for
+        peers that have gone on.
+        """
         if isinstance(message, Connect | Halt):
             self._called = message.view
             if self._in_view and self._called_away:
@@ -300,7 +302,7 @@ class ModelServer:
         self.service.link.send(Broken(view=self._in_view.view, text=str(error)))
 
     def _take_messages(self) -> bool:
-        """Those that have come; the next one where there is nothing to do. Whether to go on."""
+        """Handle the messages that have come; waits for one where there is nothing else to do. Whether to go on."""
         idle, start = not self._has_work, self.trace.now()
         while (new := self.service.next(block=not self._has_work)) is not None:
             if isinstance(new, Connect):
@@ -364,7 +366,7 @@ class StageTimes:
         self._last = time.perf_counter()
 
     def skip(self) -> None:
-        """What has passed belongs to no stage."""
+        """Begin a new stage; the time since the last one counts for none."""
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:

@@ -29,7 +29,7 @@ def passes(
     capture: GraphCapture | None = None,
     prefill: bool = False,
 ) -> list[Pass]:
-    """Those that a worker's program takes.
+    """The passes that a worker's program takes.
 
     ``backend``: of linear layers. ``group``: the other ranks. ``capture``: records graphs, where the device has them.
     ``prefill``: whether the program computes prompts.

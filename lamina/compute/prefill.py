@@ -180,8 +180,8 @@ class PrefillWorker:
         return self._computed.popleft()
 
     def stats(self) -> dict[str, float]:
-        """Those of a compute worker that apply, its attention, and the seconds that it waited for memory workers with
-        nothing else to do.
+        """A compute worker's counters, as far as they apply; the attention's; and the seconds in which the worker had
+        nothing to do but wait for memory workers.
         """
         worker, attention = self._worker.stats(), self._attention
         names = ("slice_s", "sample_s", "steps", "rows")

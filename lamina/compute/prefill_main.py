@@ -83,7 +83,7 @@ class PrefillServer(ModelServer):
         return links, bounds
 
     def _store(self, cut: CutModel, backend: str) -> Store:
-        """Of all heads of one sequence. Raises ValueError where there is no room for that."""
+        """A store for all heads of one sequence. Raises ValueError where there is no room for it."""
         start, device = self.start, self.staging.device
         free = available_bytes(device)
         needed = store_bytes(
@@ -108,7 +108,7 @@ class PrefillServer(ModelServer):
         return Store(bind, device)
 
     def _backend(self, name: str, device: torch.device, cut: CutModel) -> str:
-        """That of the memory workers, where it is for such a device."""
+        """The memory workers' backend where it is for such a device, else the best of the device. Raises ValueError."""
         try:
             return name_of(attention.get_alike(name, device, cut.dtype, "auto"))
         except ValueError as e:

@@ -153,7 +153,7 @@ class Together:
 
 
 def _ranked(drawn: list[Drawn], places: list[int]) -> list[Drawn]:
-    """With the place of each token that was drawn."""
+    """The same tokens, each with its place among all tokens by log-probability."""
     return [
         Drawn(d.sequence, d.token, [(*d.logprobs[0][:2], place), *d.logprobs[1:]]) if d.logprobs else d
         for d, place in zip(drawn, places, strict=True)
@@ -177,7 +177,7 @@ class Few(NamedTuple):
 
     @staticmethod
     def of(draws: list[Draw], width: int, seen: Mapping[int, Seen] = _NOTHING) -> Few | None:
-        """None: they need it all. ``width``: of one rank's logits."""
+        """The least that serves all ``draws``; None: they need all logits. ``width``: of one rank's logits."""
         best, named = 1, 0
         for draw in draws:
             of_few = draw.known >= 0 or draw.temperature == 0.0 or _of_allowed(draw, seen)
@@ -212,7 +212,7 @@ class Few(NamedTuple):
 
 
 def _shares_all(draw: Draw) -> bool:
-    """Whether its top_p is a share of the probability of all tokens, not of those that top_k has left."""
+    """Whether the draw's top_p is a share of the probability of all tokens, not of the tokens that top_k leaves."""
     return draw.top_p < 1.0 and draw.order.index("top_p") < draw.order.index("top_k")
 
 
@@ -228,5 +228,5 @@ def _named(draw: Draw, seen: Mapping[int, Seen]) -> list[int]:
 
 
 def _of_allowed(draw: Draw, seen: Mapping[int, Seen]) -> bool:
-    """Whether it looks at some tokens alone, all of which are named."""
+    """Whether the draw looks only at tokens that it names."""
     return draw.adjust is not None and seen[draw.sequence].allowed is not None

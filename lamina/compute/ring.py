@@ -148,7 +148,7 @@ class RingEnds:
         self.ring: Ring = Move(self._before, self._behind, cuts, step_timeout_s)
 
     def await_turn(self) -> None:
-        """Until the replica before has been taken in by the memory workers."""
+        """Wait until the memory workers have taken in the replica before this one."""
         self._before.release(self._before.wait_signal(timeout_s=self._limit))
 
     def pass_turn(self) -> None:
@@ -157,7 +157,7 @@ class RingEnds:
 
 
 def ring_inbox(cuts: Sequence[Sequence[RowShape]], *, max_rows: int, num_batches: int) -> Geometry:
-    """Of a replica, for what the one before it sends: one cut of every batch."""
+    """The inbox of a replica for the cuts that the replica before it sends: one cut of every batch."""
     most = max(layout((_Ids(), *cut), max_rows)[1] for cut in cuts)
     return Geometry(slots=num_batches + 1, slot_bytes=max(LEAST_SLOT_BYTES, most))
 

@@ -56,7 +56,7 @@ class Attention(Protocol):
         ...
 
     def select(self, plan: StepPlan) -> None:
-        """What follows belongs to this step."""
+        """The messages that follow belong to the step of ``plan``."""
         ...
 
     def q(self, layer: int, q: Tensor) -> None:
@@ -275,6 +275,6 @@ class Held:
         self._parts.setdefault("kv", []).append((k, v))
 
     def forward(self, pool: Any, rows: int) -> None:
-        """To ``pool``, which takes sends as a MemoryPool does; the first ``rows`` rows."""
+        """Send the first ``rows`` rows to ``pool``, which takes sends as a MemoryPool does."""
         for kind, parts in self._parts.items():
             getattr(pool, kind)(self._layer, *(torch.cat(p)[:rows] for p in zip(*parts, strict=True)))

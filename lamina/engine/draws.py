@@ -58,7 +58,7 @@ def scores_of(sequence: Sequence, first: int, count: int, row: int) -> list[Draw
 
 
 def _alternatives(count: int) -> int:
-    """Of a draw; a worker has no more than its vocabulary."""
+    """The alternatives that a draw asks for; -1 stands for all, and a worker has no more than its vocabulary."""
     return (1 << 31) - 1 if count == -1 else count
 
 

@@ -148,7 +148,7 @@ class Prefill:
             sequence.prefill_worker = None
 
     def _go_on(self, worker: _PrefillLoad) -> None:
-        """It begins with the prompt of the next chunk in flight, if there is one."""
+        """The worker goes on to the prompt of the next chunk in flight, if there is one."""
         worker.computing, worker.since_s = worker.in_flight[0] if worker.in_flight else NOBODY, self._clock()
         if worker.computing != NOBODY:
             self.conductor.begun(worker.computing, worker.since_s)

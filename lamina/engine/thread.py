@@ -55,7 +55,7 @@ class EngineThread:
 
     @property
     def running(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the engine takes requests."""
         return self._open
 
     def add(self, asked: Asked, feed: Feed) -> None:
@@ -108,7 +108,7 @@ class EngineThread:
             self._end()
 
     def _next_order(self) -> _Errand | None:
-        """None: there is none. Waits for one where there is no work."""
+        """The next order, or None. Waits for one, a little, where the engine has no work."""
         with suppress(queue.Empty):
             return self._orders.get_nowait()
         if not self._streams.has_work:

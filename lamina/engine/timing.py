@@ -31,19 +31,19 @@ class Timing:
                     self._loads[op.sequence] = now
 
     def done(self, number: int, done: Round, now: float) -> None:
-        """So is no more: its last step is done."""
+        """A round is no longer on its way: its last step is done."""
         seconds = now - max(self._began.pop(number, now), self._last)
         self._last = now
         if done.prompt_rows > MOSTLY * done.rows:
             self._swaps.computed(done.rows, seconds)
 
     def loaded(self, sequence: Sequence, now: float) -> None:
-        """Of a sequence all that could be loaded is there."""
+        """All KV of a sequence that could be loaded is there."""
         began = self._loads.pop(sequence.id, None)
         if began is not None and sequence.num_cached:
             self._swaps.loaded(sequence.num_cached, now - began)
 
     def forget(self) -> None:
-        """Nothing is under way any more."""
+        """No round and no load is under way any more."""
         self._began.clear()
         self._loads.clear()

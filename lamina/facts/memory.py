@@ -58,7 +58,7 @@ class WorkerMemory:
 
     @property
     def own(self) -> int:
-        """Of it on the host, what no other process has."""
+        """The process's bytes on the host that no other process has."""
         on_device = self.copied + self.kv + self.workspace if self.device == HOST else 0
         return on_device + self.slots + self.private
 

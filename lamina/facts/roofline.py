@@ -72,8 +72,8 @@ def min_bandwidth(message_bytes: float, model_s: float, attention_s: float) -> f
 
 
 def bytes_and_flops(weight_bytes: int, itemsize: int, flops_per_row: int, rows: float) -> tuple[float, float]:
-    """Of one product: bytes that are read, of weights that some row needs, and FLOPs. With experts a few rows need less
-    than all weights.
+    """Of one product: the bytes of the weights that some row needs, all of which are read, and the FLOPs. With experts
+    a few rows need less than all weights.
     """
     flops = flops_per_row * rows
     return min(weight_bytes, flops / 2 * itemsize), flops

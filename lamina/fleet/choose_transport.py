@@ -35,7 +35,7 @@ def nearest(config: EngineConfig) -> tuple[EngineConfig, str]:
 
 
 def _gpus(config: EngineConfig) -> set[int | None]:
-    """Of all workers."""
+    """The numbers of all workers' GPUs; None for a CPU."""
     from lamina.workers.devices import gpu_of
 
     devices = config.devices

@@ -37,7 +37,7 @@ class Link(Protocol):
     """The driver's end of the control link to one worker; see ControlLink."""
 
     def limit_sends(self, seconds: float) -> None:
-        """Until a send is over of which the worker takes nothing."""
+        """Let a send wait so many seconds at most while the worker takes nothing of it."""
         ...
 
     def send(self, message: Any) -> None:

@@ -125,11 +125,11 @@ class Members:
             del self.lost[lost]
 
     def append(self, member: Member) -> None:
-        """One that was prepared is one of these."""
+        """Take in a member that was prepared."""
         self._members.append(member)
 
     def remove(self, member: Member) -> None:
-        """It is none of these any more; nobody listens to it."""
+        """Leave a member out from now on: nobody listens to it."""
         self._members.remove(member)
 
     def hear(self, member: Member) -> Any:
@@ -142,7 +142,7 @@ class Members:
         lost.handle.join(0.0)
 
     def give_up(self, member: Member, why: LostError) -> None:
-        """It is lost, whatever it may still say."""
+        """Count a member as lost, whatever it may still say."""
         self.lost.setdefault(member, why)
 
     def enter(self, view: int, still: tuple[type[Any], ...] = ()) -> None:
@@ -218,7 +218,7 @@ class Members:
         return LostError(f"{', '.join(m.name for m in members)} took too long {what}", members)
 
     def has_news(self, member: Member) -> bool:
-        """Whether it has sent something that nobody has taken yet."""
+        """Whether the member has sent something that nobody has taken yet."""
         return bool(member.inbox or self._links.wait([member.link], 0.0))
 
     def arrived(self, kind: type[T]) -> list[tuple[Member, T]]:

@@ -16,7 +16,7 @@ RECENT_S = 600.0  # in which --max-recoveries counts
 
 
 class Recoveries:
-    """Those of the last ``RECENT_S``, and the one that is under way."""
+    """The recoveries of the last ``RECENT_S``, and the one that is under way."""
 
     def __init__(self, most: int, clock: Clock) -> None:
         self.most = most

@@ -12,7 +12,9 @@ END_S = 2.0  # for all of them to end with their links
 
 
 class Spares:
-    """So many of each role, the ranks of a replica in turn. Nobody listens to them until they are taken."""
+    """Spare workers, so many of each role, for the ranks of a replica in turn. Nobody listens to a spare until it is
+    taken.
+    """
 
     def __init__(self, members: Members, counts: dict[str, int], start: Callable[[str, int], Member]) -> None:
         """``start``: a worker of a role, as if for the place with that number."""
@@ -36,7 +38,7 @@ class Spares:
                     self._there[role, number] = spare
 
     def dead(self) -> list[Member]:
-        """Those that have ended, and take no place any more."""
+        """The spares that have ended, and take no place any more."""
         gone = {key: member for key, member in self._there.items() if member.handle.fate() is not None}
         for key, member in gone.items():
             log.warning("the spare %s %s", member.name, member.handle.fate())

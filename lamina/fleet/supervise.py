@@ -88,7 +88,7 @@ class Supervisor:
 
     @staticmethod
     def _known(loss: LostError) -> Sequence[Member]:
-        """Who is lost by it for certain."""
+        """The members that ``loss`` has ended for certain."""
         return loss.members if loss.ended else ()
 
     def halt(self, loss: LostError | None) -> list[dict[int, int]]:
@@ -127,7 +127,7 @@ class Supervisor:
         return ready
 
     def _left(self, kept: dict[Member, dict[int, int]]) -> list[Member]:
-        """Who has not come to rest. Those that are lost are fenced."""
+        """The members that have not come to rest. Lost ones are fenced."""
         for lost in self._members.lost:
             self._members.fence(lost)
         return [m for m in self._members if m not in self._members.lost and m not in kept]

@@ -25,7 +25,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class Slabs:
-    """What no layer has now. Safe from any thread."""
+    """Memory of the pool that no layer has now. Safe from any thread."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []  # as they were made or used last
@@ -66,13 +66,13 @@ class Slabs:
             self._free = free[: max(self._most, len(tensors))]
 
     def clear(self) -> None:
-        """All that is free goes back to the host."""
+        """Give all free memory back to the host."""
         with self._lock:
             self._free, self._most = [], 0
 
     @property
     def nbytes(self) -> int:
-        """That is free here."""
+        """Bytes that are free here."""
         with self._lock:
             return sum(x.nbytes for x in self._free)
 

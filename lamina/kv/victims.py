@@ -79,7 +79,7 @@ class VictimQueue:
         self._put(PageUse(key, number, nbytes, came, self._clock, uses))
 
     def forget(self, key: bytes) -> None:
-        """It is not here any more, if it was."""
+        """Forget a page, if it is here."""
         use = self._uses.pop(key, None)
         self.nbytes -= use.nbytes if use is not None else 0
 

@@ -85,11 +85,11 @@ class PoolAtoms:
 
     @property
     def page_nbytes(self) -> int:
-        """Of a whole page that lies wholly here."""
+        """Bytes of a whole page that lies wholly here."""
         return sum(heads.num * heads.form.nbytes(PAGE) for heads in self._heads)
 
     def nbytes(self, at: Located) -> int:
-        """Of the page's atoms, as far as they are here."""
+        """Bytes of the page's atoms, as far as they are here."""
         each = ((heads, at.blocks[heads.group]) for heads in self._heads)
         return sum(heads.num * heads.form.nbytes(at.tokens) for heads, ids in each if ids is not None)
 

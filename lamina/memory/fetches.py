@@ -20,7 +20,7 @@ from .meter import Meter
 
 
 class Fetches:
-    """Of one view. ``check``, ``add`` and ``end`` are for the thread that serves rounds."""
+    """The fetches of one view. ``check``, ``add`` and ``end`` are for the thread that serves rounds."""
 
     def __init__(self, medium: Medium, atoms: PoolAtoms, meter: Meter) -> None:
         self._medium, self._atoms, self._meter, self._share = medium, atoms, meter, atoms.share

@@ -68,7 +68,7 @@ class Grants:
 
     @property
     def overdue_s(self) -> float:
-        """Until the prefill workers have waited too long for a look."""
+        """Seconds until the prefill workers have waited too long for a look."""
         return max(0.0, STARVED_S - (self._clock() - self._looked))
 
     def check(self, plan: StepPlan) -> None:
@@ -107,7 +107,7 @@ class Grants:
                 self._close_done(inlet)
 
     def _is_new(self, grant: Grant) -> bool:
-        """Whether it is not of a plan that is sent again."""
+        """Whether a grant is new: not of a plan that is sent again."""
         return grant.step > self._inlets[grant.worker].last_step
 
     def take_overdue(self) -> None:

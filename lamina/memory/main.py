@@ -121,7 +121,7 @@ class MemoryServer:
                 self._service.link.send(RoomMade(error))
 
     def _listen(self) -> Listener | None:
-        """None where that is impossible, and the driver knows why."""
+        """Open the place where other workers connect; None where that is impossible, and the driver was told why."""
         try:
             gpu = None if self._start.devices.memory_device == "cpu" else self._pick_gpu()
             self._fabric = netstack.open(self._start.scheme, key=self._start.key or cluster_key(), gpu=gpu)
@@ -131,7 +131,7 @@ class MemoryServer:
             return None
 
     def _pick_gpu(self) -> int | None:
-        """It may not be there: raises ValueError."""
+        """The number of this worker's GPU; None for a CPU. Raises ValueError where the GPU is not there."""
         from lamina.workers.devices import limit
 
         device = self._loaded().device

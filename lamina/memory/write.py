@@ -28,7 +28,7 @@ class Writes:
         self._messages: dict[int, Messages] = {}  # by layer, of those that are alike one
 
     def messages(self, layer: int) -> Messages:
-        """Those of a layer in which the rows come."""
+        """The messages of a layer in which the rows come."""
         store = self._store
         like = store.alike[layer]
         of_layer = self._messages.get(like)

@@ -33,7 +33,7 @@ class WrittenTokens:
             self._lower(row.sequence, row.first)
 
     def done(self, rows: Iterable[Rows]) -> None:
-        """They were written in all layers."""
+        """Note that ``rows`` were written in all layers."""
         for row in rows:
             if self._tokens.get(row.sequence, -1) >= row.first:
                 self._tokens[row.sequence] = max(self._tokens[row.sequence], row.first + row.count)

@@ -13,8 +13,8 @@ from lamina.converter import SlicedProgram
 
 
 def most_bytes(program: SlicedProgram, *, rows: int, sampled: int) -> int:
-    """Of the tensors that live at once in a step of ``rows`` rows, ``sampled`` of which run the last slice, besides
-    weights: what a slice was called with, and what it has computed and still needs. ``program`` is on the meta device.
+    """The most bytes of tensors that live at once in a step of ``rows`` rows, ``sampled`` of which run the last slice,
+    besides weights: the arguments of a slice, and the results that it still needs. ``program`` is on the meta device.
     """
     most, known = 0, set[str]()
     for piece in program.slices:

@@ -39,7 +39,7 @@ class CaptureFile:
         self._path = path
 
     def read(self) -> str | None:
-        """None where there is none that nobody but this user may have written."""
+        """The kept text; None where there is none, or where another user may have written it."""
         with contextlib.suppress(OSError, ValueError), open(self._path, "rb", opener=_plainly) as file:
             status = os.fstat(file.fileno())
             own = _is_own(status) and _is_own(os.stat(self._path.parent))
@@ -140,7 +140,7 @@ def _tensors(model: nn.Module) -> list[list[str]]:
 
 
 def _code_of(model: nn.Module) -> list[str]:
-    """Of the classes of its modules: their names, and their files' contents. Of torch its version says enough."""
+    """The names of the classes of a model's modules, and digests of their files; of torch the version says enough."""
     classes = {type(m) for m in model.modules()}
     files = {sys.modules[c.__module__].__file__ for c in classes if not c.__module__.startswith("torch.")}
     names = sorted(f"{c.__module__}.{c.__qualname__}" for c in classes)
@@ -149,7 +149,7 @@ def _code_of(model: nn.Module) -> list[str]:
 
 @cache
 def _own_code() -> str:
-    """Of what routes, captures and writes. Raises OSError."""
+    """A digest of Lamina's own files that route, capture and write. Raises OSError."""
     lamina = Path(__file__).resolve().parents[1]
     files = [
         path

@@ -170,7 +170,7 @@ def _check_architecture(directory: Path, raw: dict[str, Any]) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Its safetensors files, whether they are there or not. Raises ModelError."""
+    """The safetensors files of a checkpoint, whether they are there or not. Raises ModelError."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         shards = read_json(index, "").get("weight_map", {})

@@ -77,7 +77,7 @@ class _Sends:
         self.v = torch.empty(0)
 
     def q(self, layer: int, q: Tensor) -> None:
-        """Not wanted."""
+        """Q is sent too, and not looked at: it has no part in how keys turn."""
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
         """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]."""
@@ -86,7 +86,7 @@ class _Sends:
 
 
 def _frequencies(model: nn.Module) -> Iterator[bytes]:
-    """Of all rotary modules, those of one module once; fp64, little-endian."""
+    """The frequencies of all rotary modules, equal ones once, as bytes: fp64, little-endian."""
     buffers = dict[bytes, None]()
     for name, buffer in model.named_buffers():
         if name.rpartition(".")[2].endswith("inv_freq") and "original" not in name and not buffer.is_meta:

@@ -54,5 +54,5 @@ def subtract(a: Intervals, b: Intervals) -> Intervals:
 
 
 def total(a: Intervals) -> float:
-    """Its length."""
+    """The length of all intervals together."""
     return sum(end - start for start, end in a)

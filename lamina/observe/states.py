@@ -195,7 +195,9 @@ def _nobody_asked(index: Index) -> Intervals:
 
 
 def _share_out(whole: Intervals, *claims: tuple[str, Intervals]) -> States:
-    """Who claims a moment first gets it; what nobody claims is HOST."""
+    """The parts of ``whole`` by state: a moment goes to the first of ``claims`` that has it; one that nobody claims is
+    HOST.
+    """
     out: States = {state: [] for state in STATES}
     for state, wanted in claims:
         out[state] = union([*out[state], *intersect(whole, wanted)])

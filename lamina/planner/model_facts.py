@@ -85,7 +85,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
     @property
     def windows(self) -> list[int]:
-        """Those that there are, each once, 0 for none."""
+        """The windows of the model's layers, each once; 0 = no window."""
         return sorted({a.window for a in self.attentions})
 
     def kv_bytes(self, stored: Mapping[int, float]) -> float:

@@ -39,11 +39,11 @@ class OperatorTables:
             raise ValueError(f"{flag} has operators of {there}, and --devices are {', '.join(wanted)}")
 
     def put(self, op: str, device: str, ranks: int, points: Iterable[Point]) -> None:
-        """What was measured of an operator, in place of what there was."""
+        """Replace the points of an operator by measured ones."""
         self._curves[op, device, ranks] = sorted(points)
 
     def has(self, op: str, device: str, ranks: int) -> bool:
-        """Whether it was measured for so many ranks."""
+        """Whether the operator was measured for so many ranks."""
         return (op, device, ranks) in self._curves
 
     def nearest(self, op: str, device: str, most: int) -> int:

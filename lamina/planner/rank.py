@@ -109,7 +109,9 @@ class Planner:
     chunk: int = 0
 
     def rank(self, asked: Iterable[Deployment], trace: RequestTrace) -> Ranking:
-        """All that fit, on what of the trace fits all of them. Raises ValueError where nothing does."""
+        """All deployments that have room for the model, judged by the requests of the trace that fit all of them.
+        Raises ValueError where nothing does.
+        """
         able, refused = list[Deployment](), list[RefusedDeployment]()
         for deployment in asked:
             refusal = self.refusal(deployment)

@@ -40,7 +40,7 @@ class RequestTrace:
 
     @property
     def surrogate(self) -> bool:
-        """Whether it was made up in the likeness of a trace that is not here; its file says so."""
+        """Whether the trace was made up in the likeness of one that is not here; its file says so."""
         return "SURROGATE" in self.name.upper()
 
     @property
@@ -90,7 +90,7 @@ class RequestTrace:
         return replace(self, requests=tuple(r._replace(prompt=max(1, round(r.prompt * factor))) for r in self.requests))
 
     def first(self, count: int | None) -> RequestTrace:
-        """Its beginning; None: all of it."""
+        """The first ``count`` requests; None: all of them."""
         return replace(self, requests=self.requests[:count])
 
 

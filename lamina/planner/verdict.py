@@ -67,7 +67,7 @@ def tie_width(costs: CostModel, *deployments: Deployment) -> float:
 
 
 def best_reachable(ranking: Ranking) -> str:
-    """Of those that were refused, the one that came closest."""
+    """One line on the refused deployment that came closest."""
     close = ranking.nearest()
     if close is None:
         return "nothing can be built of these devices"

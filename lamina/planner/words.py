@@ -21,7 +21,7 @@ _HEAD = ["devices", "sequences", "tokens/s", "TBT", "$/h", "$/Mtoken", "compute"
 
 
 class Plan(NamedTuple):
-    """All that there is to tell. ``rate``: of requests that were played, see played.play."""
+    """All that a plan tells. ``rate``: requests a second of the runs that were played, as for played.play."""
 
     planner: Planner
     ranking: Ranking

@@ -163,8 +163,8 @@ class Most(NamedTuple):
 def most_bytes(
     layers: Sequence[LayerShape], partition: Partition, itemsize: int, *, max_rows: int, stripes: int
 ) -> Most:
-    """What steps of up to ``max_rows`` rows take, over all layers and memory workers. ``stripes``: that the longest
-    sequence has.
+    """What steps of up to ``max_rows`` rows take, over all layers and memory workers. ``stripes``: those of the
+    longest sequence.
     """
     most, groups = Most(0, 0, 0), list[Group]()
     for worker in range(partition.num_workers):

@@ -27,13 +27,13 @@ def nodes_of(start: int, stop: int) -> int:
 
 
 def settled(place: Place, stripes: int) -> Place:
-    """The same as far as the first ``stripes`` go: nothing is on loan behind them."""
+    """The place of the first ``stripes`` of a sequence at ``place``: nothing is on loan behind them."""
     runs = tuple(Run(r.start, min(r.stop, stripes), r.lane) for r in place.moved if r.start < stripes)
     return Place(place.lane, runs)
 
 
 def lend(place: Place, start: int, stop: int, lane: int) -> Place:
-    """With the stripes ``start .. stop``, behind all that are on loan, in ``lane``."""
+    """``place`` with the stripes ``start .. stop``, behind all that are on loan, put into ``lane``."""
     runs = place.moved
     if lane == place.lane or start >= stop:
         return place
@@ -55,7 +55,7 @@ def fitting(place: Place, lane: int, begin: int, room: int) -> int:
 
 
 def _nodes(place: Place, lane: int, stripes: int) -> int:
-    """Of the first ``stripes``, those that ``lane`` owns."""
+    """The nodes of those of the first ``stripes`` that ``lane`` owns."""
     if lane != place.lane:
         return sum(nodes_of(r.start, min(r.stop, stripes)) for r in place.moved if r.lane == lane)
     cuts = [0, *(min(x, stripes) for r in place.moved for x in (r.start, r.stop)), stripes]
@@ -77,7 +77,7 @@ def longest(room: Mapping[int, int]) -> int:
 
 
 def _fill(place: Place, begin: int, stripes: int, room: Mapping[int, int]) -> tuple[Place, int]:
-    """As far as they fit."""
+    """Where the stripes go as far as they fit, and the first one that does not; arguments as of ``spread``."""
     for lane in sorted(room, key=lambda lane: (lane != place.lane, -room[lane])):
         stop = begin + fitting(place, lane, begin, min(room[lane], stripes - begin))
         place, begin = lend(place, begin, stop, lane), stop

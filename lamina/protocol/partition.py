@@ -43,7 +43,7 @@ class Lanes(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def portion(self) -> float:
-        """Of all lanes."""
+        """The share of all lanes that these are."""
         return sum(self.pattern) / len(self.pattern)
 
 

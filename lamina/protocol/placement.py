@@ -32,7 +32,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where a sequence lies. The exceptions are in the order of stripes."""
+    """Where a sequence lies: from ``lane`` on, but for the runs of stripes that have ``moved``, in their order."""
 
     lane: int = 0  # the first one
     moved: tuple[Run, ...] = ()
@@ -42,8 +42,8 @@ FIRST = Place()
 
 
 class Placement(NamedTuple):
-    """The rule. ``stripe``: in tokens, or blocks, as its user counts; 0 = a sequence stays in its first lane, whole.
-    ``stays``: it does so but for exceptions.
+    """The rule by which stripes of sequences lie in lanes. ``stripe``: in tokens, or blocks, as its user counts; 0 = a
+    sequence stays whole in its first lane. ``stays``: a sequence stays there but for the runs that have moved.
     """
 
     num_lanes: int
@@ -51,7 +51,7 @@ class Placement(NamedTuple):
     stays: bool = False
 
     def lane(self, place: Place, number: int) -> int:
-        """Of the stripe ``number`` of a sequence: its owner's."""
+        """The lane of the owner of the stripe ``number`` of a sequence."""
         for run in place.moved:
             if run.start <= number < run.stop:
                 return run.lane
@@ -101,7 +101,7 @@ class Deal:
         self._before = [0, *accumulate(pattern * 2)]  # lanes that are kept, of those below
 
     def kept(self, place: Place, units: int) -> int:
-        """Of the first ``units`` of a sequence."""
+        """How many of the first ``units`` of a sequence are kept."""
         if self._all:
             return units
         if not self._stripe:

@@ -73,7 +73,7 @@ class Strip(NamedTuple):
 
 
 class Strips:
-    """Those of every layer. Layers of one window whose heads are shared alike have the same."""
+    """The strips of every layer. Layers with equal windows and an equal cut of heads have the same strips."""
 
     def __init__(
         self, before: Partition, after: Partition, windows: Sequence[int], keep: Sequence[Keep], block_size: int
@@ -119,5 +119,5 @@ class Strips:
 
 
 def _pieces(of: Partition, layer: int) -> list[tuple[int, int, Piece]]:
-    """Of all workers: whose it is, its number among those of its worker, and the piece."""
+    """The pieces of all workers, each with its worker and its number among that worker's pieces."""
     return [(w, i, piece) for w in range(of.num_workers) for i, piece in enumerate(of.pieces(layer, w))]

@@ -31,7 +31,7 @@ def parted(done: StepDone, most: int | None = None) -> Iterator[StepDone]:
 
 
 class StepParts:
-    """Of one worker, which sends the parts of a step one behind the other."""
+    """Puts a step together from its parts, which one worker sends one behind the other."""
 
     def __init__(self) -> None:
         self._held: StepDone | None = None

@@ -64,7 +64,7 @@ class CompletionOutput:
         return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=False))
 
     def finished(self) -> bool:
-        """Whether it grows no more."""
+        """Whether the completion grows no more."""
         return self.finish_reason is not None
 
 

@@ -94,7 +94,7 @@ class _OtherError(Exception):
 
 
 class _ChainLinks:
-    """What a slice does. Values are numbered: the ``given`` first, then the results of every unit."""
+    """The links of a slice's chain. Values are numbered: the ``given`` ones first, then the results of every unit."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         """Follow the graph of a slice. Raises _OtherError."""
@@ -115,7 +115,7 @@ class _ChainLinks:
         self.sent = next(iter(sent), None)  # the dtype of all that is sent
 
     def tensor(self, value: int) -> UnitTensor:
-        """Of a value that a unit takes or makes. Raises _OtherError for others."""
+        """The tensor of a value that a unit takes or makes. Raises _OtherError for other values."""
         tensor = self.tensors[value]
         if tensor is None:
             raise _OtherError

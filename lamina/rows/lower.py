@@ -29,7 +29,7 @@ class SlotShape(NamedTuple):
 
 
 class Lowering:
-    """Of one unit. ``slots``: those of placeholders first."""
+    """Turns the graph of one unit into instructions. ``slots``: those of placeholders come first."""
 
     def __init__(self, unit: fx.Graph, weights: int, rules: Mapping[str, Rule]) -> None:
         """``weights``: how many of the placeholders, the first, lie as they do; ``rules``: by operator.
@@ -77,26 +77,26 @@ class Lowering:
                 raise UnsupportedError(f"{node.target} with dimensions of rows that move")
 
     def shape_of(self, node: fx.Node) -> tuple[int, ...]:
-        """Of one row. Raises UnsupportedError where rows are no dimension 0."""
+        """The shape of one row of a node's tensor. Raises UnsupportedError where rows are no dimension 0."""
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             raise UnsupportedError(f"{node.target} gives no tensor")
         return row_shape(value, self._rows)
 
     def is_static(self, node: fx.Node) -> bool:
-        """Whether it has no rows: a weight, or a view of one."""
+        """Whether a node's tensor has no rows: a weight, or a view of one."""
         value = node.meta.get("val")
         return isinstance(value, Tensor) and not any(isinstance(n, torch.SymInt) for n in value.shape)
 
     def weight(self, node: Any) -> View:
-        """Raises UnsupportedError where it is computed."""
+        """The view of a weight. Raises UnsupportedError for an operand that is computed."""
         view = self.view(node)
         if self.slots[view.slot].with_rows:
             raise UnsupportedError("a weight that is computed")
         return view
 
     def view(self, node: Any) -> View:
-        """What an operator is given. Raises UnsupportedError where it is no tensor."""
+        """The view that an operand is. Raises UnsupportedError where it is no tensor."""
         value = self.values.get(node) if isinstance(node, fx.Node) else None
         if not isinstance(value, View):
             raise UnsupportedError("an operand that is no tensor")
@@ -131,7 +131,7 @@ class Lowering:
         return to
 
     def load(self, node: Any, shape: Sequence[int]) -> Operation:
-        """All of an operand, at the elements of ``shape``."""
+        """A load of the operand ``node``, spread over the elements of ``shape``."""
         view = self.view(node)
         if not self.is_static(node) and len(view.shape) != len(shape):
             raise UnsupportedError("rows that do not line up")
@@ -167,7 +167,7 @@ class Lowering:
 
 
 def _is_value(node: fx.Node) -> bool:
-    """Whether it is a tensor, or several, and not a number that is known only when slices run."""
+    """Whether a node gives one tensor or several, and not a number that is known only when slices run."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) or (isinstance(value, list | tuple) and all(isinstance(v, Tensor) for v in value))
 

@@ -57,7 +57,7 @@ class BadWords:
 
 
 class History:
-    """Of one sequence."""
+    """The tokens of one sequence that penalties and bans look at."""
 
     def __init__(self, penalties: Penalties) -> None:
         """Raises ValueError for ids that are none."""
@@ -78,7 +78,9 @@ class History:
         self.told += tokens
 
     def seen(self, count: int, pending: int | None) -> Seen:
-        """With the first ``count`` tokens of the completion, and the one that has been drawn behind them."""
+        """The changes of logits behind the first ``count`` tokens of the completion and ``pending``, the token drawn
+        behind them, if there is one.
+        """
         if count < self._counted:
             self._counts, self._counted = Counter(), 0
         self._counts.update(self.told[self._counted : count])
@@ -95,14 +97,14 @@ class History:
 
 
 class Due(NamedTuple):
-    """What a draw to come counts."""
+    """The history of a draw to come, and how much of it counts."""
 
     history: History
     told: int  # tokens of the completion
 
 
 class Histories:
-    """Of all sequences that have some. To be told of every step, in their order, whoever draws."""
+    """The histories of all sequences that have one. Every step has to be told, in order, whoever draws."""
 
     def __init__(self) -> None:
         self._of: dict[int, History] = {}

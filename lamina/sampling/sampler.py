@@ -85,7 +85,9 @@ class Sampler:
 
 
 def _place(scores: Tensor, token: int) -> int:
-    """From 1, as ``before`` counts; without its ids, which take as long as all else."""
+    """A token's place among all by its score, from 1, as ``before`` counts; without ids, which take as long as all
+    else.
+    """
     value = scores[token]
     above, equal = torch.count_nonzero(scores > value), torch.count_nonzero(scores[:token] == value)
     return 1 + int(above + equal)

@@ -245,7 +245,7 @@ def _tell_failure(task: asyncio.Task[None]) -> None:
 
 @contextlib.contextmanager
 def _ended_by_signals(handle: WorkerHandle) -> Iterator[None]:
-    """Until the server runs, a signal ends this process; its engine goes with it."""
+    """From here until the server runs, a signal ends this process, and its engine with it."""
 
     def end() -> None:
         handle.sock.close()

@@ -188,7 +188,7 @@ class Conversations:
             self._count.waiting += len(self._line)
 
     def _end(self, talk: _Talk) -> None:
-        """What it has more is saved, and its session thinks."""
+        """A turn has ended: its new pages are saved, and the session thinks."""
         self._served += 1
         talk.history = min(self._world.window, talk.history + talk.lengths.pop())
         keys = talk.keys()

@@ -39,12 +39,12 @@ def drawn(draw: Draw, seen: int, due: Mapping[int, Due], pending: int | None) ->
 
 
 def letters(tokens: Iterable[int]) -> str:
-    """Its text."""
+    """The text of tokens."""
     return "".join(chr(97 + t % 26) for t in tokens)
 
 
 class Letters:
-    """Its detokenizer; see engine.text.Pieces."""
+    """The model's detokenizer, as engine.text.Pieces is for a real one."""
 
     def push(self, token_ids: Iterable[int]) -> str:
         return letters(token_ids)

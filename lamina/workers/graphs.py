@@ -26,10 +26,10 @@ MOST_ROWS = 256  # of a graph; with more, launches cost little of a slice
 
 
 class Graph(Protocol):
-    """What was recorded."""
+    """A recorded piece of work of the device."""
 
     def replay(self) -> None:
-        """Do it again, on the same memory."""
+        """Do the recorded work again, on the same memory."""
         ...
 
 
@@ -165,7 +165,9 @@ class _Meeting(NamedTuple):
     result: Tensor
 
     def meet(self, group: Collective, bucket: int, rows: int) -> None:
-        """Of a graph's rows, ``bucket``, those that mean something: ranks without graphs have no others."""
+        """Meet over the first ``rows`` of a graph's ``bucket`` rows, the ones that mean something: ranks without graphs
+        have no others.
+        """
         rows = rows if self.x.shape[0] == bucket else self.x.shape[0]
         self.result[:rows].copy_(getattr(group, self.kind)(self.x[:rows], *self.more))
 

@@ -51,7 +51,7 @@ class Staging(Protocol):
         ...
 
     def fill(self, data: memoryview, room: Tensor) -> None:
-        """What the device has put into ``room`` is in ``data`` now."""
+        """Bring the bytes that the device has put into ``room`` into ``data``."""
         ...
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -171,11 +171,11 @@ class Apart:
         return False
 
     def copy(self, to: Tensor, x: Tensor) -> None:
-        """From the host to the device or back, behind what the device has been given to do."""
+        """Copy from the host to the device or back, behind the work that the device was given before."""
         to.copy_(x)
 
     def wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Wait until the device has done all work that it was given."""
 
 
 class CudaStaging(Apart):

@@ -57,13 +57,13 @@ class ViewFabric:
         self._over = ""
 
     def connect(self, url: str, terms: Terms, *, timeout_s: float) -> Channel:
-        """As Fabric.connect, in this view's epoch."""
+        """Connect as Fabric.connect does, in this view's epoch."""
         if self._fabric is None:
             raise ValueError(f"{url}: this worker connects to nobody")
         return self._keep(self._fabric.connect(url, replace(terms, epoch=self.view), timeout_s=timeout_s))
 
     def reach(self, url: str, terms: Terms, *, timeout_s: float) -> Channel:
-        """As ``connect``, to a peer that may have given up and gone on: then until the view is over, and not longer."""
+        """Connect to a peer that may have given up and gone on: tries no longer than this view lasts."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._check()
@@ -75,7 +75,7 @@ class ViewFabric:
                     raise
 
     def at(self, door: ViewDoor) -> ViewListener:
-        """Where peers of this view come."""
+        """The listener of ``door`` for peers of this view."""
         return ViewListener(self, door)
 
     def accept(self, door: ViewDoor, timeout_s: float) -> Channel:

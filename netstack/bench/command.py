@@ -169,7 +169,7 @@ def listen(scheme: str, address: str, key: bytes, cores: Sequence[int], idle_s: 
 
 
 def usable_transports(key: bytes) -> list[str]:
-    """Those between processes that open here; why the others do not is said on stderr."""
+    """The transports between processes that open on this host; stderr tells why the others do not."""
     schemes = []
     for scheme in (s for s in SCHEMES if s not in WRAPPERS):
         try:

@@ -148,7 +148,9 @@ class CudaChannel(WatchedChannel):
                 self._driver.launch(stream, kernel, self._channel, *arguments)
 
     def _check_kernels(self, status: int) -> None:
-        """Of a view: what ``status`` says, or that the channel was closed, since when nothing was launched."""
+        """Raise the error that a view's ``status`` stands for, or that the channel was closed, after which nothing is
+        launched.
+        """
         if status == OK and not self._closed:
             return
         self._check("a kernel")
@@ -224,7 +226,9 @@ class CudaChannel(WatchedChannel):
                 self._run(RECEIVER, "memory_release", self._released, STALL_NS)
 
     def _wait(self, step: Callable[[int], int], timeout_s: float, operation: str) -> bool:
-        """Until ``step`` says OK; False once ``timeout_s`` has passed. What came before the peer's end counts."""
+        """Call ``step`` until it says OK; False once ``timeout_s`` has passed. Messages from before the peer's end
+        count.
+        """
         deadline, pause = monotonic() + timeout_s, 0.0
         while True:
             self._check(operation)

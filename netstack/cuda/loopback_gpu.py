@@ -152,7 +152,7 @@ class LoopbackGpuChannel(LoopbackChannel):
             self._changed.notify_all()
 
     def explain(self, status: int) -> NoReturn:
-        """Of a kernel."""
+        """Raise the error that a kernel's ``status`` stands for."""
         with self._changed:
             if status == TIMEOUT:  # a kernel of the peer has failed, and its host is about to say why
                 self._changed.wait_for(lambda: any(self._shared.ends), DEATH_NOTICED_S)

@@ -36,7 +36,7 @@ class WatchedChannel(BaseChannel):
 
     @abstractmethod
     def _end_waits(self) -> None:
-        """From any thread: calls in progress on this side return soon."""
+        """End the calls in progress on this side soon; may be called from any thread."""
 
     def _leave(self, why: str) -> None:
         if self._stopped:

@@ -135,7 +135,7 @@ class StreamListener:
             self._wake.close()
 
     def _next(self, deadline: float) -> Channel:
-        """That of the next peer that has passed the handshake and what its transport sets up behind it."""
+        """The channel of the next peer that has passed the handshake and the setup of its transport behind it."""
         while self._wake.fileno() >= 0:
             poller = select.poll()
             poller.register(self._wake, select.POLLIN)

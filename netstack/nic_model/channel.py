@@ -177,7 +177,9 @@ class NicModelChannel(WatchedChannel):
             endpoint.report()  # what does not fit the ring now goes with the next wait
 
     def _wait(self, wait: Callable[[native.Endpoint, float], int], timeout_s: float, operation: str) -> bool:
-        """Until ``wait`` says OK; False once ``timeout_s`` has passed. What came before the peer's end counts."""
+        """Call ``wait`` until it says OK; False once ``timeout_s`` has passed. Messages from before the peer's end
+        count.
+        """
         deadline = monotonic() + timeout_s
         pause = 0.0
         while True:

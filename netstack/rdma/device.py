@@ -147,8 +147,8 @@ class Domain:
         return self._memories[-1]
 
     def memory_of(self, part: memoryview, sources: Sequence[memoryview]) -> Memory | None:
-        """That of the source, of which ``part`` is one; None where no more can be pinned. Raises ValueError where there
-        is no such source.
+        """The memory of the source that ``part`` is a piece of; None where no more can be pinned. Raises ValueError
+        where there is no such source.
         """
         address = address_of(part)
         for view in reversed(sources):
@@ -220,7 +220,7 @@ class QueuePair:
         self.route = Route(device.gid, device.lid, self._pair.qp_num, randbits(24), device.mtu)
 
     def connect(self, peer: Route) -> None:
-        """From here on both directions work, as soon as the peer has done the same."""
+        """Connect the queue pair to the peer's. Both directions work as soon as the peer has done the same."""
         way = GlobalRoute(dgid=GID(IPv6Address(peer.gid).exploded), sgid_index=self._device.gid_index, hop_limit=64)
         way.traffic_class = self._device.service.traffic_class
         attributes = QPAttr(port_num=self._device.port)

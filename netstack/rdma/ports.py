@@ -65,7 +65,9 @@ class Port:
         return wanted.name in ("", self.device) and wanted.port in (None, self.number) and not self.lack(wanted)
 
     def gid_index(self, wanted: Wanted) -> int:
-        """That of the wanted GID, else of the best: of RoCE v2, routable, first. Where ``lack`` finds nothing."""
+        """The index of the wanted GID, else of the best one: RoCE v2 before others, routable before link-local. To be
+        called where ``lack`` finds nothing.
+        """
         if wanted.gid_index is not None:
             return wanted.gid_index
 
@@ -97,8 +99,8 @@ def named(gids: Gids) -> str:
 
 
 def ports(root: Path = Path("/"), gids: Callable[[str, int], Gids] | None = None) -> list[Port]:
-    """All that the kernel below ``root`` lists, sorted by device and number. ``gids``: those of a device's port where
-    there is a faster way than a file for each.
+    """All ports that the kernel below ``root`` lists, sorted by device and number. ``gids``: gives the GIDs of a
+    device's port, where there is a faster way than to read a file for each.
     """
     folder = root / CLASS
     return [_port(folder / device, n, gids) for device in _names(folder) for n in _numbers(folder / device / "ports")]

@@ -39,7 +39,9 @@ def stride(geometry: Geometry) -> int:
 
 
 def reaching(geometry: Geometry, our_lid: int, connect: Callable[[Card], None]) -> Callable[[bytes], None]:
-    """What takes the peer's card, whose inbox is of ``geometry``, and connects to it. Raises HandshakeError."""
+    """A function that takes the bytes of the peer's card, whose inbox is of ``geometry``, and connects to the peer; it
+    raises HandshakeError.
+    """
 
     def reach(text: bytes) -> None:
         card = opened(text, inbox_bytes=geometry.slots * stride(geometry), our_lid=our_lid)

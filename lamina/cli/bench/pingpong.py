@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Its exit status."""
+    """The exit status of the program that plays ping-pong."""
     from lamina.netstack import bench
 
     return bench.main(args.argv)

@@ -46,7 +46,9 @@ class StreamTold:
 
 
 def seeds_of(journal: Path) -> dict[str, int]:
-    """Of all requests of a server with that --journal, by the ids of their answers: also where a client gave none."""
+    """The seeds of all requests in a server's journal, by the ids of their answers; the server draws one where a client
+    gave none.
+    """
     from lamina.server.journal.records import Accepted
     from lamina.server.journal.segment import Contents
 

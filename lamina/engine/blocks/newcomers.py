@@ -161,8 +161,8 @@ class Newcomers:
             batches[0].ops += self._tier.ahead.tell([*waiting], self._to_load)
 
     def _ways(self, sequence: Sequence, batches: Several[Batch], *, alone: bool) -> list[Load | Hit | None]:
-        """With what a waiting sequence may begin, the best first; none: it waits, and all behind it; ASIDE: it waits
-        for a transfer, and those behind it do not. ``alone``: nothing runs.
+        """The stored tokens that a waiting sequence may begin with, the best first. An empty list: it waits, and so do
+        all behind it; ASIDE: it waits for a transfer, and the others do not. ``alone``: nothing runs.
         """
         if self._swaps and self._swaps.waits(sequence):
             return ASIDE
@@ -187,7 +187,9 @@ class Newcomers:
         return self._tier.find(sequence, hit.length if hit else 0)
 
     def _ways_of_truncated(self, sequence: Sequence, batches: Several[Batch]) -> list[Load | Hit | None]:
-        """Its session's leaf alone, which may have to be moved first, in a round in which nobody else is about it."""
+        """Of a truncated sequence: the leaf of its session alone. The leaf may have to be shifted first, in a round in
+        which no other operation touches it.
+        """
         session = sequence.session
         leaf = session.leaf if session is not None else None
         if leaf is not None and any(leaf in touched(op) for batch in batches for op in batch.ops):

@@ -58,7 +58,7 @@ class Swaps:
         return self._load_s is None or self._compute_s is None or self._load_s < self._compute_s
 
     def save(self, sequence: Sequence) -> list[Export]:
-        """Of a running one that is preempted, in the plan that frees it. A row is left to draw behind."""
+        """The exports of a sequence that is preempted, in the plan that frees it. A row is left to draw behind."""
         length = min(sequence.num_scheduled, sequence.num_promised - 1)
         if length < 1 or not self.worth_it:
             return []
@@ -70,12 +70,12 @@ class Swaps:
         return ops
 
     def waits(self, sequence: Sequence) -> bool:
-        """Whether its KV is still on its way to the medium."""
+        """Whether KV of the sequence is still on its way to the medium."""
         kept = self._kept.get(sequence)
         return kept is not None and self._tier.is_saving(kept.number)
 
     def find(self, sequence: Sequence) -> Load | None:
-        """Its own KV, as far as it is there."""
+        """The sequence's own KV, as far as the medium has it."""
         kept = self._kept.get(sequence)
         if kept is None:
             return None
@@ -85,7 +85,7 @@ class Swaps:
         return Load(length, (kept.place,), tuple(kept.keys[:pages]), own=True) if length else None
 
     def forget(self, sequence: Sequence) -> list[Drop]:
-        """It runs again, or never will."""
+        """The sequence runs again, or never will: its KV is given up."""
         kept = self._kept.pop(sequence, None)
         if kept is None:
             return []

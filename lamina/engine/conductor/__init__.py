@@ -74,7 +74,9 @@ class Conductor:
         self._sends_until = [0.0] * self.num_workers
 
     def choose(self, prompt: KnownPrompt, now_s: float, among: Collection[int] | None = None) -> PromptChoice:
-        """Who should compute it, of all workers or of ``among``. Changes nothing but the next draw of chance."""
+        """The worker that should compute ``prompt``, of all workers or of ``among``. Changes nothing but the next draw
+        of chance.
+        """
         held, ready = self.directory.held(prompt.keys), self.directory.ready(prompt.keys)
         workers = [
             WorkerMatch(w, line.queue_s(now_s), prompt.length(held[w]), prompt.length(ready[w]))
@@ -93,7 +95,7 @@ class Conductor:
         )
 
     def refuses(self, prompt: KnownPrompt, choice: PromptChoice, now_s: float) -> Refusal | None:
-        """At the arrival: whether the larger of both loads is above 1 (section 6.2)."""
+        """At a prompt's arrival: a refusal where the larger of both pools' loads is above 1 (section 6.2)."""
         limits, ttft_s, tbt_s = self.rules.limits, choice.ttft_s, 0.0
         if limits.tbt_s < math.inf:
             tbt_s = self._tbt_s(prompt, now_s, now_s + ttft_s)
@@ -104,8 +106,8 @@ class Conductor:
         return None
 
     def book(self, request: int, prompt: KnownPrompt, choice: PromptChoice, now_s: float) -> list[bytes]:
-        """It is so. Returns the keys of the pages that the worker gives up. What moves stays where it is too, so that
-        pages which many want are soon in many places (section 5.2).
+        """Take ``choice`` for the request. Returns the keys of the pages that the worker gives up. What moves stays
+        where it is too, so that pages which many want are soon in many places (section 5.2).
         """
         line, ready_s = self._lines[choice.worker], now_s
         if choice.source != NOBODY:
@@ -116,24 +118,24 @@ class Conductor:
         return self.directory.take(choice.worker, prompt.keys)
 
     def received(self, request: int) -> None:
-        """What had to move for it has come."""
+        """The pages that had to move for ``request`` have come."""
         choice, prompt = self._booked[request]
         moved = [k for n, k in enumerate(prompt.keys, 1) if prompt.length(n) <= choice.prefix]
         self.directory.arrived(choice.worker, moved)
 
     def begun(self, request: int, now_s: float) -> None:
-        """Its worker computes it from now on."""
+        """The request's worker computes its prompt from now on."""
         self._lines[self._booked[request][0].worker].begun(now_s)
 
     def computed(self, request: int, now_s: float, seconds: float, prefix: int) -> None:
-        """Its worker has computed it behind ``prefix`` tokens, in so many seconds of work."""
+        """The request's worker has computed its prompt behind ``prefix`` tokens, in so many seconds of work."""
         choice, prompt = self._booked.pop(request)
         self._lines[choice.worker].remove(request, now_s)
         self.fit.observe(prompt.tokens, prefix, seconds)
         self.directory.arrived(choice.worker, prompt.keys)
 
     def cancelled(self, request: int, now_s: float) -> None:
-        """It will not be computed."""
+        """The request's prompt will not be computed."""
         choice, prompt = self._booked.pop(request)
         self._lines[choice.worker].remove(request, now_s)
         self.directory.failed(choice.worker, prompt.keys)
@@ -147,7 +149,7 @@ class Conductor:
         self._booked.clear()
 
     def refuses_decoding(self, tokens: int, ttft_s: float) -> Refusal | None:
-        """At the end of a prompt: whether no instance can take it within the limit (section 3, step 4)."""
+        """At the end of a prompt: a refusal where no instance can decode it within the limit (section 3, step 4)."""
         if not self.rules.check_again and self.rules.overload != "baseline":
             return None
         _, tbt_s = self.decoding.select(tokens)
@@ -181,6 +183,6 @@ class Conductor:
         return self.decoding.tbt_at(done_s, now_s, joining)
 
     def _relief_s(self, now_s: float, tbt_s: float) -> float:
-        """Until enough completions have ended, if they end evenly."""
+        """Seconds until enough completions have ended, if they end evenly."""
         above = 1.0 - self.rules.limits.tbt_s / tbt_s
         return max(1.0, above * self.decoding.decode_s)

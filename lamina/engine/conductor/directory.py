@@ -54,7 +54,7 @@ class Directory:
                 self._ready[key] = self._ready.get(key, 0) | bit
 
     def failed(self, worker: int, keys: Sequence[bytes]) -> None:
-        """Those of ``keys`` that are not ready will not come."""
+        """The pages of ``keys`` that are not ready yet will not come."""
         bit = 1 << worker
         for key in keys:
             if self._held.get(key, 0) & bit and not self._ready.get(key, 0) & bit:
@@ -69,7 +69,7 @@ class Directory:
             self._forget(worker, key)
 
     def num_pages(self, worker: int) -> int:
-        """That ``worker`` holds."""
+        """The number of pages that ``worker`` holds."""
         return len(self._stores[worker])
 
     def _forget(self, worker: int, key: bytes) -> None:

@@ -29,7 +29,7 @@ class PrefillTime(NamedTuple):
     c: float
 
     def seconds(self, tokens: int, prefix: int = 0) -> float:
-        """Of a prompt of which the first ``prefix`` tokens have K and V."""
+        """The seconds of computing a prompt whose first ``prefix`` tokens have K and V already."""
         return self.a + self.b * (tokens - prefix) + self.c * (tokens * tokens - prefix * prefix)
 
 

@@ -21,13 +21,15 @@ class BookedPrompt:
 
 @dataclass
 class PromptLine:
-    """Of one worker: first come, first served, one after the other."""
+    """The prompts that wait for one worker, which computes them one after the other in the order of their arrival."""
 
     prompts: list[BookedPrompt] = field(default_factory=list)
     _begun_s: float | None = None  # of the first
 
     def queue_s(self, now_s: float) -> float:
-        """Until all of them are computed. A first one that takes longer than it should is done at any moment."""
+        """Seconds until all prompts are computed. A first prompt that takes longer than foreseen counts as done at any
+        moment.
+        """
         if not self.prompts:
             return 0.0
         if self.prompts[0].due_s < now_s:
@@ -35,7 +37,7 @@ class PromptLine:
         return self.prompts[-1].due_s - now_s
 
     def add(self, prompt: BookedPrompt, now_s: float) -> None:
-        """It is the last one."""
+        """Put ``prompt`` at the end of the line."""
         begin = now_s + self.queue_s(now_s)
         prompt.due_s = max(begin, prompt.ready_s) + prompt.prefill_s
         self.prompts.append(prompt)
@@ -46,7 +48,7 @@ class PromptLine:
         self._foresee(now_s)
 
     def remove(self, request: int, now_s: float) -> BookedPrompt:
-        """It is computed, or will not be. Raises KeyError for one that is not here."""
+        """Take out a prompt that is computed, or will not be. Raises KeyError for a request that is not here."""
         at = next((i for i, prompt in enumerate(self.prompts) if prompt.request == request), None)
         if at is None:
             raise KeyError(request)

@@ -49,7 +49,7 @@ class TokenTime(NamedTuple):
     c: float
 
     def seconds(self, rows: float, stored: float) -> float:
-        """Of a step; without rows there is none."""
+        """The seconds of a step; 0 without rows."""
         return self.a + self.b * rows + self.c * stored if rows > 0 else 0.0
 
 
@@ -88,7 +88,9 @@ class DecodePool:
         return len(self._running)
 
     def select(self, stored: int) -> tuple[int, float]:
-        """Where one behind so many tokens should decode, and the step's seconds there: the least ones."""
+        """The instance whose step stays the shortest with one more completion behind ``stored`` tokens, and that step's
+        seconds.
+        """
         seconds = [self.law.seconds(i.rows + 1, i.stored + stored + self.answer) for i in self._instances]
         at = min(range(len(seconds)), key=seconds.__getitem__)
         return at, seconds[at]

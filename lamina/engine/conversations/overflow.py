@@ -32,13 +32,13 @@ class Overflow(NamedTuple):
         return max(before, -(-max(0, length + answer - self.limit) // self.step) * self.step)
 
     def left(self, prompt: list[int], discarded: int) -> list[int]:
-        """What a prompt has at the positions that it then has."""
+        """The tokens of a prompt that are left, with ``discarded`` ones taken out."""
         return prompt[: self.first] + prompt[self.first + discarded :] if discarded else prompt
 
 
 def overflow_of(options: OverflowOptions, limit: int, lane_tokens: int) -> Overflow | None:
-    """None: a prompt that is too long is refused. ``lane_tokens``: of a stripe in every lane. Raises ValueError where a
-    context of ``limit`` tokens is too short for that.
+    """How prompts that are too long are truncated; None: they are refused. ``lane_tokens``: tokens of a stripe in every
+    lane. Raises ValueError where a context of ``limit`` tokens is too short to be truncated.
     """
     if not options.truncates:
         return None

@@ -27,8 +27,8 @@ class SessionName(NamedTuple):
 
 
 class SessionFacts(NamedTuple):
-    """What its owner is told of a session. ``tokens``: of the KV that its last turn has left; ``tier``: where that is
-    now, the fastest place of several.
+    """The facts of a session that its owner is told. ``tokens``: of the KV that its last turn has left; ``tier``: where
+    that is now, the fastest place of several.
     """
 
     name: str
@@ -39,7 +39,7 @@ class SessionFacts(NamedTuple):
 
 @dataclass(eq=False)
 class SessionState:
-    """Of one conversation. ``keys``: of the whole pages of its last turn."""
+    """The state of one conversation. ``keys``: those of the whole pages of its last turn."""
 
     name: SessionName
     turns: int = 0
@@ -94,7 +94,7 @@ class Sessions:
         return before
 
     def owner(self, number: int) -> SessionState | None:
-        """Of a retained sequence."""
+        """The session whose leaf a retained sequence is, if it is one."""
         return self._by_leaf.get(number)
 
     def evicted(self, number: int) -> None:
@@ -107,7 +107,7 @@ class Sessions:
         return self._by_name.pop(name, None)
 
     def _let_go(self, session: SessionState) -> None:
-        """Its leaf has no name any more."""
+        """The session's leaf has no name any more."""
         if session.leaf is not None:
             self._by_leaf.pop(session.leaf, None)
             session.leaf = None

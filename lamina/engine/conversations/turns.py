@@ -42,20 +42,20 @@ class _Spoken(NamedTuple):
 
 
 def said_of(prompt: str | Sequence[int]) -> Said:
-    """Of a prompt: text, or token ids."""
+    """The bytes of a prompt: of text, or of token ids."""
     if isinstance(prompt, str):
         return Said("text", prompt.encode(errors="surrogatepass"))
     return Said("tokens", b"".join(token.to_bytes(8, "little", signed=True) for token in prompt))
 
 
 def said_in(messages: Sequence[Mapping[str, Any]]) -> Said:
-    """Of a conversation."""
+    """The bytes of a conversation's messages."""
     each = (json.dumps(dict(message), sort_keys=True, default=str).encode() for message in messages)
     return Said("messages", b"".join(len(data).to_bytes(8, "little") + data for data in each))
 
 
 class Turns:
-    """Of all sessions. A turn that ends without an answer leaves the session where it was."""
+    """The turns of all sessions. A turn that ends without an answer leaves the session where it was."""
 
     def __init__(self) -> None:
         self._last: OrderedDict[SessionName, _Spoken] = OrderedDict()

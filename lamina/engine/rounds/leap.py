@@ -35,7 +35,7 @@ class Leaps:
         self._ledger, self._room, self._max_num_seqs = ledger, room, max_num_seqs
 
     def longest(self, at: Standing, token: int) -> int:
-        """So many rounds behind the one in flight are like it, if each row draws ``token``."""
+        """The number of rounds behind the one in flight that are like it, if each row draws ``token``."""
         if any(self._ledger.windows) or not _decodes(at, token) or not self._stands(at):
             return 0
         rounds = min(s.max_len - len(s.tokens) - 1 for step in at.steps for s in step.parts)

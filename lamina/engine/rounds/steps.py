@@ -29,7 +29,7 @@ class ScheduledStep:
 
     @property
     def pairs(self) -> int:
-        """Of a row and a token that its attention sees."""
+        """The number of pairs of a row and a token that its attention sees."""
         return sum(row.count * row.first + row.count * (row.count + 1) // 2 for row in self.plan.rows)
 
 

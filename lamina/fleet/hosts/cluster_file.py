@@ -34,7 +34,7 @@ class HostEntry:
 
     @property
     def place(self) -> str:
-        """Its IP; its name where that was not looked up."""
+        """The host's IP; its name where that was not looked up."""
         return self.ip or self.address
 
     def resources(self) -> dict[str, float]:
@@ -60,7 +60,7 @@ class Cluster:
 
     @property
     def head(self) -> str:
-        """As ``--ray-address`` takes it."""
+        """The address of the head as ``--ray-address`` takes it."""
         host = self.hosts[0].place
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
@@ -76,7 +76,9 @@ class Cluster:
         ]  # fmt: skip
 
     def looked_up(self) -> Cluster:
-        """With the IPs of all hosts. Raises ValueError for a name that leads to none that other hosts reach."""
+        """The same cluster with the IPs of all hosts. Raises ValueError for a name that leads to none that other hosts
+        reach.
+        """
         hosts = tuple(
             replace(h, ip=look_up(h.address, f"{self.path}: host {number}", alone=len(self.hosts) == 1))
             for number, h in enumerate(self.hosts)

@@ -144,7 +144,7 @@ def _end(folder: Path) -> bool:
 
 
 def _started_by(folder: Path) -> dict[str, Any]:
-    """Of the order that started what runs here: {call, arguments}; empty where nobody wrote it down."""
+    """The order that started what runs here: {call, arguments}; empty where nobody wrote it down."""
     try:
         order: dict[str, Any] = json.loads((folder / "order").read_text())
     except (OSError, ValueError):

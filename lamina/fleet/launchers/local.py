@@ -261,7 +261,7 @@ def _signal_name(number: int) -> str:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Of a worker's process; ``threads`` of OpenMP, 0 = as here."""
+    """The environment of a worker's process; ``threads`` of OpenMP, 0 = as here."""
     # The package need not be installed: workers find it where this process did.
     root = str(Path(__file__).resolve().parents[3])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

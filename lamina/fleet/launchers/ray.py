@@ -153,7 +153,7 @@ class RayLauncher:
         self._used = {new for who in self._used if (new := renumbered(who))}
 
     def may_replace(self, lost: WorkerHandle) -> bool:
-        """On its host; not where that has fallen silent."""
+        """Whether another worker may start on the lost one's host: not where the host has fallen silent."""
         return isinstance(lost, RayWorker) and not lost.sock.silent
 
     def close(self) -> None:
@@ -253,7 +253,7 @@ def _group(places: dict[str, list[HostPlace]], placement: str, *, pinned: bool) 
 
 
 def _read_back(ray: Any, group: Any, places: dict[str, list[HostPlace]]) -> dict[str, list[HostPlace]]:
-    """With the hosts that Ray has given each bundle."""
+    """``places`` with the hosts that Ray has given their bundles. Raises OSError where a host was lost meanwhile."""
     nodes = import_module("ray.util").placement_group_table(group)["bundles_to_node_id"]
     hosts = {host.name: host for host in hosts_of(ray, whole=True)}
     by_role: dict[str, list[HostPlace]] = {role: [] for role in places}

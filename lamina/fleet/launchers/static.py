@@ -76,7 +76,7 @@ class Visitor:
             self.over.set()
 
     def listen(self) -> None:
-        """To what it says, until its link ends."""
+        """Take the warden's messages until its link ends."""
         try:
             while not self.fate:
                 message = self.link.recv()

@@ -180,11 +180,11 @@ class OwnWarm(Warm):
         return self._process.poll() is None
 
     def retire(self) -> None:
-        """It is to take no more orders, and to end with the last of its workers."""
+        """Give the process no more orders; it ends with the last of its workers."""
         super().close()
 
     def close(self) -> None:
-        """End it, by force: it has nothing to lose. Its workers go on."""
+        """End the process by force: it has nothing to lose. Its workers go on."""
         super().close()
         os.close(self._life_line)
         self._process.kill()
@@ -234,13 +234,13 @@ class WarmStart:
             self._own = None
 
     def _reap(self) -> None:
-        """Those that have ended by themselves are given back."""
+        """Close the retired processes that have ended by themselves."""
         for ended in [warm for warm in self._retired if not warm.alive]:
             self._retired.remove(ended)
             ended.close()
 
     def drop(self, warm: Warm) -> None:
-        """It has ended: the next one is new, and this process's own."""
+        """Forget a warm process that has ended: the next one is new, and this process's own."""
         with self._lock:
             if warm is self._parent:
                 self._parent = None

@@ -139,7 +139,7 @@ class PageIndex:
             )
 
     def _set(self, atoms: Iterable[Atom]) -> int:
-        """Its number, a new one where it has none."""
+        """The number of a set of atoms, a new one where it has none."""
         name = (packed_set(atoms),)
         known = self._db.execute("SELECT id FROM sets WHERE atoms = ?", name).fetchone()
         if known is None:
@@ -165,7 +165,7 @@ class PageIndex:
             return [row[0] for row in gone]
 
     def drop_tenant(self, tenant: bytes) -> int:
-        """Its pages of all identities; returns how many."""
+        """Give up a tenant's pages of all identities; returns how many."""
         with self._change():
             return self._db.execute("DELETE FROM pages WHERE tenant = ?", (tenant,)).rowcount
 
@@ -234,7 +234,7 @@ class PageIndex:
         return {int(number): int(size) for number, size in self._rows("SELECT id, size FROM segments")}  # type: ignore[call-overload]
 
     def extents(self, segment: int) -> list[RecordExtent]:
-        """Those that hold records, by their places."""
+        """The extents of ``segment`` that hold records, by place."""
         rows = self._rows("SELECT segment, at, size FROM records WHERE segment = ? ORDER BY at", segment)
         return [RecordExtent(*row) for row in rows]  # type: ignore[arg-type]
 
@@ -263,7 +263,7 @@ class PageIndex:
         return given
 
     def segments_by_use(self) -> list[int]:
-        """That with the least recently used pages first."""
+        """The segments' numbers, that with the least recently used pages first."""
         query = (
             "SELECT s.id FROM segments s LEFT JOIN records r ON r.segment = s.id LEFT JOIN pages p ON p.id = r.page"
             " GROUP BY s.id ORDER BY max(p.used)"

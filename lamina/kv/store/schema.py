@@ -88,7 +88,7 @@ def record_of(row: Iterable[object]) -> Record:
 
 
 def packed(atoms: dict[Atom, Sealed]) -> bytes:
-    """What ``record_of`` reads."""
+    """The bytes of sealed atoms, as ``record_of`` reads them."""
     return b"".join(_ATOM.pack(*atom, *sealed) for atom, sealed in atoms.items())
 
 
@@ -98,5 +98,5 @@ def packed_set(atoms: Iterable[Atom]) -> bytes:
 
 
 def set_of(atoms: bytes) -> frozenset[Atom]:
-    """What ``packed_set`` has packed."""
+    """The set of atoms that ``packed_set`` has packed."""
     return frozenset(map(Atom._make, _NAME.iter_unpack(atoms)))

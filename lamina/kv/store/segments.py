@@ -27,7 +27,7 @@ _SPARE_BUFFERS = 4
 
 
 def padded(nbytes: int) -> int:
-    """To whole blocks."""
+    """``nbytes``, rounded up to whole blocks."""
     return -(-nbytes // BLOCK) * BLOCK
 
 
@@ -129,7 +129,7 @@ class Segments:
         return keys
 
     def settle(self, extent: RecordExtent) -> None:
-        """It is in the index, or is free again."""
+        """An extent is in the index now, or is free again."""
         self._pending.discard(extent)
 
     def refresh(self) -> None:

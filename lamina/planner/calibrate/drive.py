@@ -16,7 +16,7 @@ _MOST = 4096  # sequences of a shape
 
 
 class RunShape(NamedTuple):
-    """So many prompts of so many tokens at once, in ``batches``."""
+    """A run of so many prompts of so many tokens at once, in ``batches`` batches."""
 
     sequences: int
     prompt: int
@@ -28,7 +28,7 @@ class RunShape(NamedTuple):
         return f"{self.sequences} x {self.prompt}, n = {self.batches}"
 
     def requests(self, answer: int) -> list[TracedRequest]:
-        """That all come at once."""
+        """The requests of the run, which all come at once."""
         return [TracedRequest(0.0, self.prompt, answer)] * self.sequences
 
 

@@ -35,12 +35,14 @@ class RecordedStep(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """Whether it has no rows of prompts."""
+        """Whether the step has no rows of prompts."""
         return self.rows == self.draws
 
     @property
     def between_s(self) -> float:
-        """What is neither: messages, and waiting. Below 0 where attention and slices overlapped by more."""
+        """Seconds that are neither slices nor attention: messages, and waiting. Below 0 where attention and slices
+        overlapped by more.
+        """
         return self.whole_s - self.model_s - self.attention_s
 
 

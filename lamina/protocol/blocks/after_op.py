@@ -30,8 +30,9 @@ def after_op(
     forked: Callable[[Fork], Extent],
     shifted: Callable[[Shift], Extent],
 ) -> Extent | None:
-    """None: the sequence is gone. ``known``: what a sequence holds before; ``forked``, ``shifted``: what one has that
-    is begun or moved so. Raises PlanError.
+    """The extent of a sequence behind ``op``; None where the sequence is gone. ``known``: gives the extent of a
+    sequence before ``op``; ``forked``, ``shifted``: the extent that a fork begins with, or that a shift leaves. Raises
+    PlanError.
     """
     match op:
         case New():

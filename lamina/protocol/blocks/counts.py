@@ -66,7 +66,9 @@ def split_memory(
 
 
 def num_lanes(lanes: Iterable[Lanes]) -> int:
-    """Of the partition, as far as it shows in some of its pieces."""
+    """The number of lanes of a partition, as far as ``lanes``, those of some of its pieces, show it. Raises ValueError
+    where they disagree.
+    """
     counts = {len(x.pattern) for x in lanes} - {1} or {1}
     if len(counts) > 1:
         raise ValueError(f"lanes of {' and '.join(map(str, sorted(counts)))}")

@@ -24,7 +24,7 @@ class NoBlocksError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Of its blocks ``starts[g] .. ceil(length / block_size)`` a sequence holds those that group g keeps."""
+    """The blocks that a sequence holds: of ``starts[g] .. ceil(length / block_size)`` the ones that group g keeps."""
 
     length: int  # tokens up to the end of its last rows
     first: int  # first position of its last rows: a replay of them must still find its window
@@ -54,12 +54,12 @@ class Extents:
         self.empty = Extent(0, 0, (0,) * len(windows))
 
     def left(self, keep: Keep) -> Extent:
-        """As everybody has it who keeps so much: with the blocks that its next row can see."""
+        """The extent of a sequence of which ``keep`` is kept: it has the blocks that its next row can see."""
         starts = (max(0, keep.length - w + 1) // self._block_size if w else 0 for w in self._windows)
         return Extent(keep.length, keep.length, tuple(starts), keep.place)
 
     def before(self, row: Rows) -> Extent:
-        """Of a sequence that is not there yet, once all before ``row`` is."""
+        """The extent of a sequence that is not there yet, once all tokens before ``row`` are."""
         return self.left(Keep(row.sequence, row.first, row.place)) if row.first else self.empty
 
     def held(self, extent: Extent | None) -> tuple[int, ...]:
@@ -106,7 +106,7 @@ class Extents:
         return Extent(length, length, starts, extent.place)
 
     def index(self, group: int, extent: Extent, number: int) -> int:
-        """Of the block ``number`` of a sequence, counted from its token 0, in the table of what ``group`` keeps."""
+        """Where the block ``number`` of a sequence, counted from its token 0, stands in the table of ``group``."""
         deal = self._deals[group]
         at = deal.kept(extent.place, number) - deal.kept(extent.place, extent.starts[group])
         return at - bisect_left(extent.dropped, number) if extent.dropped and self._sparse[group] else at

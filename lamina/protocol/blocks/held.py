@@ -72,7 +72,7 @@ class HeldBlocks:
 
     @property
     def num_lanes(self) -> int:
-        """Of the partition, as far as it shows here."""
+        """The number of lanes of the partition, as far as it shows here."""
         return self.placement.num_lanes
 
     @property

@@ -48,7 +48,7 @@ class BlockPool:
                 self._holders[block] = left
 
     def holders(self, block: int) -> int:
-        """Of a block that is not free."""
+        """How many sequences hold a block that is not free."""
         return self._holders.get(block, 1)
 
     def check(self, held: Iterable[int]) -> None:

@@ -51,10 +51,10 @@ class Crowd:
         self._owing.pop(one, None)
 
     def answered(self, one: Guest) -> None:
-        """Its request has been answered."""
+        """The guest's request has been answered."""
         self._owing[one] = None
 
     def went(self, one: Guest) -> None:
-        """It was closed."""
+        """The guest's connection was closed."""
         self._count -= 1
         self._owing.pop(one, None)

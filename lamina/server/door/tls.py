@@ -80,7 +80,7 @@ class TlsDoor:
         self.accepting.cancel()
 
     async def wait_closed(self) -> None:
-        """Until nobody is accepted."""
+        """Wait until no connection is accepted any more."""
         await asyncio.wait([self.accepting])
 
     async def _accept(self) -> None:

@@ -34,7 +34,7 @@ class Entry:
 
     @property
     def keys(self) -> list[int]:
-        """Of its prompts."""
+        """The keys of the request's prompts."""
         return list(self._numbers)
 
     def number(self, key: int) -> int:
@@ -42,7 +42,7 @@ class Entry:
         return self._numbers[key]
 
     def params_of(self, number: int) -> SamplingParams:
-        """Those of a prompt, with its seed."""
+        """The sampling parameters of a prompt, with its seed."""
         return dataclasses.replace(self.params, seed=self.accepted.prompts[number].seed)
 
     @property
@@ -88,5 +88,5 @@ class Entry:
             self.ended_in = segment
 
     def refuse(self, record: Unanswerable, segment: int) -> None:
-        """It cannot be finished."""
+        """Note that the request cannot be finished."""
         self.refusal, self.ended_in = record, segment

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Journal:
-    """Its methods belong to one thread, the event loop's."""
+    """The journal of requests. All methods belong to one thread, the event loop's."""
 
     def __init__(self, path: str, model: str, size: int) -> None:
         """Open or begin it. ``size``: bytes that it may take, about. Raises ValueError for one that is not this
@@ -157,7 +157,7 @@ class Journal:
         self._try(Begun({entry.accepted.id: entry.times_begun}))
 
     def refuse(self, record: Unanswerable) -> None:
-        """It cannot be finished."""
+        """Write that a request cannot be finished."""
         self._try(record)
         self._entries[record.id].refuse(record, self._number)
 

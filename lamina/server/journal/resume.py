@@ -37,7 +37,7 @@ async def finish_all(service: Service, journal: Journal, left: Sequence[Entry]) 
 
 
 async def _finish(service: Service, journal: Journal, entry: Entry) -> bool:
-    """Whether its answer is whole now."""
+    """Finish an entry's request; whether the answer is whole now."""
     if entry.times_begun >= MOST_BEGUN:
         text = f"{MOST_BEGUN} servers have ended while they computed this request again"
         return _refuse(journal, entry, 500, text, "server_error")

@@ -13,7 +13,7 @@ ANSWER_S = 10.0
 
 
 class Questions:
-    """Those that are open. All methods belong to the event loop's thread."""
+    """The open questions to the engine. All methods belong to the event loop's thread."""
 
     def __init__(self) -> None:
         self._open: dict[int, asyncio.Future[list[SessionFacts]]] = {}

@@ -26,7 +26,7 @@ LOOK_S = 0.02
 
 
 class PlanFailedError(Exception):
-    """What was planned could not be, and why."""
+    """A planned restart was impossible; the text says why."""
 
 
 class EngineRestarts:
@@ -114,7 +114,7 @@ class EngineRestarts:
         return await asyncio.to_thread(self._launch, self._start)
 
     def end(self) -> None:
-        """It is ready."""
+        """The new engine is ready: the recovery is over."""
         self._recoveries.end()
         if self._planned is not None and not self._planned.done():
             self._planned.set_result(time.monotonic() - self._planned_at)
