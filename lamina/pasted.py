@@ -14,7 +14,7 @@ def _no(value: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """Of a flag's text, too."""
+    """The number that a flag's text spells; other values as they are."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 

@@ -101,8 +101,8 @@ class OfGroup(ABC):
 
 
 def open_group(mesh: Mesh, at: RankPlace, make: Callable[[Any], Any]) -> Opened:
-    """What ``make`` gives of a torch.distributed.Store over ``mesh``, once all ranks have theirs. Raises
-    ChannelError.
+    """The group that ``make`` opens over a torch.distributed.Store of ``mesh``, once all ranks have opened theirs.
+    Raises ChannelError.
     """
     from .store import MeshStore  # where torch has process groups
 

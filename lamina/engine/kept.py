@@ -19,7 +19,7 @@ class KeptKV:
         self._ledger, self._holders, self._reports = ledger, holders, reports
 
     def tokens(self, wanted: Keep) -> int:
-        """Of the tokens ``wanted``, so many can stay; 0 where a block that the next one needs was given back."""
+        """How many of the tokens ``wanted`` can stay; 0 where a block that the next token needs was given back."""
         held = self._ledger.held_of(wanted)
         if held is None:
             return 0

@@ -61,7 +61,7 @@ class Links(Protocol):
         ...
 
     def wait(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
-        """Those that have sent something, or have ended; none once the time has passed. Of no links: just wait.
+        """The links that have sent something, or have ended; none once the time has passed. Without links: just wait.
 
         Raises ValueError where one was closed here.
         """

@@ -264,7 +264,7 @@ class Members:
         return getattr(message, "view", self.view) < self.view and not isinstance(message, self._still_heard)
 
     def _ready(self, timeout_s: float) -> list[Member]:
-        """Who has sent something. Raises WorkerError where another thread has ended the workers."""
+        """The members that have sent something. Raises WorkerError where another thread has ended the workers."""
         listened = {id(m.link): m for m in self._members if m not in self.lost}
         try:
             links = self._links.wait([m.link for m in listened.values()], timeout_s)

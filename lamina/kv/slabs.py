@@ -109,7 +109,7 @@ def _capacity(slab: Tensor) -> int:
 
 
 def _let_go(whole: Tensor, low: int, high: int) -> None:
-    """Of what is behind ``low``, and was used up to ``high``, the host has the whole huge pages back."""
+    """Give the host back the whole huge pages from ``low`` to ``high``, up to which the tensor was used."""
     low, high = (-(-n // HUGE_PAGE) * HUGE_PAGE for n in (low, high))
     if low < high:
         _madvise(whole.data_ptr() + low, high - low, mmap.MADV_DONTNEED)

@@ -82,8 +82,8 @@ class Expected:
         return list(head)
 
     def rank(self, use: PageUse, otherwise: Callable[[PageUse], Rank]) -> Rank:
-        """Of a page among those that give way: ``otherwise``, where nobody waits for it; else behind all of these, from
-        the tail of the queue on. Before all others go those that are copied.
+        """The rank of a page in the order in which pages give way. Copied pages go first, then those that nobody waits
+        for, ranked by ``otherwise``, then the others, from the tail of the queue on.
         """
         if use.key in self.copied:
             return (-1, *otherwise(use))

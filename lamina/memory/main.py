@@ -161,8 +161,8 @@ class MemoryServer:
             torch.set_num_threads(threads)
 
     def _heed(self, message: object) -> None:
-        """Of a Connect, or a Halt: the view that is served may wait for ever for peers that have gone on. Of a
-        MakeRoom: the worker goes on serving.
+        """Look at a message as it comes. A Connect or a Halt ends the view that is served, which may wait for ever for
+        peers that have gone on; a MakeRoom begins beside it, and the worker goes on serving.
         """
         if isinstance(message, MakeRoom):
             Background(partial(self._prepare, message.bind), "lamina-prepare")

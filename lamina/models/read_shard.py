@@ -20,7 +20,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 
 
 class WeightBytes(NamedTuple):
-    """Of a rank's weights: those in the pages of their files, which who else reads them shares, and those copied."""
+    """Bytes of a rank's weights: of those in the pages of their files, which all readers share, and of those copied."""
 
     mapped: int
     copied: int

@@ -52,7 +52,7 @@ class Hidden:
 
     @property
     def share(self) -> float:
-        """Of the attention over stored tokens."""
+        """The hidden share of the attention over stored tokens."""
         return self.hidden_s / self.stored_s if self.stored_s else 0.0
 
 
@@ -142,7 +142,9 @@ def hidden(index: Index) -> list[Hidden]:
 
 
 def recording_share(spans: Sequence[Span], span_cost_s: float, window_s: float) -> float:
-    """As if the engine and the busiest worker of each role had recorded one after the other."""
+    """The share of the window that recording took, as if the engine and the busiest worker of each role had recorded
+    one after the other.
+    """
     counts: dict[str, int] = defaultdict(int)
     for s in spans:
         counts[s.device] += 1

@@ -65,7 +65,7 @@ def plan_cuts(
 
 
 def configuration(model: str, *, trust_remote_code: bool = False) -> Any:
-    """Of a directory, a hub id or a configuration file."""
+    """The configuration of a directory, a hub id or a configuration file."""
     path = Path(model).expanduser()
     if not path.is_file():
         directory = find_checkpoint(model, trust_remote_code=trust_remote_code, weights=False)
@@ -85,7 +85,7 @@ def gemm_work(program: SlicedProgram) -> list[GemmWork]:
 
 
 def attention_work(program: SlicedProgram, kv_cache_dtype: str = "auto") -> list[AttentionWork]:
-    """Of all layers. Messages carry K and V in the model's dtype, whatever they are stored as."""
+    """The attention work of all layers. Messages carry K and V in the model's dtype, whatever they are stored as."""
     return [
         AttentionWork(
             kv_bytes=call.k.shape[0]

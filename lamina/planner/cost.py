@@ -30,8 +30,8 @@ class PartTime(NamedTuple):
 
 
 class BatchLoad(NamedTuple):
-    """Of a batch. rows: tokens that the slices compute; by window: tokens that attention reads for them, and pairs of a
-    row and such a token, which are as many where each row is of a sequence of its own (None).
+    """The load of a batch. rows: tokens that the slices compute; by window: tokens that attention reads for them, and
+    pairs of a row and such a token, which are as many where each row is of a sequence of its own (None).
     """
 
     rows: float
@@ -41,7 +41,7 @@ class BatchLoad(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Of one batch: seconds of its slices, of its attention, and of the network that nothing hides."""
+    """Times of a batch's step: seconds of its slices, of its attention, and of the network that nothing hides."""
 
     parts: Mapping[str, PartTime]
 
@@ -52,7 +52,7 @@ class StepTimes:
 
     @property
     def attention_s(self) -> float:
-        """Of all layers."""
+        """Seconds of the attention of all layers."""
         return self.parts["attention"].seconds
 
     @property
@@ -74,7 +74,7 @@ class RoundTime(NamedTuple):
 
 @dataclass
 class CostModel:
-    """Of one model over one kind of network. ``baseline``: what homogeneous deployments are taken for."""
+    """The costs of one model over one kind of network. ``baseline``: what homogeneous deployments are taken for."""
 
     model: ModelFacts
     constants: Constants
@@ -84,7 +84,7 @@ class CostModel:
     _slices: dict[tuple[Deployment, float], dict[str, PartTime]] = field(default_factory=dict, init=False, repr=False)
 
     def round(self, deployment: Deployment, loads: Sequence[BatchLoad]) -> RoundTime:
-        """Of one step of each batch with rows; ``loads`` has at least one."""
+        """The time of a round: one step of each batch with rows; ``loads`` has at least one."""
         each = {id(load): self.step(deployment, load) for load in loads}
         steps = [each[id(load)] for load in loads]
         model, attention = sum(s.model_s for s in steps), sum(s.attention_s for s in steps)
@@ -167,7 +167,7 @@ class CostModel:
         )
 
     def attention(self, deployment: Deployment, load: BatchLoad) -> PartTime:
-        """Of all layers, spread evenly over the devices that hold K and V."""
+        """The attention's time in all layers, spread evenly over the devices that hold K and V."""
         device, count = deployment.memory or deployment.compute, deployment.memory_workers or deployment.ranks
         pairs, seconds, origins = load.pairs or load.stored, 0.0, dict[str, None]()
         for layers in self.model.attentions:

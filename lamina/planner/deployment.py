@@ -40,7 +40,7 @@ class Deployment:
 
     @property
     def replicas(self) -> int:
-        """Of the weights."""
+        """Copies of the weights."""
         return num_replicas(self.batches)
 
     @property

@@ -39,7 +39,7 @@ class Line(NamedTuple):
 
     @property
     def gap(self) -> float | None:
-        """Of the paper's number."""
+        """The difference to the paper's number, as a share of that one."""
         return self.modelled / self.paper - 1 if self.paper else None
 
 

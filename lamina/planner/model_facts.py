@@ -80,7 +80,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """As they are stored, in all layers."""
+        """Bytes of K and V of a token as they are stored, in all layers."""
         return sum(a.count * a.kv_bytes for a in self.attentions)
 
     @property
@@ -94,7 +94,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
     @property
     def message_bytes(self) -> int:
-        """Of a row, in all layers."""
+        """Bytes of the messages of a row, in all layers."""
         return sum(a.count * (a.q_bytes + a.kv_message_bytes + a.o_bytes) for a in self.attentions)
 
 

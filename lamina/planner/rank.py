@@ -63,7 +63,7 @@ class Ranking:
         return next((p for p in self.points if p.deployment.split == split), None)
 
     def nearest(self, *, split: bool | None = None) -> RefusedDeployment | None:
-        """Of the refused ones, of one kind or of any, the one that came closest: within the SLO, else within memory."""
+        """The refused deployment, of one kind or of any, that came closest: within the SLO, else within memory."""
         return nearest([r for r in self.refused if split in (None, r.deployment.split)])
 
 
@@ -73,8 +73,8 @@ def nearest(refused: Sequence[RefusedDeployment]) -> RefusedDeployment | None:
 
 
 class StoredTokens:
-    """Of a running sequence of a trace, on average, by window; each is counted once. ``chunk``: rows of a prompt that
-    are computed at once beside the rows that decode; 0 = prompts are computed elsewhere.
+    """Stored tokens of a running sequence of a trace, on average, by window; each token is counted once. ``chunk``:
+    rows of a prompt that are computed at once beside the rows that decode; 0 = prompts are computed elsewhere.
     """
 
     def __init__(self, trace: RequestTrace, model: ModelFacts, chunk: int = 0) -> None:
@@ -88,7 +88,7 @@ class StoredTokens:
         return {w: count * tokens for w, tokens in self.of_one.items()}
 
     def load(self, count: float) -> BatchLoad:
-        """Of a round, on average, in which so many sequences decode; a chunk reads all that its rows see once."""
+        """The average load of a round in which ``count`` sequences decode; a chunk reads once all that its rows see."""
         more = {w: count * (pairs / self._chunk + self._prompt / 2) for w, pairs in self._pairs.items()}
         stored = {w: tokens + more[w] * bool(self._prompt) for w, tokens in self.times(count).items()}
         pairs = {w: tokens + count * self._pairs[w] for w, tokens in self.times(count).items()}
@@ -147,7 +147,9 @@ class Planner:
         return None
 
     def operate(self, deployment: Deployment, stored: StoredTokens) -> Operating | RefusedDeployment:
-        """With as many sequences as give the most tokens, of those that memory, the engine and the SLO allow."""
+        """A deployment at the number of sequences that gives the most tokens, within memory, the engine's limits and
+        the SLO.
+        """
         of_one = self.costs.model.kv_bytes(stored.of_one)
         fit = self.memory.for_kv(self.costs.model, deployment) / of_one
         limits = {"memory holds no more": fit}

@@ -18,7 +18,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(Gbps|Gbit/s|GB/s)(?::(\w+))?")
 
 @dataclass(frozen=True)
 class Constants:
-    """Of the cost model; see data/constants.toml. ``origins``: by name, where each is from."""
+    """The constants of the cost model, of data/constants.toml. ``origins``: by name, where each is from."""
 
     values: Mapping[str, float]
     origins: Mapping[str, str]
@@ -52,7 +52,7 @@ class PriceBook:
 
 @dataclass(frozen=True)
 class NetworkLink:
-    """Of one network card, in one direction. rate: of the line, in bytes per second; share: of it that a stack
+    """A network card in one direction. rate: of the line, in bytes per second; share: of it that a stack
     reaches; round_trip_s: without data.
     """
 

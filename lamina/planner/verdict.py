@@ -45,7 +45,7 @@ class PlanVerdict(NamedTuple):
 
 
 def decide(planner: Planner, ranking: Ranking, trace: RequestTrace) -> PlanVerdict:
-    """Of a ranking of some deployments on ``trace``. Raises ValueError where nothing was ranked."""
+    """The verdict on a ranking of some deployments on ``trace``. Raises ValueError where nothing was ranked."""
     split, alone = ranking.best(split=True), ranking.best(split=False)
     if split is None or alone is None:
         return _only(split, alone, ranking)

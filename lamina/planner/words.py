@@ -147,7 +147,7 @@ def _entry(planner: Planner, p: Operating, ranking: Ranking) -> dict[str, Any]:
 
 
 def parts_of(planner: Planner, p: Operating, ranking: Ranking) -> dict[str, PartTime]:
-    """Of a step of one of its batches."""
+    """The parts of a step of one of a deployment's batches, by name."""
     stored = StoredTokens(ranking.trace, planner.costs.model, planner.chunk)
     load = halves(stored.load(p.batch), p.deployment.batches)[0]
     return dict(planner.costs.step(p.deployment, load).parts)

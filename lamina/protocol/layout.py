@@ -114,8 +114,8 @@ def maximal_nodes(here: Iterable[int], stripes: range) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=256)
 def most_nodes(lanes: Lanes, placement: Placement, stripes: int) -> int:
-    """Of a sequence of up to ``stripes`` stripes that is dealt out by rule: one that sees fewer has no more. Of one
-    that is lent there are LENT_NODES at most: that bounds the slots of messages.
+    """The most nodes of a sequence of up to ``stripes`` stripes that is dealt out by rule; one that sees fewer stripes
+    has no more. A sequence with loans has LENT_NODES at most, which bounds the slots of messages.
     """
     if placement.stays:
         return min(stripes, LENT_NODES)
@@ -151,7 +151,9 @@ class Merges:
 
 
 def merges(layouts: Iterable[Layout]) -> Merges:
-    """Of the layouts of all workers that share some heads, in their order; the aligned tree of attention.merge."""
+    """The merges of the layouts of all workers that share some heads, in their order; the aligned tree of
+    attention.merge.
+    """
     # Of a sequence, of each of its nodes: level, number, and the place of the first of its results.
     nodes_of: dict[Rows, list[tuple[int, int, int]]] = {}
     new: dict[Rows, int] = {}

@@ -49,7 +49,7 @@ class SealedSocket(socket.socket):
         super().sendall(record, flags)
 
     def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:  # type: ignore[override]
-        """As much as fits of what is left of a record, else of the next one; 0 at the end. Raises ConnectionError."""
+        """Receive the rest of a record, else the next one, as far as it fits; 0 at the end. Raises ConnectionError."""
         if not self._data:
             self._data = memoryview(self._next())
         count = min(len(buffer), len(self._data))

@@ -36,7 +36,7 @@ DRAINING = "draining"  # by the operator, who may undo it
 
 @dataclass(frozen=True)
 class SessionTurn:
-    """Of a session, under way."""
+    """A turn of a session that is under way."""
 
     turns: Turns
     name: SessionName

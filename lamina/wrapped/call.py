@@ -41,7 +41,7 @@ class PreparedCall:
 
     @property
     def length(self) -> int:
-        """Of the prompts, with their padding."""
+        """Tokens of each prompt with its padding."""
         return int(self.ids.shape[1])
 
     @property

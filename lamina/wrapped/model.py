@@ -81,7 +81,7 @@ class WrappedModel:
         return device
 
     def eval(self) -> WrappedModel:
-        """As of the model; returns this."""
+        """Put the model into evaluation mode, as its own ``eval`` does; returns this wrap."""
         self.model.eval()
         return self
 

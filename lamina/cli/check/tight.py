@@ -27,8 +27,8 @@ class Tight:
         self._stored = longest - 1  # the last token is drawn, and not stored
 
     def options(self, config: EngineConfig) -> dict[str, Any]:
-        """With which each memory worker of ``config`` holds all of the longest sequence but its last stripe. Raises
-        ValueError where that is its only one.
+        """Options with which each memory worker of ``config`` holds all of the longest sequence but its last stripe.
+        Raises ValueError where that is its only one.
         """
         home = (self._stored - 1) // CHUNK_TOKENS * CHUNK_TOKENS
         if not home:

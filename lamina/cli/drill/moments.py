@@ -14,8 +14,8 @@ KINDS = "plan", "Q", "KV", "O", "grant", "control"
 
 
 class StrikeMoment(NamedTuple):
-    """Of a hit. ``event``: None = whenever; ``times``: it comes so often first; ``early``: before the first request is
-    sent, as it is over soon.
+    """The moment of a hit. ``event``: None = at any time; ``times``: it comes so often first; ``early``: before the
+    first request is sent, as it is over soon.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Moments:
         self._of = {role: self._turns(role, grants) for role in _OF}
 
     def next(self, role: str) -> StrikeMoment:
-        """Of a kill in ``role``; whenever, for those that have no messages of layers."""
+        """The moment of a kill in ``role``; any time for roles that have no messages of layers."""
         return next(self._of[role]) if role in self._of else StrikeMoment(ANY)
 
     def _turns(self, role: str, grants: bool) -> Iterator[StrikeMoment]:

@@ -35,7 +35,9 @@ class _ToldTurn(NamedTuple):
 
 
 class Ahead:
-    """Of one view: in the next one memory workers expect nothing, and another one of these tells them."""
+    """The pages that memory workers were told to expect in one view. In the next view they expect nothing, and another
+    Ahead tells them.
+    """
 
     def __init__(self, room: int) -> None:
         """``room``: pages that memory and disk hold."""

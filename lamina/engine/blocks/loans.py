@@ -17,7 +17,7 @@ from .ledger import Ledger
 
 
 class Loans:
-    """Of a ledger whose sequences stay, but for stripes on loan. Blocks are by layer group."""
+    """The loans of a ledger whose sequences stay, but for stripes on loan. Blocks are by layer group."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger, self._placement = ledger, ledger.placement

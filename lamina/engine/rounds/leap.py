@@ -29,7 +29,9 @@ class Standing(NamedTuple):
 
 
 class Leaps:
-    """Of one scheduler. Where some layers have a window, blocks are given back on the way: no round is skipped."""
+    """The leaps of one scheduler over rounds that are alike. Where some layers have a window, blocks are given back on
+    the way: no round is skipped.
+    """
 
     def __init__(self, ledger: Ledger, room: Room, max_num_seqs: int) -> None:
         self._ledger, self._room, self._max_num_seqs = ledger, room, max_num_seqs
@@ -86,8 +88,8 @@ class Leaps:
         return low
 
     def _take_blocks(self, plans: Several[StepPlan], rounds: int) -> dict[int, int]:
-        """Of all rounds but the last, those rows that begin a block, in their order; returns where each sequence ends
-        then.
+        """Take the blocks that rows of all rounds but the last begin, in the order of these rows; returns where each
+        sequence ends then.
         """
         size = self._ledger.block_size
         ends = {row.sequence: row.first + 1 for plan in plans for row in plan.rows}

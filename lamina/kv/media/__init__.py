@@ -133,8 +133,8 @@ class Medium(Protocol):
         ...
 
     def keys(self, atoms: frozenset[Atom], most: int) -> list[bytes]:
-        """Of the pages of this identity that have all of ``atoms``: the ``most``, one at least, that were used last,
-        the most recently used last. It takes milliseconds for thousands of pages. Raises MediumError.
+        """Keys of pages of this identity that have all of ``atoms``: the ``most``, one at least, that were used last,
+        in the order of their last use. It takes milliseconds for thousands of pages. Raises MediumError.
         """
         ...
 

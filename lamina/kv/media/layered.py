@@ -219,7 +219,7 @@ class Layered:
         return self._lost_of(given)
 
     def _leave(self, *keys: bytes) -> None:
-        """They are in memory no more."""
+        """Note that pages are in memory no more."""
         self._memory.drop(keys)
         self._dirty.difference_update(keys)
         self._split.difference_update(keys)

@@ -210,9 +210,7 @@ class PageIndex:
             return [PageEntry(page_of(row[1:]), records[row[0]]) for row in rows if row[0] in records]
 
     def keys(self, identity: bytes, atoms: frozenset[Atom], most: int) -> list[bytes]:
-        """Of the pages that have all of ``atoms``; ``most`` at most, the most recently used, and of those the last
-        used last.
-        """
+        """Keys of pages that have all of ``atoms``: the ``most`` that were used last, in the order of their use."""
         if self._touched:
             with self._change():  # what this worker used counts
                 pass

@@ -34,7 +34,7 @@ class SealBrokenError(Exception):
 
 
 class Seal:
-    """Of the atoms of one record. Any thread may use it."""
+    """The seal of the atoms of one record. Any thread may use it."""
 
     def __init__(self, data_key: bytes, salt: bytes, page: Page, *, encrypt: bool) -> None:
         """``salt``: SALT_BYTES that no other record of this tenant has."""
@@ -82,7 +82,7 @@ class DataKeys:
         self._known: dict[bytes, bytes] = {}
 
     def get(self, tenant: bytes) -> bytes | None:
-        """None where it was destroyed, or is under another secret. Raises OSError."""
+        """The key of ``tenant``; None where it was destroyed, or is under another secret. Raises OSError."""
         if tenant not in self._known:
             wrapped = self._folder.read(KEY + tenant.hex())
             key = None if wrapped is None else self._unwrapped(tenant, wrapped)

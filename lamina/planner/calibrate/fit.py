@@ -119,7 +119,7 @@ def _growing(by_rows: Mapping[int, tuple[float, int]]) -> dict[int, tuple[float,
 
 
 def _attention(steps: Sequence[RecordedStep], model: ModelFacts, workers: int) -> tuple[float, float]:
-    """Of a layer on one worker: seconds whatever it reads, and of a byte."""
+    """Seconds of a layer's attention on one worker: those whatever it reads, and those of a byte."""
     each = model.kv_bytes_per_token / model.num_layers / workers
     unit = max(s.pairs for s in steps) * each
     squares = Squares(2)

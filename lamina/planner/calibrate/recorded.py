@@ -47,7 +47,7 @@ class RecordedStep(NamedTuple):
 
 
 class RecordedRun(NamedTuple):
-    """Of one compute worker and ``memory_workers``."""
+    """The recorded steps of one compute worker and ``memory_workers`` memory workers."""
 
     steps: list[RecordedStep]
     memory_workers: int
@@ -93,7 +93,7 @@ def _begin(spans: list[Span]) -> float:
 
 
 def _step(spans: list[Span], whole_s: float) -> RecordedStep | None:
-    """None where some of its spans were lost."""
+    """The step that ``spans`` are of; None where some of its spans were lost."""
     slices = sorted((s for s in spans if s.device == COMPUTE and s.event == Event.SLICE), key=lambda s: s.layer)
     pairs = next((s.value for s in spans if s.event == Event.SCHEDULE), 0)
     by_worker = defaultdict[str, list[Span]](list)

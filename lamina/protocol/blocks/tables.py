@@ -109,7 +109,8 @@ class BlockTables(HeldBlocks):
     def reconcile(self, keep: Sequence[Keep], *, moved: bool = False) -> None:
         """Hold what ``keep`` says, and nothing else, whatever plans were applied last: everything, or nothing and an
         exception. A sequence comes to be where none of its blocks are kept here, or its KV is ``moved`` to here. Raises
-        PlanError, and NoBlocksError for what is moved."""
+        PlanError, and NoBlocksError for what is moved.
+        """
         changes: dict[int, Extent | None] = dict.fromkeys(self._sequences)
         coming = [self._extents.held(self._extents.left(x)) for x in keep] if moved else []
         if any(sum(n) > free for *n, free in zip(*coming, self.free_blocks, strict=True)):
@@ -234,7 +235,7 @@ class BlockTables(HeldBlocks):
         return same and (old.place is extent.place or old.place == extent.place)
 
     def _forked(self, fork: Fork) -> Extent:
-        """Of the sequence that ``fork`` starts. Raises PlanError where its source has not what it takes."""
+        """The extent of the sequence that ``fork`` starts. Raises PlanError where its source lacks the blocks."""
         source = self._extent(self._sequences, fork.source)
         if fork.length < 1 or fork.length % self.block_size:
             raise PlanError(f"a fork of {fork.length} tokens: it takes whole blocks of {self.block_size}")

@@ -231,7 +231,7 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
 
     @property
     def starter(self) -> str:
-        """Who starts the workers, by its name in fleet.launcher.LAUNCHERS."""
+        """The launcher that starts the workers, by its name in fleet.launchers.LAUNCHERS."""
         return self.launcher if self.launcher != "auto" else "ray" if self.ray_address else "local"
 
     @property
@@ -289,7 +289,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return not self.topology.prefill_workers if asked is None else asked
 
     def gpu_number(self, role: str, index: int) -> int:
-        """Of a worker, among those of a host that take its GPUs in turn: compute workers first, memory workers last."""
+        """A worker's number among the workers of a host, which take its GPUs in turn: compute workers first, memory
+        workers last.
+        """
         compute = self.topology.num_compute
         before = {"compute": 0, "prefill": compute}
         elsewhere = self.devices.compute_device == "cpu"

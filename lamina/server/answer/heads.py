@@ -53,7 +53,7 @@ def usage_of(prompt: int, completion: int, cached: int, *, details_always: bool 
 
 
 def head_of(asked: Accepted) -> dict[str, Any]:
-    """Of the answer and its chunks; ``object`` is its shape's to fill."""
+    """The fields that begin the answer and each of its chunks; ``object`` is filled in by the answer's shape."""
     return {
         "id": asked.id,
         "object": "",

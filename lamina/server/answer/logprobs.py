@@ -95,7 +95,9 @@ def _item(texts: TokenTexts, score: Score) -> dict[str, Any]:
 
 
 class CompletionLogprobs:
-    """Of one completion: parallel lists, with the offset in the returned text at which each token begins."""
+    """The log-probabilities of one completion: parallel lists, with the offset in the returned text at which each token
+    begins.
+    """
 
     def __init__(self, texts: TokenTexts, prompt: list[int], start: int, *, skip_special_tokens: bool) -> None:
         """``prompt``: what the tokens continue; ``start``: the offset of the first one."""

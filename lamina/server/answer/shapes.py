@@ -99,7 +99,7 @@ class CompletionShape:
         }
 
     def _prompt_text(self, number: int) -> str:
-        """With special tokens, which a text as its client wrote it has too."""
+        """The text of a prompt, with special tokens: a client's own text has those too."""
         prompt = self._call.prompts[number]
         return prompt.text or str(self._texts.tokenizer.decode(prompt.ids))
 

@@ -75,7 +75,7 @@ def _check_private(folder: Path, path: Path, mode: int, is_kind: Callable[[int],
 
 
 def model_digest(model: str) -> str:
-    """Of the files of a model's directory: names, sizes, and both ends of each. Of a hub id: of its name."""
+    """A digest of a model's directory: of its files' names, sizes and both ends; for a hub id, of the name."""
     root, digest = Path(model).expanduser(), sha256()
     files = sorted(p for p in root.iterdir() if p.suffix in (".json", ".safetensors")) if root.is_dir() else []
     digest.update(b"" if files else model.encode())

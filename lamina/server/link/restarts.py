@@ -45,7 +45,7 @@ class EngineRestarts:
 
     @property
     def config(self) -> EngineConfig:
-        """Of the engine, or of the one that is to come."""
+        """The configuration of the engine, or of the one that is to come."""
         return self._start.config
 
     @property
@@ -85,7 +85,7 @@ class EngineRestarts:
         self._planned = self._before = None
 
     def seeded(self, params: SamplingParams) -> SamplingParams:
-        """With the seed that the engine would draw: so another engine can go on where this one dies."""
+        """The parameters with the seed that the engine would draw: so another engine can go on where this one dies."""
         return params if params.seed is not None else dataclasses.replace(params, seed=self._seeds.getrandbits(62))
 
     @property

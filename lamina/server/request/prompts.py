@@ -226,7 +226,7 @@ def _is_ids(value: list[Any]) -> bool:
 
 
 def _turn(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Who speaks behind the messages. Raises ApiError."""
+    """The variables of a chat template that say who speaks behind the messages. Raises ApiError."""
     goes_on, begins = bool(body.continue_final_message), body.add_generation_prompt
     if goes_on and begins:
         text = "continue_final_message and add_generation_prompt cannot both be true: leave out one"

@@ -44,7 +44,7 @@ class PoolsReport:
 
 
 def report(pools: SimulatedPools, conductor: Conductor) -> PoolsReport:
-    """Of a run that has ended."""
+    """The report on a run that has ended."""
     done = [r for r in pools.requests if r.computed]
     times = sorted(r.ttft_s for r in done) or [0.0]
     limits = conductor.rules.limits
