@@ -85,7 +85,9 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_stack_traces() -> Iterator[None]:
-    """Nobody reads where in Python's code a node was made; finding it is an eighth of a capture."""
+    """Capture without the Python lines that made each node: nobody reads them, and finding them is an eighth of the
+    time.
+    """
     config: Any = fx.config
     before, config.do_not_emit_stack_traces = config.do_not_emit_stack_traces, True
     try:

@@ -34,7 +34,9 @@ class Gemm:
 
 @dataclass(frozen=True)
 class SliceFacts:
-    """What a slice is made of. ``q_first`` is None for the last slice, which sends nothing; ``why`` explains it."""
+    """The work and messages of a slice. ``q_first`` is None for the last slice, which sends nothing; ``why`` explains
+    it.
+    """
 
     index: int
     operators: int

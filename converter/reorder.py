@@ -55,7 +55,7 @@ def _schedule(
 
 
 def _by_demand(roots: Sequence[fx.Node], done: set[fx.Node]) -> list[fx.Node]:
-    """What ``roots`` need beyond ``done``, each node after its operands; ``done`` grows by it."""
+    """The nodes that ``roots`` need beyond ``done``, each after its operands; they are added to ``done``."""
     order: list[fx.Node] = []
     stack = list(reversed(roots))
     while stack:

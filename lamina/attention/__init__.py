@@ -28,8 +28,8 @@ BACKENDS: dict[str, str] = {
     "emulate": "emulate",
 }
 KINDS = {"native": "cpu", "numba": "cpu", "cuda": "cuda", "flashinfer": "cuda"}  # of device, of those that have one
-WRAPPERS = ("emulate",)  # of those, the ones that compute with another one
-UNSCALED = ("flashinfer",)  # of those, the ones that take stored K and V in the wire's dtype alone
+WRAPPERS = ("emulate",)  # backends that compute with another one
+UNSCALED = ("flashinfer",)  # backends that take stored K and V in the wire's dtype alone
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from lamina.workers.wire import LINE_WORDS, LayerWire, lines
 from .links import MemoryLink
 from .memory_pool import MemoryPool
 
-LINES = 3  # of what one memory worker has of a layer: Q, K and V, O
+LINES = 3  # of a memory worker's share of a layer: Q, K and V, O
 
 
 class _DirectShare(NamedTuple):

@@ -58,7 +58,7 @@ class MemoryLink:
         return self._ask(Key(Kind.JOIN), encode(join))
 
     def direct(self, direct: Direct) -> Bound:
-        """Where this is a channel for kernels. Raises RefusedError with the worker's reason."""
+        """Tell the memory worker whether kernels use this channel. Raises RefusedError with the worker's reason."""
         return self._ask(Key(Kind.DIRECT), encode(direct))
 
     def _ask(self, key: Key, data: bytes) -> Bound:

@@ -55,7 +55,7 @@ MESSAGES = StartCompute | RunRound | Connect | Halt | AskStats | AskClock | AskT
 
 
 class Worker(Protocol):
-    """What serves the rounds: ComputeWorker, PrefillWorker."""
+    """The part of a worker that serves the rounds: ComputeWorker, PrefillWorker."""
 
     @property
     def has_work(self) -> bool:
@@ -106,7 +106,7 @@ class ModelServer:
         self.clock = StageTimes()
         self.staging: Staging = open_staging(CPU)  # until the device is picked
         self.group: Collective | None = None
-        self.choices: dict[str, str] = {}  # what was chosen here, and why, by what it is for
+        self.choices: dict[str, str] = {}  # use -> what was chosen for it here, and why
         self.counts = {"loads": 0.0, "connects": 0.0}
         self._worker: Worker | None = None
         self._in_view: ViewFabric | None = None
@@ -197,7 +197,7 @@ class ModelServer:
         return program
 
     def ready(self, cut: CutModel, bounds: Sequence[Bound], view: int) -> ComputeReady:
-        """What the driver must know; ``bounds``: the memory workers' answers, in their order."""
+        """The facts that the driver must know; ``bounds``: the memory workers' answers, in their order."""
         start = self.start
         return ComputeReady(
             view=view,

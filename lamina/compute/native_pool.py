@@ -105,7 +105,7 @@ class NativePool(MemoryPool):
 
 
 def _step_table(layers: Sequence[PoolLayer], step: PoolStep, forms: Sequence[int], dtype: torch.dtype) -> bytes:
-    """What csrc/compute/module.cpp reads as a Step."""
+    """The bytes that csrc/compute/module.cpp reads as a Step."""
     numbers = array("q", [step.num_rows, len(forms)])
     for like in forms:
         numbers.append(like)
@@ -136,7 +136,7 @@ def _add_share(numbers: array[int], layer: LayerShape, share: PoolShare, item: i
 def _add_copy(
     numbers: array[int], tensor: int, all_heads: int, heads: slice, rows: Index, part: Part, item: int, behind: int = 0
 ) -> None:
-    """Some heads of some rows of a tensor, and where they lie ``behind`` so many bytes of a message."""
+    """Add the copy of some heads of some rows of a tensor to where they lie in a message, ``behind`` so many bytes."""
     head = part.shape[2] * item
     width = (heads.stop - heads.start) * head
     numbers.extend((tensor, all_heads * head, heads.start * head, width, behind + part.start * item, int(rows is None)))

@@ -31,8 +31,8 @@ GLANCE_S = 0.002  # for news of memory workers, before the driver's are looked a
 
 
 class OwnAttention:
-    """What slices send with, ``q`` and ``kv``; and what they go on with, ``o``: like a MemoryPool, but the attention is
-    computed here. K and V go on to ``pool`` too.
+    """Takes ``q`` and ``kv`` of slices and gives them ``o``, like a MemoryPool, but computes the attention here. K and
+    V go on to ``pool`` too.
     """
 
     def __init__(self, store: Store, pool: Attention, trace: Recorder = OFF) -> None:

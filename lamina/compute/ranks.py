@@ -203,7 +203,7 @@ class Few(NamedTuple):
         return torch.cat([raw.gather(1, ids), (ids + first).float()], 1)
 
     def unpack(self, packed: Tensor, vocabulary: int) -> Tensor:
-        """What all ranks packed -> logits [n, vocabulary], minus infinity where they are not known."""
+        """The packed logits of all ranks -> logits [n, vocabulary], minus infinity where they are not known."""
         count = self.best + self.named
         parts = packed.view(len(packed), -1, 2 * count)
         values, ids = parts[..., :count], parts[..., count:].long()

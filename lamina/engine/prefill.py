@@ -91,7 +91,7 @@ class Prefill:
             sequence.prefill_worker = None
 
     def roll_back(self) -> None:
-        """Nobody has a prompt any more, in flight or to come. Numbers of steps never go back."""
+        """Take all prompts from the workers, in flight or to come. Numbers of steps never go back."""
         for worker in self._workers:
             worker.prompts.clear()
             worker.in_flight.clear()

@@ -34,7 +34,7 @@ class Asked:
 
 
 class Feed:
-    """What one reader has not seen yet of its requests. One thread may fill it while another one reads."""
+    """The outputs of a reader's requests that it has not seen yet. One thread may fill it while another one reads."""
 
     def __init__(self, count: int = 1, *, finished_only: bool = False, name: str | None = None) -> None:
         """``count``: requests. ``finished_only``: the reader wants none that still grows. ``name``: the request_id of
@@ -71,7 +71,8 @@ class Feed:
                 self._error = self._error or error
 
     def take(self) -> RequestOutput | None:
-        """What has grown since it was taken last, of one request: it changes no more. None where nothing has.
+        """The output of a request that has grown since it was taken last; it changes no more. None where none has
+        grown.
 
         Raises what ``fail`` was told, once nothing is left.
         """
@@ -164,7 +165,7 @@ class Streams:
         return fed
 
     def drop(self, feed: Feed) -> None:
-        """Nobody reads it any more: cancel what is unfinished. Idempotent."""
+        """Nobody reads ``feed`` any more: cancel its unfinished requests. Idempotent."""
         feed.dropped = True
         for request_id in feed.ids:
             if self._feeds.pop(request_id, None) is not None:

@@ -20,7 +20,7 @@ class Pieces(Protocol):
         ...
 
     def finish(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         ...
 
 
@@ -43,7 +43,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """What can be shown."""
+        """The text that can be shown."""
         return self._raw if self._ended else self._raw[: len(self._raw) - held_back(self._raw, self._stops)]
 
     def push(self, token: int, *, search: bool) -> str | None:

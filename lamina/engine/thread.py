@@ -18,7 +18,7 @@ JOIN_S = 5.0  # for a step to end, once nobody wants it
 
 
 class Workers(Protocol):
-    """What the thread needs of the pools."""
+    """The part of the pools that the thread needs."""
 
     def close(self) -> None:
         """End the workers. Idempotent."""

@@ -76,9 +76,9 @@ class Members:
         self._before_end, self._after_end = before_end, after_end
         self._links, self._clock = links or ControlLinks(), clock
         self._looked = clock()
-        self.view = 0  # what is said of an older one is dropped
+        self.view = 0  # messages of older views are dropped
         self._still_heard: tuple[type[Any], ...] = ()  # but of these kinds
-        self.lost: dict[Member, LostError] = {}  # they are not listened to any more
+        self.lost: dict[Member, LostError] = {}  # nobody listens to these any more
         self.closed = False  # by ``end``
         self.ending = threading.RLock()  # one thread ends them; another may wait for a message meanwhile
         self.meanwhile: Callable[[], None] = lambda: None  # called a few times a second by whoever waits
@@ -327,7 +327,7 @@ class Members:
         return lost
 
     def _failure_of(self, member: Member, deadline: float) -> Failed | None:
-        """What ``member`` says about its end, if it is about to."""
+        """The error that ``member`` tells of its end, if it tells one before ``deadline``."""
         while True:
             try:
                 message = member.link.recv(timeout_s=max(0.0, deadline - self._clock()))

@@ -29,7 +29,7 @@ class Slabs:
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []  # as they were made or used last
-        self._most = 0  # that are kept
+        self._most = 0  # the most tensors that are kept
         self._lock = threading.Lock()
 
     def prepare(self, shapes: Iterable[Shape]) -> None:

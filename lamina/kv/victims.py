@@ -17,7 +17,7 @@ from lamina.protocol.options.tier import POLICIES
 
 
 class PageUse(NamedTuple):
-    """What is known of a page. ``came`` and ``used`` are counts of a clock that each page's use moves on."""
+    """The use of a page so far. ``came`` and ``used`` are counts of a clock that each page's use moves on."""
 
     key: bytes
     number: int  # of the page in its sequence
@@ -45,7 +45,8 @@ def rank_of(policy: str) -> Callable[[PageUse], Rank]:
 
 
 class VictimQueue:
-    """What a tier has, and who goes next, for whoever decides about it: a page's use moves its clock on by one.
+    """The pages of a tier, and which of them goes next, for whoever decides about that: a page's use moves the clock on
+    by one.
 
     The way to use a prefix: ``match`` it, ``use`` its pages from the last one to the first, then ``evict``. So of one
     prefix the last page is the first that the clock makes old, and a page never goes before those that need it.

@@ -39,7 +39,7 @@ IDLE_S = 1.0  # the same where nothing is granted: only decoding can come then
 
 
 class Grants:
-    """What prefill workers may still send, and the channels on which they do. One thread."""
+    """The K and V that prefill workers may still send, and the channels for them. One thread."""
 
     def __init__(
         self, meter: Meter, trace: Recorder = OFF, clock: Callable[[], float] = time.monotonic, view: int = 0
@@ -162,11 +162,11 @@ class _Inlet:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.deliveries: deque[_Delivery] = deque()
-        self.last_step = -1  # that was granted
+        self.last_step = -1  # the last one that was granted
 
 
 class _Delivery:
-    """What one grant still brings."""
+    """The messages that one grant still brings."""
 
     def __init__(self, store: Store, grant: Grant) -> None:
         self.sequence, self.step = grant.sequence, grant.step

@@ -37,7 +37,7 @@ class Group(NamedTuple):
 
 
 class HeldPiece(NamedTuple):
-    """What one memory worker has of a layer in one run of heads. ``each``: query heads of a KV head."""
+    """One memory worker's part of a layer in one run of heads. ``each``: query heads of a KV head."""
 
     group: int  # index into the groups
     head_start: int  # KV heads
@@ -163,8 +163,8 @@ class Most(NamedTuple):
 def most_bytes(
     layers: Sequence[LayerShape], partition: Partition, itemsize: int, *, max_rows: int, stripes: int
 ) -> Most:
-    """What steps of up to ``max_rows`` rows take, over all layers and memory workers. ``stripes``: those of the
-    longest sequence.
+    """The largest messages, by kind, of steps of up to ``max_rows`` rows, over all layers and memory workers.
+    ``stripes``: those of the longest sequence.
     """
     most, groups = Most(0, 0, 0), list[Group]()
     for worker in range(partition.num_workers):

@@ -36,7 +36,9 @@ def usable_blocks(num_blocks: Sequence[Sequence[int]]) -> list[int]:
 
 
 def together(bounds: Sequence[Bound], number: Callable[[int], int] = int) -> Capacity:
-    """What the memory workers of one rank, in their order, have said. ``number``: of the order, among all workers."""
+    """The capacity that the memory workers of one rank, in their order, have together. ``number``: place in this order
+    -> number among all memory workers.
+    """
     alone = [
         Capacity(
             b.windows,

@@ -36,7 +36,7 @@ class Node(NamedTuple):
 
 @dataclass
 class Layout:
-    """What one group of a memory worker has of a step. Row numbers count the step's rows.
+    """The rows of a step that one group of a memory worker has. Row numbers count the step's rows.
 
     Partial results come back in this order: of ``nodes``, then of ``new``; each has its sequence's rows.
     """

@@ -48,7 +48,7 @@ class Lanes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Piece(NamedTuple):
-    """What one memory worker does of one layer: KV heads ``head_start .. head_stop`` of what lies in ``lanes``."""
+    """One memory worker's piece of a layer: KV heads ``head_start .. head_stop`` of the tokens in ``lanes``."""
 
     head_start: int
     head_stop: int
@@ -70,7 +70,7 @@ class Partition(msgspec.Struct, frozen=True):
     stays: bool = False  # a sequence stays in one lane, but for stripes on loan
 
     def pieces(self, layer: int, worker: int) -> list[Piece]:
-        """What ``worker`` does of ``layer``, in the order of heads; may be nothing."""
+        """The pieces of ``layer`` that ``worker`` has, in the order of heads; there may be none."""
         return [
             Piece(s.head_start, s.head_stop, Lanes(tuple(owner == worker for owner in s.owners)))
             for s in self.tables[self.layer_table[layer]]

@@ -41,7 +41,7 @@ class GraphCapture(Protocol):
         ...
 
     def end(self) -> Graph:
-        """What has come since ``begin``."""
+        """End the recording: the graph of all work since ``begin``."""
         ...
 
 

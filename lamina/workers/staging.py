@@ -22,7 +22,7 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Queue(NamedTuple):
-    """Where a CUDA device gets its work from, for others to put theirs between."""
+    """The queue of a CUDA device's work; others may put theirs between."""
 
     gpu: int
     stream: int  # CUDA's handle

@@ -249,7 +249,7 @@ def mapped(*names: str) -> Iterator[ctypes.CDLL]:
 
 
 def threads_wanted() -> int:
-    """What OpenMP would make of OMP_NUM_THREADS (a list by level), else the cores of this process."""
+    """The threads that OpenMP would take from OMP_NUM_THREADS (a list by level), else the cores of this process."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdigit() and int(first) else len(os.sched_getaffinity(0))
 

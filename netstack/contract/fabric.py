@@ -82,7 +82,8 @@ class Region:
 @dataclass(slots=True)
 class Slot:
     """A granted place in the peer's inbox. ``data`` is where the sender writes: the inbox itself where memory is
-    shared, else registered staging that ``put_signal`` transmits."""
+    shared, else registered staging that ``put_signal`` transmits.
+    """
 
     data: memoryview  # writable, flat, exactly the reserved size
     index: int  # position in the ring; put_signal takes slots in the order reserved
@@ -202,8 +203,8 @@ class DeviceSide(Protocol):
 
 @runtime_checkable
 class DeviceChannel(Protocol):
-    """What a Channel has besides if kernels can use it. Kernels and its calls must not use it at the same time; kernels
-    are sure to get what kernels have sent, and calls what calls have.
+    """The calls that a Channel has besides, if kernels can use it. Kernels and its calls must not use it at the same
+    time; kernels are sure to get what kernels have sent, and calls what calls have.
     """
 
     @property
@@ -228,8 +229,9 @@ class Listener(Protocol):
     url: str  # what to pass to Fabric.connect; contains the real port or name
 
     def accept(self, *, timeout_s: float) -> Channel:
-        """The next authenticated peer. Strangers are dropped without ending the wait; a ChannelTimeout's text tells
-        why the last one was."""
+        """The next authenticated peer. Strangers are dropped without ending the wait; a ChannelTimeout's text tells why
+        the last one was.
+        """
         ...
 
     def close(self) -> None:

@@ -28,7 +28,9 @@ class Geometry:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a connector asks of a listener. Raises ValueError for an epoch or a name that no hello can carry."""
+    """The terms on which a connector asks a listener for a channel. Raises ValueError for an epoch or a name that no
+    hello can carry.
+    """
 
     outbound: Geometry  # the inbox that the listener grants the connector
     inbound: Geometry  # the inbox that the connector grants the listener
@@ -49,7 +51,9 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True)
 class Reception:
-    """Whom a listener takes: connectors that want its name, below a ceiling. Raises ValueError for a bad name."""
+    """The connectors that a listener takes: those that want its name, below a ceiling. Raises ValueError for a bad
+    name.
+    """
 
     name: str = ""
     inbox_bytes: int = field(default_factory=lambda: _memory_bytes() // 2)  # of a channel, both directions together

@@ -61,7 +61,7 @@ class Hello(Terms):
     """A connector's terms, and the way on which it speaks. Raises ValueError as Terms do."""
 
     scheme: str
-    cipher: str = ""  # of what is sent behind the handshake; empty: it is in clear
+    cipher: str = ""  # of all messages behind the handshake; empty: they go in clear
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -49,7 +49,7 @@ class _HalfOpen:
     """A peer that came in by ``door`` and has no channel yet."""
 
     def __init__(self, sock: socket.socket, door: Door, steps: Steps) -> None:
-        self.proven = False  # that it holds the key
+        self.proven = False  # whether the peer has shown that it holds the key
         self.expiry = monotonic() + HANDSHAKE_S
         self.events = select.POLLIN
         self._sock = sock

@@ -126,7 +126,7 @@ class Newcomers:
         budgets = [self._cuts.chunk - sum(c for c in w.values() if c > 1) for w in wanted]
         loads = [b.load for b in batches]
         left = self._room.left(running, {s: c for w in wanted for s, c in w.items()})
-        aside = list[Sequence]()  # that wait for what others load
+        aside = list[Sequence]()  # they wait for KV that others load
         while waiting and len(_running(batches)) < self._max_num_seqs:
             sequence = waiting[0]
             elsewhere = self._prefill.wants(sequence)

@@ -15,7 +15,7 @@ from lamina.protocol.plan import Drop, Export
 from .ahead import Load
 from .tier import Tier
 
-FORGETS = 0.7  # of what was measured before, with each measure
+FORGETS = 0.7  # the weight of earlier measures beside each new one
 
 
 @dataclass

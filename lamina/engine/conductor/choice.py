@@ -25,7 +25,7 @@ class WorkerMatch(NamedTuple):
     worker: int
     queue_s: float  # until it has computed all that it was given
     prefix: int  # tokens whose K and V it will have then
-    sendable: int  # of them, those that it could send now
+    sendable: int  # of these, the ones that the worker could send now
 
     @staticmethod
     def idle(worker: int, prefix: int = 0) -> WorkerMatch:
@@ -48,8 +48,8 @@ class PromptChoice(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What a policy is asked. ``threshold``: a transfer must bring more than so many times the worker's own match.
-    ``draw``: a number in [0, 1), for who needs chance.
+    """The question that a policy answers. ``threshold``: a transfer must bring more than so many times the worker's own
+    match. ``draw``: a number in [0, 1), for who needs chance.
     """
 
     tokens: int

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from lamina.protocol.placement import FIRST, Place
 
-MOST_SESSIONS = 1 << 14  # that are remembered; of more, those whose last turn was the longest ago are not
+MOST_SESSIONS = 1 << 14  # beyond these, the sessions whose last turn was the longest ago are forgotten
 POOL, NOWHERE = "pool", "none"  # tiers, beside the media's names
 
 

@@ -24,8 +24,8 @@ class SessionBusyError(ValueError):
 
 
 class Said(NamedTuple):
-    """All that a turn has sent, so that what begins with it begins with these bytes. ``kind``: messages, text or
-    tokens.
+    """All that a turn has sent, as bytes: a later turn that goes on from it begins with the same bytes. ``kind``:
+    messages, text or tokens.
     """
 
     kind: str

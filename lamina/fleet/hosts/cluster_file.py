@@ -38,7 +38,7 @@ class HostEntry:
         return self.ip or self.address
 
     def resources(self) -> dict[str, float]:
-        """What Ray is told of the host."""
+        """The resources of the host that Ray is told."""
         named = {"lamina_compute": self.compute, "lamina_memory": self.memory}
         return {name: float(count) for name, count in named.items() if count}
 

@@ -31,7 +31,7 @@ SHOWN = 300  # characters of Ray's log, in errors
 
 
 class NodeError(Exception):
-    """What went wrong, in one line for people."""
+    """An error of a host's order, in one line for people."""
 
 
 def up(order: dict[str, Any]) -> dict[str, Any]:

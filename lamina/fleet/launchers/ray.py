@@ -284,8 +284,8 @@ def _each(places: Mapping[str, list[HostPlace]]) -> Iterator[tuple[str, int, Hos
 
 
 def find_places(ray: Any, config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[HostPlace]]:
-    """Where the workers go. What those of a service that has just ended took is free a moment later: it is waited for
-    where the cluster has room. Raises ValueError.
+    """The places of the workers. The resources of a service that has just ended are free a moment later: where the
+    cluster has room at all, they are waited for. Raises ValueError.
     """
     asked = wishes(config, wanted), config.launching.placement, on_gpu(config)
     deadline = time.monotonic() + FREED_S

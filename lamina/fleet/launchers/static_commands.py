@@ -16,7 +16,7 @@ Who = tuple[str, int]  # role and index
 
 
 class Command(NamedTuple):
-    """What somebody is to run on a host, "" = any."""
+    """A command that somebody is to run on a host, "" = any."""
 
     host: str
     text: str
@@ -57,7 +57,7 @@ def commands(
 
 
 def instructions(commands: Mapping[Who, Command], limit_s: float) -> str:
-    """What to print: a shell takes it as it is."""
+    """The commands as text for people: a shell takes it as it is."""
     file = os.environ.get(KEY_FILE)
     key = f"the file {file}" if file else f"{KEY} in their environment"
     lines = [f"# start {len(commands)} workers by hand within {limit_s:g} s (--start-timeout-s); they need {key}"]

@@ -73,7 +73,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
 
 
 class ComingWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says of a worker."""
+    """A worker as the command line names it."""
 
     role: str
     index: int = ANY  # the driver chooses

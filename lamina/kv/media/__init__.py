@@ -49,7 +49,7 @@ class HeldPage(NamedTuple):
 
     page: Page
     atoms: frozenset[Atom]
-    nbytes: int  # that it takes
+    nbytes: int  # of room that the page takes
 
 
 class MediumPlace(NamedTuple):
@@ -129,7 +129,7 @@ class Medium(Protocol):
         ...
 
     def pages(self) -> list[HeldPage]:
-        """What is there, of this identity; the most recently used last. Raises MediumError."""
+        """The pages of this identity that are there; the most recently used last. Raises MediumError."""
         ...
 
     def keys(self, atoms: frozenset[Atom], most: int) -> list[bytes]:

@@ -29,7 +29,7 @@ _ERRORS = {"lost": AtomLostError, "full": NoRoomError, "broken": MediumError}
 
 
 class Happening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What happens to calls ``after`` .. ``after + times`` of one kind, by their numbers in this worker."""
+    """An event that befalls calls ``after`` .. ``after + times`` of one kind, by their numbers in this worker."""
 
     call: Literal["reserve", "write", "read", "drop", "pages"]
     after: int = 0
@@ -38,7 +38,7 @@ class Happening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fault: Literal["", "lost", "full", "broken", "flip"] = ""
 
     def meets(self, call: str, number: int) -> bool:
-        """Whether it happens to call ``number`` of a kind."""
+        """Whether the event befalls call ``number`` of a kind."""
         return call == self.call and 0 <= number - self.after < (number + 1 if self.times is None else self.times)
 
 
@@ -74,7 +74,7 @@ class Emulated:
         return self._inner.take(key, atoms)
 
     def held(self, key: bytes) -> HeldPage | None:
-        """What is here of one page; None where it is not."""
+        """A page with its atoms that are here; None where there are none."""
         self._happen("pages")
         return self._inner.held(key)
 

@@ -123,7 +123,7 @@ class File:
         return entry.page, {atom: bytes(view) for atom, view in views.items()}
 
     def held(self, key: bytes) -> HeldPage | None:
-        """What is here of one page; None where it is not."""
+        """A page with its atoms that are here; None where there are none."""
         with self._call():
             entry = self._index.look_up(self._identity, key)
         return None if entry is None else _held(entry)

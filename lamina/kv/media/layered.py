@@ -35,7 +35,7 @@ class Layered:
         self._moves = threading.Lock()  # of pages between both
         self._reserved = 0  # bytes of memory for a write that is to come
         self._page_bytes = 0  # of the largest that there was
-        self._telling = threading.Lock()  # of what is expected
+        self._telling = threading.Lock()  # for the pages that are expected
         self._expected = Expected()
         self._dirty: set[bytes] = set()  # pages of memory that the disk has not, or not as they are now
         self._split: set[bytes] = set()  # pages of memory of which the disk has atoms that memory has not
@@ -103,7 +103,7 @@ class Layered:
         return copy
 
     def held(self, key: bytes) -> HeldPage | None:
-        """What both places have of a page; None where neither has it."""
+        """A page with the atoms that either place has; None where neither has any."""
         return _both(self._disk.held(key), self._memory.held(key))
 
     def expect(self, turn: int, keys: Sequence[bytes]) -> None:

@@ -269,7 +269,7 @@ class PageIndex:
         return [int(row[0]) for row in self._rows(query)]  # type: ignore[call-overload]
 
     def check(self) -> str:
-        """What SQLite finds wrong with its file; "" = nothing."""
+        """The damage that SQLite sees in its file; "" = none."""
         said = [str(row[0]) for row in self._rows("PRAGMA integrity_check(3)")]
         return "" if said == ["ok"] else "; ".join(said)
 

@@ -50,7 +50,7 @@ class RecordExtent(NamedTuple):
 
 
 class Sealed(NamedTuple):
-    """What is known of an atom that lies in a record."""
+    """The facts of an atom that lies in a record."""
 
     nbytes: int
     tag: bytes

@@ -40,7 +40,7 @@ class Buffers:
 
     @contextmanager
     def lend(self, nbytes: int) -> Iterator[memoryview]:
-        """At least so many bytes, which hold anything."""
+        """Lend a buffer of at least ``nbytes`` bytes, with any contents."""
         with self._lock:
             fit = next((b for b in self._spare if len(b) >= nbytes), None)
             if fit is not None:
@@ -150,11 +150,12 @@ class Segments:
         return any(free >= size for gaps in self._free.values() for _, free in gaps)
 
     def write(self, extent: RecordExtent, data: memoryview) -> None:
-        """All of an extent; ``data`` begins at a block. Raises OSError."""
+        """Write all of an extent; ``data`` begins at a block. Raises OSError."""
         self._transfer(os.pwritev, extent, data)
 
     def read(self, extent: RecordExtent, into: memoryview) -> bool:
-        """All of an extent, of whole blocks; ``into`` begins at a block. False: the file is too short for it.
+        """Read all of an extent, of whole blocks; ``into`` begins at a block. False: the file is too short for the
+        extent.
 
         Raises OSError.
         """
@@ -257,7 +258,7 @@ def _name(number: int) -> str:
 
 
 def _gaps(size: int, taken: Iterable[RecordExtent]) -> list[tuple[int, int]]:
-    """What is free between extents, by place."""
+    """The free stretches between extents, by place."""
     gaps, at = [], 0
     for extent in sorted(taken):
         if extent.at > at:

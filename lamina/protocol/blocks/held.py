@@ -54,7 +54,7 @@ class HeldBlocks:
         self._last: dict[int, StepPlan] = {}  # batch -> its last plan
         self._tables: list[dict[int, array[int]]] = [{} for _ in windows]
         self._pools = [BlockPool(n) for n in num_blocks]
-        self._checked: tuple[StepPlan, list[SequenceOp], After] | None = None  # what ``can_apply`` has come to last
+        self._checked: tuple[StepPlan, list[SequenceOp], After] | None = None  # the last outcome of ``can_apply``
 
     @property
     def free_blocks(self) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ class BlockTables(HeldBlocks):
         self._change(changes)
 
     def _checked_after(self, plan: StepPlan) -> After:
-        """What ``can_apply`` has just found of this very plan, if nothing has changed since."""
+        """The outcome of ``can_apply`` for this very plan, if nothing has changed since; else a new one."""
         known, ops, after = self._checked or (None, None, None)
         return after if after and known is plan and ops == plan.ops else self._after(plan)
 
@@ -263,7 +263,7 @@ class BlockTables(HeldBlocks):
         return list(self._tables[group][sequence][max(0, at) :])
 
     def _shifted(self, op: Shift) -> Extent:
-        """What a sequence holds once it is shifted. Raises PlanError."""
+        """The extent of a sequence once it is shifted. Raises PlanError."""
         after = self._extents.shifted(self._extent(self._sequences, op.sequence), op)
         for group, pool in enumerate(self._pools):
             if any(pool.holders(b) > 1 for b in self.blocks_behind(group, op.sequence, op.first + op.count)):

@@ -19,7 +19,7 @@ _TYPE_WORDS = {tuple: "list", NoneType: "None"}
 
 
 class OneOf(NamedTuple):
-    """What an option may be."""
+    """The values that an option may have."""
 
     names: Sequence[str]
 

@@ -88,7 +88,7 @@ class KVOptions(SparsityOptions, frozen=True, kw_only=True):
 
 
 class BatchingOptions(Options, frozen=True, kw_only=True):
-    """What a step takes of requests."""
+    """How requests are put together into steps."""
 
     max_num_seqs: Annotated[int, Meta(ge=1), "sequences that decode at once"] = 64
     prefill_chunk: Annotated[

@@ -15,7 +15,7 @@ from .overflow import OverflowOptions
 
 
 class ModelLimits(NamedTuple):
-    """What a model's configuration says of it; 0 where it does not. The workers check the real shapes."""
+    """The limits that a model's configuration names; 0 = it does not name one. The workers check the real shapes."""
 
     max_len: int  # tokens of a sequence at most
     kv_heads: int  # of a layer
