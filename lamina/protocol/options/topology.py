@@ -95,7 +95,7 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
 
     @property
     def most_batches(self) -> int:
-        """That take turns, at most."""
+        """The most batches that take turns."""
         return int(self.plan.partition(":")[2] or 2) if self.plan else int(self.pipeline)
 
     @property
@@ -126,5 +126,5 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
         return list(self.memory_weights)
 
     def of_rank(self, each: Sequence[_T], rank: int) -> list[_T]:
-        """Of what there is one of for each memory worker, what belongs to those of ``rank``."""
+        """Of ``each``, which has an entry for each memory worker, the entries of the memory workers of ``rank``."""
         return list(each[rank :: self.tensor_parallel_size])
