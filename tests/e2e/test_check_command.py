@@ -81,7 +81,7 @@ def test_a_model_keeps_what_is_promised(tiny_lm: Path, capsys: pytest.CaptureFix
     assert "7/7 dtype --dtype bfloat16: held" in progress
     base, _, *sparse, dtype = found["runs"]
     assert [r["promised"] for r in sparse] == ["nothing", "bitwise"] * 2
-    assert {r["found"] for r in sparse[1::2]} == {"bitwise"}
+    assert {r["exactness"] for r in sparse[1::2]} == {"bitwise"}
     assert all(r["logit_error"] > 10 * base["logit_error"] for r in sparse), "KV was left out"
     assert base["same_as_generate"] == base["prompts"] == 6
     assert 0.0 < base["logit_error"] < 1e-4
@@ -143,7 +143,7 @@ def test_families_keep_what_is_promised_of_kept_kv(name: str, window: int, dtype
     config = changed(EngineConfig(), BASE_OPTIONS)
     verdicts = list(Check(str(tmp_path), config, [], 16, 0).run([BASE, *kept(dtype)]))
     assert all(v.held for v in verdicts), [(v.axis, v.setting, v.note) for v in verdicts if not v.held]
-    assert [v.found for v in verdicts if v.axis in KEPT] == ["bitwise"] * 5
+    assert [v.exactness for v in verdicts if v.axis in KEPT] == ["bitwise"] * 5
 
 
 def test_own_prompts(tiny_lm: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +209,7 @@ def test_a_forgetful_memory_worker_is_found(based: Check, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(LayerStore, "write", forget)
     (found,) = based.run([SPLIT])
-    assert (found.held, found.found) == (False, "nothing")
+    assert (found.held, found.exactness) == (False, "nothing")
     assert found.logit_error > 0.01
 
 
@@ -221,7 +221,7 @@ def test_a_single_bit_is_found(based: Check, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(LayerStore, "write", jog)
     (found,) = based.run([SPLIT])
-    assert (found.held, found.found) == (False, "token-equal")
+    assert (found.held, found.exactness) == (False, "token-equal")
     assert "first difference" in found.note
 
 
@@ -234,7 +234,7 @@ def test_rounding_that_depends_on_batch_mates_is_found(based: Check, monkeypatch
     alone = Setting("batch mates", Exactness.BITWISE, FIXED, FIXED.options, alone=True)
     fixed, mates = based.run([FIXED, alone])
     assert fixed.held
-    assert (mates.held, mates.found) == (False, "token-equal")
+    assert (mates.held, mates.exactness) == (False, "token-equal")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -258,10 +258,10 @@ def test_workers_that_the_prompts_leave_idle_are_named(based: Check) -> None:
 def test_a_row_that_lends_has_loans_and_the_same_bits(based: Check) -> None:
     lends = Setting("partition", Exactness.BITWISE, BASE, {"memory_workers": 3, "partition": LENDING})
     (found,) = based.run([lends])
-    assert (found.held, found.found) == (True, "bitwise")
+    assert (found.held, found.exactness) == (True, "bitwise")
     assert re.fullmatch("stripes lent: [1-9]", found.note), found.note
     (moved,) = based.run([replace(lends, changes=(Resize(4), Resize(3, (0,))))])
-    assert (moved.held, moved.found) == (True, "bitwise")
+    assert (moved.held, moved.exactness) == (True, "bitwise")
     assert re.fullmatch("stripes lent: [1-9]; bytes of KV moved: [1-9][0-9]*", moved.note), moved.note
 
 
@@ -277,11 +277,11 @@ def test_kv_that_is_damaged_as_it_moves_is_found(based: Check, monkeypatch: pyte
         put(self, run, [x * 0 for x in blocks])
 
     (sound,) = based.run([PLANNED])
-    assert (sound.held, sound.found) == (True, "bitwise"), sound.note
+    assert (sound.held, sound.exactness) == (True, "bitwise"), sound.note
     assert re.fullmatch("bytes of KV moved: [1-9][0-9]*", sound.note), sound.note
     monkeypatch.setattr(Mover, "_put", forget)
     (found,) = based.run([PLANNED])
-    assert (found.held, found.found) == (False, "nothing")
+    assert (found.held, found.exactness) == (False, "nothing")
 
 
 def test_a_change_that_comes_to_nothing_is_a_broken_promise(based: Check, monkeypatch: pytest.MonkeyPatch) -> None:

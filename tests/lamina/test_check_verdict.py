@@ -69,14 +69,14 @@ def other_bits() -> list[CompletionOutput]:
 
 def test_equal_runs_are_bitwise() -> None:
     found = judge(SPLIT, outcome(), outcome())
-    assert (found.found, found.promised, found.held, found.note) == ("bitwise", "bitwise", True, "")
+    assert (found.exactness, found.promised, found.held, found.note) == ("bitwise", "bitwise", True, "")
     assert (found.equal_tokens, found.equal_prompts, found.worst_difference) == (6, 2, 0.0)
     assert (found.compared_with, found.same_plans) == ("base", True)
 
 
 def test_one_bit_is_a_breach_where_bits_are_promised() -> None:
     found = judge(SPLIT, outcome(completions=other_bits()), outcome())
-    assert (found.found, found.held) == ("token-equal", False)
+    assert (found.exactness, found.held) == ("token-equal", False)
     assert found.worst_difference == pytest.approx(1e-16, rel=0.5)
     assert found.worst_difference > 0.0
     assert "first difference in prompt 1, token 1" in found.note
@@ -84,14 +84,14 @@ def test_one_bit_is_a_breach_where_bits_are_promised() -> None:
 
 def test_a_change_that_moves_nothing_shows_nothing() -> None:
     found = judge(PLANNED, outcome(moved_bytes=0), outcome())
-    assert (found.found, found.held, found.note) == ("bitwise", False, "bytes of KV moved: 0")
+    assert (found.exactness, found.held, found.note) == ("bitwise", False, "bytes of KV moved: 0")
     found = judge(PLANNED, outcome(moved_bytes=64), outcome())
     assert (found.held, found.setting) == (True, "(while sequences run: 3, then 2 without 0)")
 
 
 def test_one_bit_is_none_where_tokens_are_promised() -> None:
     found = judge(FIXED, outcome(completions=other_bits()), outcome())
-    assert (found.found, found.held) == ("token-equal", True)
+    assert (found.exactness, found.held) == ("token-equal", True)
 
 
 @pytest.mark.parametrize("like", [outcome(), None], ids=["like the base", "the base itself"])
@@ -99,7 +99,7 @@ def test_a_wrong_token_is_a_breach_whatever_is_promised(like: Outcome | None) ->
     run = outcome(completions=[completion([5, 6, 8]), completion([8, 9, 10])], agreement=agreement(num_wrong=1))
     for promised in (Exactness.BITWISE, Exactness.TOKEN_EQUAL, Exactness.BOUNDED):
         found = judge(Setting("x", promised, BASE if like else None), run, like)
-        assert (found.found, found.held) == ("nothing", False)
+        assert (found.exactness, found.held) == ("nothing", False)
 
 
 def test_too_many_ties_or_an_error_too_large_are_no_equal_tokens() -> None:
@@ -173,7 +173,7 @@ def test_idle_workers_are_named() -> None:
 def test_a_row_that_is_to_lend_and_lends_nothing_is_a_breach() -> None:
     assert judge(LENDS, outcome(lent=3), outcome()).held
     idle = judge(LENDS, outcome(), outcome())
-    assert (idle.held, idle.found) == (False, "bitwise")
+    assert (idle.held, idle.exactness) == (False, "bitwise")
     assert "stripes lent: 0" in idle.note
     assert judge(SPLIT, outcome(), outcome()).held, "nobody else has to"
 
@@ -182,7 +182,7 @@ def test_who_goes_on_with_the_kv_that_it_had_is_no_excuse_for_other_bits() -> No
     (swaps,) = [s for s in QUICK if s.swaps]
     assert "(too little memory for all)" in swaps.text
     right = judge(swaps, outcome(num_preemptions=2, num_swapped=2), outcome())
-    assert (right.held, right.found) == (True, "bitwise")
+    assert (right.held, right.exactness) == (True, "bitwise")
     assert right.note == "preempted: 2, with their KV: 2"
     assert judge(swaps, outcome(completions=other_bits(), num_preemptions=2, num_swapped=2), outcome()).held is False
     excused = judge(swaps, outcome(completions=other_bits(), num_preemptions=2, num_swapped=1), outcome())
@@ -282,4 +282,4 @@ def test_the_report_names_what_is_broken(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_lost_worker_is_a_breach() -> None:
     lost: Verdict = failed(SPLIT, "memory worker 1 was killed", held=False)
-    assert (lost.word, lost.found) == ("BROKEN", "nothing")
+    assert (lost.word, lost.exactness) == ("BROKEN", "nothing")

@@ -209,16 +209,16 @@ def _fixed(axis: str, **options: Any) -> Setting:
 
 def _cached(**options: Any) -> tuple[Setting, Setting]:
     """All prompts, and once more in the same engine: then they begin with what the first ones have left."""
-    found = {**options, **FIXED.options, "enable_prefix_caching": True}
-    settings = (Setting("prefix cache", Exactness.BITWISE, FIXED, found, alone=alone) for alone in (False, True))
+    switches = {**options, **FIXED.options, "enable_prefix_caching": True}
+    settings = (Setting("prefix cache", Exactness.BITWISE, FIXED, switches, alone=alone) for alone in (False, True))
     return next(settings), next(settings)
 
 
 def _restored(**options: Any) -> tuple[Setting, Setting]:
     """All prompts, and once more in the same engine, whose pools are empty by then."""
-    found = {**options, **FIXED.options, "enable_prefix_caching": True, "kv_offloading_size": "1GiB"}
-    first = Setting("restore", Exactness.BITWISE, FIXED, found)
-    return first, Setting("restore", Exactness.BITWISE, FIXED, found, alone=True, restored=True)
+    switches = {**options, **FIXED.options, "enable_prefix_caching": True, "kv_offloading_size": "1GiB"}
+    first = Setting("restore", Exactness.BITWISE, FIXED, switches)
+    return first, Setting("restore", Exactness.BITWISE, FIXED, switches, alone=True, restored=True)
 
 
 def _planned(size: int = 1, like: Setting = FIXED, **options: Any) -> Setting:
@@ -230,8 +230,8 @@ def _planned(size: int = 1, like: Setting = FIXED, **options: Any) -> Setting:
 
 def _swapped(**options: Any) -> Setting:
     """Some are preempted, and go on with the KV that was saved."""
-    found = {**options, **FIXED.options, "kv_offloading_size": "1GiB", "preemption_mode": "swap", "block_size": 16}
-    return Setting("preemption", Exactness.BITWISE, FIXED, found)
+    switches = {**options, **FIXED.options, "kv_offloading_size": "1GiB", "preemption_mode": "swap", "block_size": 16}
+    return Setting("preemption", Exactness.BITWISE, FIXED, switches)
 
 
 def kept(dtype: str) -> list[Setting]:

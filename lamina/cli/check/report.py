@@ -17,7 +17,7 @@ from .verdict import Verdict
 
 WIDTH = 140  # characters, where the table goes to a file or a pipe
 COLUMNS = {
-    "axis": "left", "setting": "left", "promised": "left", "found": "left", "": "left", "same tokens": "right",
+    "axis": "left", "setting": "left", "promised": "left", "exactness": "left", "": "left", "same tokens": "right",
     "prompts": "right", "as": "left", "difference": "right", "error": "right", "ties": "right",
 }  # fmt: skip
 LEGEND = (
@@ -56,7 +56,7 @@ def show(model: str, config: EngineConfig, verdicts: Sequence[Verdict]) -> None:
 
 def _cells(v: Verdict) -> list[str]:
     """A row of the table, in the order of COLUMNS."""
-    first = [v.axis, v.setting or "-", v.promised, v.found, v.word]
+    first = [v.axis, v.setting or "-", v.promised, v.exactness, v.word]
     if not v.tokens:
         return [*first, *["-"] * 6]
     same = [f"{v.tokens - v.ties - v.wrong}/{v.tokens}", f"{v.same_as_generate}/{v.prompts}", "transformers", "-"]

@@ -29,18 +29,18 @@ class Resized:
         """As ``LLM.generate``. A change begins once as many as run at once have a token, the next one behind it. Raises
         ValueError where there can be no such change, GivenUpError where one failed, and as ``LLM.stream``.
         """
-        found = dict[int, RequestOutput]()
+        outputs = dict[int, RequestOutput]()
         at_once = min(len(prompts), self._llm.engine.config.batching.max_num_seqs)
         with closing(self._llm.stream(prompts, params)) as stream:
             for output in stream:
-                found[output.request_id] = output
+                outputs[output.request_id] = output
                 self._take_outcome()
-                if self._left and not self._under_way and len(found) >= at_once:
+                if self._left and not self._under_way and len(outputs) >= at_once:
                     self._begin(self._left.pop(0))
         self._take_outcome()
         if self._left or self._under_way:
             raise ValueError("sequences ended before memory workers had come and gone: raise --max-tokens")
-        return [found[i] for i in stream.request_ids]
+        return [outputs[i] for i in stream.request_ids]
 
     def _begin(self, change: Resize) -> None:
         """And wait until those who come are there: sequences must not end before."""

@@ -51,7 +51,7 @@ class Verdict:
     axis: str
     setting: str
     promised: str
-    found: str  # the strictest that holds
+    exactness: str  # the strictest that holds
     held: bool | None  # None: could not be run
     tokens: int = 0
     prompts: int = 0
@@ -77,12 +77,12 @@ class Verdict:
 def judge(setting: Setting, run: Outcome, like: Outcome | None) -> Verdict:
     """``like``: the outcome of ``setting.like``, None where it has none."""
     difference = compare(run.completions, like.completions) if like is not None else None
-    found = _strictest(run, difference)
+    exactness = _strictest(run, difference)
     promised, notes = setting.promised, []
-    if promised == Exactness.BITWISE > found and like is not None and (why := _excuse(setting, run, like)):
+    if promised == Exactness.BITWISE > exactness and like is not None and (why := _excuse(setting, run, like)):
         promised = Exactness.TOKEN_EQUAL
         notes.append(why)
-    held = found >= promised
+    held = exactness >= promised
     if setting.lends:
         held = held and run.lent > 0
         notes.append(f"stripes lent: {run.lent}")
@@ -101,7 +101,7 @@ def judge(setting: Setting, run: Outcome, like: Outcome | None) -> Verdict:
         notes.append(f"nothing to attend for {', '.join(run.idle)}")
     a = run.agreement
     verdict = Verdict(
-        axis=setting.axis, setting=setting.text, promised=promised.word, found=found.word, held=held,
+        axis=setting.axis, setting=setting.text, promised=promised.word, exactness=exactness.word, held=held,
         tokens=a.num_tokens, prompts=a.num_completions, logit_error=a.logit_error, bound=run.bound, ties=a.num_ties,
         wrong=a.num_wrong, worst_margin=a.worst_margin, same_as_generate=a.num_same_as_generate,
         seconds=run.seconds, note="; ".join(notes),
@@ -117,9 +117,9 @@ def judge(setting: Setting, run: Outcome, like: Outcome | None) -> Verdict:
 
 def failed(setting: Setting, why: str, *, held: bool | None) -> Verdict:
     """Of a setting that gave no outcome: refused (``held=None``) or broken (``held=False``)."""
-    found = Exactness.NOTHING.word if held is False else "-"
+    exactness = Exactness.NOTHING.word if held is False else "-"
     promised = setting.promised.word
-    return Verdict(axis=setting.axis, setting=setting.text, promised=promised, found=found, held=held, note=why)
+    return Verdict(axis=setting.axis, setting=setting.text, promised=promised, exactness=exactness, held=held, note=why)
 
 
 def compare(run: Sequence[CompletionOutput], like: Sequence[CompletionOutput]) -> Difference:
