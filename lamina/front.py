@@ -31,7 +31,7 @@ def metrics_of(engine: Engine) -> list[Metric]:
     """What the engine counts, by the names under which vLLM's scripts look for it."""
     scheduler = engine.scheduler
     used = (1.0 - free / all_ for free, all_ in zip(engine.free_blocks, map(min, engine.info.num_blocks), strict=True))
-    found = {
+    counts = {
         "num_requests_running": scheduler.num_unfinished,
         "num_requests_waiting": scheduler.num_waiting,
         "kv_cache_usage_perc": max(used),
@@ -39,7 +39,7 @@ def metrics_of(engine: Engine) -> list[Metric]:
         "prefix_cache_queries": scheduler.prefixes.num_queried,
         "prefix_cache_hits": scheduler.prefixes.num_hit,
     }
-    return [Metric(f"vllm:{name}", float(value)) for name, value in found.items()]
+    return [Metric(f"vllm:{name}", float(value)) for name, value in counts.items()]
 
 
 class Front:
@@ -127,13 +127,14 @@ def named(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     given = {name: value for name, value in options.items() if value is not None}
     pasted = {name: given.pop(name) for name in options if name in PASTED and name in given}
-    found, lines = translated(pasted, given)
-    if both := next((name for name in found if name in given), None):
+    replacements, lines = translated(pasted, given)
+    if both := next((name for name in replacements if name in given), None):
         raise ValueError(f"{' '.join(pasted)} and {both} say the same: leave one out")
     for line in lines:
         logger.warning(line)
     dtype = given.get("dtype")
-    return {**given, **found, **({"dtype": _DTYPES[dtype]} if isinstance(dtype, str) and dtype in _DTYPES else {})}
+    by_dtype = {"dtype": _DTYPES[dtype]} if isinstance(dtype, str) and dtype in _DTYPES else {}
+    return {**given, **replacements, **by_dtype}
 
 
 def _checked_limit(count: Any) -> int:

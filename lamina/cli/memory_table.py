@@ -62,14 +62,14 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
     runtimes = {role: idle if role == "memory" else working for role in topology.counts}
     left = free - sum(runtimes[role].private * n for role, n in topology.counts.items())
     left -= facts.weights.copied * (topology.num_compute + topology.prefill_workers)
-    found = [
+    workers = [
         *(_compute(facts, config, i) for i in range(topology.num_compute)),
         *(_prefill(facts, config, i) for i in range(topology.prefill_workers)),
         *(_memory(facts, config, i, left) for i in range(topology.memory_workers)),
     ]
     in_process = netstack.in_process(config.launching.scheme)
-    alone = found[:1] if in_process else found  # threads of one process have one runtime
-    return [*(_run_by(w, runtimes[w.name.partition("-")[0]]) for w in alone), *found[len(alone) :]]
+    alone = workers[:1] if in_process else workers  # threads of one process have one runtime
+    return [*(_run_by(w, runtimes[w.name.partition("-")[0]]) for w in alone), *workers[len(alone) :]]
 
 
 def _run_by(worker: WorkerMemory, runtime: Resident) -> WorkerMemory:

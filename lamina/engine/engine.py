@@ -294,17 +294,17 @@ class Engine:
 
     def _moved(self, said: Transferred | Scored) -> list[RequestOutput]:
         """A memory worker has saved, loaded or scored KV, or has not; the requests that ended by that."""
-        found = self.scheduler.moved(said)
-        if self._timing and found is not None and found.loaded is not None:
-            self._timing.loaded(found.loaded, self._clock())
-        if found is None or not found.error:
+        transfer = self.scheduler.moved(said)
+        if self._timing and transfer is not None and transfer.loaded is not None:
+            self._timing.loaded(transfer.loaded, self._clock())
+        if transfer is None or not transfer.error:
             return []
-        log.warning("%s", found.error)
-        request = self._requests.get(found.loaded.request_id) if found.loaded else None
-        if found.loaded is None or request is None or self.config.tier.kv_load_failure_policy == "recompute":
+        log.warning("%s", transfer.error)
+        request = self._requests.get(transfer.loaded.request_id) if transfer.loaded else None
+        if transfer.loaded is None or request is None or self.config.tier.kv_load_failure_policy == "recompute":
             return []
-        request.output.outputs[found.loaded.output.index].blame = Blame.SERVER
-        request.end(found.loaded, "error", found.error)
+        request.output.outputs[transfer.loaded.output.index].blame = Blame.SERVER
+        request.end(transfer.loaded, "error", transfer.error)
         return self._ended([request])
 
     def _ended(self, touched: Iterable[Request]) -> list[RequestOutput]:
@@ -340,9 +340,9 @@ class Engine:
         for sequence, rows in zip(step.parts, step.plan.rows, strict=True):
             if rows.first == sequence.num_cached and (request := self._requests.get(sequence.request_id)):
                 request.begin(sequence, now)
-            found = scores_of(sequence, rows.first, rows.count, row)
-            scores += found
-            step.scores += [sequence] * len(found)
+            chunk_scores = scores_of(sequence, rows.first, rows.count, row)
+            scores += chunk_scores
+            step.scores += [sequence] * len(chunk_scores)
             row += rows.count
             ends[sequence] = row - 1
         apart = step.prefill_worker is not None

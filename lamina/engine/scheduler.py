@@ -160,10 +160,10 @@ class Scheduler:
             if self.evictions:
                 self.evictions.report(said)
             return None
-        found = self.tier.report(said) if self.tier else None
-        if found is not None and found.loaded is not None:
-            self._forget_swapped(found.loaded)
-        return found
+        transfer = self.tier.report(said) if self.tier else None
+        if transfer is not None and transfer.loaded is not None:
+            self._forget_swapped(transfer.loaded)
+        return transfer
 
     def rounds_alike(self, token: int) -> int:
         """So many rounds behind the only one in flight can be skipped, if all rows draw ``token``: see engine.leap."""
@@ -174,12 +174,12 @@ class Scheduler:
         """Skip so many, of those that ``rounds_alike`` counts. The steps in flight are the last one's then."""
         at = self._standing()
         assert at is not None
-        (mine,) = self._in_flight
+        (flight,) = self._in_flight
         self._leaps.skip(at.steps, rounds, token)
         for step in at.steps:
             source, reply_to = self._route(step.plan.batch, step.plan.step)
             step.plan = msgspec.structs.replace(step.plan, source=source, reply_to=reply_to)
-        mine.tokens += rounds * mine.rows
+        flight.tokens += rounds * flight.rows
         self._next_round += rounds
         return [*at.steps]
 
@@ -188,12 +188,12 @@ class Scheduler:
         changes = self._ops or self._chunks or self.tier or self.evictions or self._num_batches != len(self.batches)
         if len(self._in_flight) != 1 or changes:
             return None
-        (mine,) = self._in_flight
+        (flight,) = self._in_flight
         head = self._waiting[0] if self._waiting else None
         if head and (self.prefixes.num_retained or self.prefixes.beginnings(head)):
             return None
-        steps = sorted(mine.left, key=lambda s: s.plan.batch)
-        return Standing(self.batches, steps, head) if mine.steady else None
+        steps = sorted(flight.left, key=lambda s: s.plan.batch)
+        return Standing(self.batches, steps, head) if flight.steady else None
 
     def regroup(self, num_batches: int) -> None:
         """Deal the running sequences to so many batches, once nothing is in flight; no round is scheduled before."""
@@ -248,12 +248,12 @@ class Scheduler:
         if step.prefill_worker is not None:
             self._prefill.complete(step, step.prefill_worker)
             return None
-        mine = next(r for r in self._in_flight if step in r.left)
-        mine.left.discard(step)
-        if mine.left:
+        flight = next(r for r in self._in_flight if step in r.left)
+        flight.left.discard(step)
+        if flight.left:
             return None
-        self._in_flight.remove(mine)
-        return mine
+        self._in_flight.remove(flight)
+        return flight
 
     def roll_back(self, in_flight: Iterable[ScheduledStep], kept: Callable[[Keep], int]) -> list[Keep]:
         """Take back the steps ``in_flight``, and whatever was to follow them. Returns what memory workers are to keep,
@@ -297,10 +297,10 @@ class Scheduler:
     def lay_out(self, blocks: Ledger, keep: Iterable[Keep]) -> list[Keep]:
         """Have other blocks, behind ``roll_back``. Where what is kept is to lie; who finds no room is computed anew."""
         self._ledger.become(blocks)
-        found = self._room.deal(keep)
-        self._ledger.reconcile(found, moved=True)
-        self._begin_anew([*self._waiting, *settle(self.batches, found)])
-        return found
+        kept = self._room.deal(keep)
+        self._ledger.reconcile(kept, moved=True)
+        self._begin_anew([*self._waiting, *settle(self.batches, kept)])
+        return kept
 
     def lacks_room(self, blocks: Ledger) -> int:
         """Running sequences whose KV has no room in other blocks."""

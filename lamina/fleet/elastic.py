@@ -91,14 +91,15 @@ class Elastic:
             )
         wanted = structs.replace(topology, memory_workers=count)
         asked, had = self._config.devices.kv_bytes(), self._cohort.kv_bytes
-        found = [self._binds_of(wanted, r, bind, asked, sum(had[r])) for r, bind in enumerate(binds)]
-        more = sum(bind.kv_bytes for rank in found for bind in rank) - sum(map(sum, had))
-        more += sum(b.kv_bytes // len(b.layers) for rank in found for b in rank[: len(had[0])])  # a layer of who stays
+        by_rank = [self._binds_of(wanted, r, bind, asked, sum(had[r])) for r, bind in enumerate(binds)]
+        more = sum(bind.kv_bytes for rank in by_rank for bind in rank) - sum(map(sum, had))
+        # Those that stay hold a layer twice while it moves.
+        more += sum(b.kv_bytes // len(b.layers) for rank in by_rank for b in rank[: len(had[0])])
         if not self._config.launching.elsewhere and more > (free := self._free()):
             raise ValueError(too_little(more, free))
         number = topology.tensor_parallel_size
-        ranks = [together(_bounds(rank), lambda w, r=r: w * number + r) for r, rank in enumerate(found)]  # type: ignore[misc]
-        return Change(wanted, found, of_all_ranks(ranks))
+        ranks = [together(_bounds(rank), lambda w, r=r: w * number + r) for r, rank in enumerate(by_rank)]  # type: ignore[misc]
+        return Change(wanted, by_rank, of_all_ranks(ranks))
 
     def begin(self, change: Change, leaving: Sequence[int] = ()) -> None:
         """Start who is to come; nobody waits for them. ``leaving``: memory workers that go, else the last ones do.
@@ -205,18 +206,18 @@ class Elastic:
 
     def _answers(self, owing: Sequence[Member], leaving: Sequence[Member]) -> list[Recutted]:
         """Of all, or of those so far and an error where one that goes has died. Raises LostError."""
-        limit, found = self._config.deadlines.start_timeout_s, dict[Member, Recutted]()
+        limit, answers = self._config.deadlines.start_timeout_s, dict[Member, Recutted]()
         deadline = self._clock() + limit
-        while left := [m for m in owing if m not in found]:
-            found |= dict(self._members.arrived(Recutted))
+        while left := [m for m in owing if m not in answers]:
+            answers |= dict(self._members.arrived(Recutted))
             dead = [f"{m.name} {m.handle.fate()}" for m in leaving if m.handle.fate() is not None]
             if dead:
-                return [*found.values(), Recutted(view=self._members.view, error=", ".join(dead))]
+                return [*answers.values(), Recutted(view=self._members.view, error=", ".join(dead))]
             if self._clock() > deadline:
                 raise self._members.late(left, f"to move KV (--start-timeout-s {limit:g})")
-            if any(m not in found for m in left):
+            if any(m not in answers for m in left):
                 self._members.listen(LISTEN_S)
-        return list(found.values())
+        return list(answers.values())
 
     def end(self) -> None:
         """All have met anew."""
@@ -230,8 +231,8 @@ class Elastic:
         for member in [m for m, due in self._gone.items() if now > due or m.handle.fate() is not None]:
             member.handle.join(0.0)
             del self._gone[member]
-        found, self._outcome = self._outcome, None
-        return found
+        outcome, self._outcome = self._outcome, None
+        return outcome
 
     def close(self) -> None:
         """End all who are not members. Idempotent."""

@@ -184,8 +184,8 @@ class Pools:
     def _go_on(self, keep: Sequence[Keep]) -> None:
         ready = self._supervisor.resume([structs.replace(each, was=None) for each in keep])
         if (ready.num_blocks, ready.lanes) != (self.ready.num_blocks, self.ready.lanes):
-            found, had = ready.num_blocks, self.ready.num_blocks
-            raise LostError(f"memory workers have {found} KV blocks in place of {had} behind a loss", [])
+            blocks, had = ready.num_blocks, self.ready.num_blocks
+            raise LostError(f"memory workers have {blocks} KV blocks in place of {had} behind a loss", [])
         self._read_clocks()
         self._expect_nothing()
         self.ready = ready
@@ -196,19 +196,19 @@ class Pools:
         with self._or_end(), self._recovery():
             loss, self._loss = self._loss, None
             kept = self._supervisor.halt(loss)
-            found = list[StepDone]()
+            steps = list[StepDone]()
             for done in self._members.said(StepDone):
                 if done.batch >= self._batches:
-                    found.append(done)
+                    steps.append(done)
                 else:
                     self._arrivals.add(done)
             while (next_done := self._arrivals.take()) is not None:
-                found.append(next_done)
+                steps.append(next_done)
             self._expect_nothing()
             capacity = None if loss or self._members.lost else self.elastic.commit(paused_at)
             if capacity is not None:
                 self.ready = structs.replace(self.ready, **capacity._asdict())
-        return ViewChanged(found, kept, capacity)
+        return ViewChanged(steps, kept, capacity)
 
     @contextmanager
     def _recovery(self) -> Iterator[None]:
@@ -269,18 +269,18 @@ class Pools:
             for member in there:
                 with self._or_note():
                     self._members.send(member, AskStats())
-            found = {member.label: self._stats_of(member) for member in there}
-        return {label: values for label, values in found.items() if values is not None}
+            counters = {member.label: self._stats_of(member) for member in there}
+        return {label: values for label, values in counters.items() if values is not None}
 
     def _stats_of(self, member: Member) -> dict[str, float] | None:
         """None where it is lost, or late, or was stopped while it owes nothing else."""
-        found = list[dict[str, float] | None]()
-        while not found and member not in self._members.lost:
+        answers = list[dict[str, float] | None]()
+        while not answers and member not in self._members.lost:
             with self._or_note():
-                found.append(self._answer_of(member))
+                answers.append(self._answer_of(member))
             if self._loss is not None and member in self._loss.members:
                 break
-        return found[0] if found else None
+        return answers[0] if answers else None
 
     def _answer_of(self, member: Member) -> dict[str, float] | None:
         try:
@@ -319,11 +319,11 @@ class Pools:
 
     def take_stats(self) -> dict[str, dict[str, float]] | None:
         """The counters of all workers, once all have answered; None before that, and where nobody has asked."""
-        found = None
+        counters = None
         with self._or_note():
             if self._loss is None and not self.recovering:
-                found = self._counters.take(*self._counters_limit)
-        return found
+                counters = self._counters.take(*self._counters_limit)
+        return counters
 
     @property
     def _counters_limit(self) -> tuple[float, str]:

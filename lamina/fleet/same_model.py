@@ -21,16 +21,16 @@ def check_alike(readies: Mapping[str, ComputeReady]) -> None:
     """``readies``: by the workers' labels. Raises ValueError, naming two that differ and in what."""
     (first, wanted), *others = readies.items()
     for label, ready in others:
-        found, known = (r.summary.get("attention") for r in (ready, wanted))
-        if found != known:
+        backend, known = (r.summary.get("attention") for r in (ready, wanted))
+        if backend != known:
             raise ValueError(
-                f"memory workers of {label} attend with {found}, those of {first} with {known}: by --attention name "
+                f"memory workers of {label} attend with {backend}, those of {first} with {known}: by --attention name "
                 f"one that all hosts have, or build the native modules on each"
             )
         for name in OF_THE_MODEL:
-            if (found := getattr(ready, name)) != (known := getattr(wanted, name)):
+            if (fact := getattr(ready, name)) != (known := getattr(wanted, name)):
                 raise ValueError(
-                    f"{label} has another model than {first}: {name} is {found} there, not {known}: every host needs "
+                    f"{label} has another model than {first}: {name} is {fact} there, not {known}: every host needs "
                     f"the same files of the model"
                 )
 

@@ -113,9 +113,9 @@ class Target:
         """
         deadline = time.perf_counter() + FIND_S
         while time.perf_counter() < deadline:
-            found = [v for v in self._processes() if v.role == role or (not role and v.role not in ("engine", SPARE))]
-            if found:
-                return rng.choice(found)
+            victims = [v for v in self._processes() if v.role == role or (not role and v.role not in ("engine", SPARE))]
+            if victims:
+                return rng.choice(victims)
             time.sleep(LOOK_S)
         raise ValueError(f"--faults: the server has no {role} worker: its flags say how many")
 
@@ -209,21 +209,21 @@ class Target:
             sys.stderr.write(line)
 
     def _processes(self) -> list[Victim]:
-        places, found = places_of([line for _, line in list(self._log)]), []
+        places, victims = places_of([line for _, line in list(self._log)]), []
         for pid in self._descendants():
             with suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_text()
                 for role in (role for role, module in MODULES.items() if f"{module}:" in command):
                     place = role if role == "engine" else places.get(pid, SPARE)
-                    found.append(Victim(SPARE if place == SPARE else role, pid, place))
-        return found
+                    victims.append(Victim(SPARE if place == SPARE else role, pid, place))
+        return victims
 
     def _descendants(self) -> list[int]:
-        found, parents = list[int](), [self._server.pid]
+        pids, parents = list[int](), [self._server.pid]
         while parents:
             parent = parents.pop()
             with suppress(OSError):
                 children = [int(c) for c in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-                found += children
+                pids += children
                 parents += children
-        return found
+        return pids

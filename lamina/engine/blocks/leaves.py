@@ -27,8 +27,8 @@ class Leaves:
 
     def of_tenant(self, tenant: bytes) -> list[SessionFacts]:
         """What a tenant is told of its sessions."""
-        found = self._sessions.of_tenant(tenant)
-        return [SessionFacts(s.name.name, s.turns, s.length, self._tier_of(s)) for s in found]
+        sessions = self._sessions.of_tenant(tenant)
+        return [SessionFacts(s.name.name, s.turns, s.length, self._tier_of(s)) for s in sessions]
 
     @property
     def by_tier(self) -> Counter[str]:

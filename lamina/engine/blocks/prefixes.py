@@ -224,11 +224,11 @@ class Prefixes:
         """The nodes of ``pages`` below the root of ``salt``, as far as there are some."""
         node = self._roots.get(salt, Beginning())
         for page in pages:
-            found = node.next.get(page)
-            if found is None:
+            child = node.next.get(page)
+            if child is None:
                 return
-            yield found
-            node = found
+            yield child
+            node = child
 
     def _add(self, sequence: Sequence, pages: list[Page]) -> Beginning:
         """Put it into the tree; returns its last node."""

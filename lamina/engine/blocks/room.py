@@ -75,11 +75,11 @@ class Room:
             place = self.loans.settled(hit.place, hit.length) if self.loans else hit.place
         else:
             place = self.place(sequence, left, beside, running, hit.places if hit else self._places)
-        found = self._fit_at(place, sequence, hit, left)
-        if found is None and self.loans and not isinstance(hit, Load):
+        fit = self._fit_at(place, sequence, hit, left)
+        if fit is None and self.loans and not isinstance(hit, Load):
             place = self.loans.place(place, sequence.num_promised, hit.length if hit else 0, left)
-            found = self._fit_at(place, sequence, hit, left)
-        return found
+            fit = self._fit_at(place, sequence, hit, left)
+        return fit
 
     def _fit_at(self, place: Place | None, sequence: Sequence, hit: Hit | Load | None, left: list[int]) -> Fit | None:
         if place is None:
@@ -123,7 +123,7 @@ class Room:
         self.closed.clear()
         self.loans = Loans(self._ledger) if self._ledger.placement.stays else None
         total = self._ledger.num_blocks
-        left, found = list(total), list[Keep]()
+        left, kept = list(total), list[Keep]()
 
         def unevenness(rest: list[int]) -> float:
             return sum((n - r) ** 2 / g.portion for n, r, g in zip(total, rest, self._ledger.lanes, strict=True))
@@ -135,8 +135,8 @@ class Room:
             if fitting:
                 place = min(fitting, key=lambda x: unevenness(rests[x]))
                 left = rests[place]
-                found.append(structs.replace(each, place=place, was=each.place))
-        return found
+                kept.append(structs.replace(each, place=place, was=each.place))
+        return kept
 
     def place(
         self,

@@ -143,11 +143,11 @@ class Tier:
             return None
         keys = self.keys_of(sequence, stop)
         places = map(Place, range(self._ledger.num_lanes))
-        found = {place: self.num_there(keys, place) * self.page // self.whole * self.whole for place in places}
-        length = max(found.values())
+        lengths = {place: self.num_there(keys, place) * self.page // self.whole * self.whole for place in places}
+        length = max(lengths.values())
         if length <= beyond:
             return None
-        return Load(length, tuple(p for p, n in found.items() if n == length), tuple(keys[: length // self.page]))
+        return Load(length, tuple(p for p, n in lengths.items() if n == length), tuple(keys[: length // self.page]))
 
     def num_there(self, keys: Several[bytes], place: Place) -> int:
         """Pages, from the first of ``keys`` on, that a sequence at ``place`` can load."""
@@ -224,12 +224,12 @@ class Tier:
             count = min(len(some) * self.page, length - first)
             ops.append(Export(sequence.id, UNNUMBERED, first, count, some, tag, prompt))
         if ops:
-            mine = {key for op in ops for key in op.keys}
+            page_keys = {key for op in ops for key in op.keys}
             saving = self._saving.setdefault(sequence.id, _Saving(sequence.place, set(), 0))
-            saving.keys |= mine
+            saving.keys |= page_keys
             saving.left += len(ops)
             saving.place = sequence.place  # which may know more runs by now
-            self._gone -= mine
+            self._gone -= page_keys
         return ops
 
     def report(self, said: Transferred) -> Moved | None:
@@ -353,9 +353,9 @@ class Tier:
 
 def _runs(numbers: Iterable[int]) -> list[list[int]]:
     """Of numbers that follow one another, at most MOST_SAVED each."""
-    found = list[list[int]]()
+    runs = list[list[int]]()
     for number in numbers:
-        if not found or number != found[-1][-1] + 1 or len(found[-1]) == MOST_SAVED:
-            found.append([])
-        found[-1].append(number)
-    return found
+        if not runs or number != runs[-1][-1] + 1 or len(runs[-1]) == MOST_SAVED:
+            runs.append([])
+        runs[-1].append(number)
+    return runs
