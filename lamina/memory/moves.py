@@ -85,11 +85,11 @@ class Mover:
 
     def meet(self, fabric: ViewFabric, door: ViewDoor) -> None:
         """All whom this worker gives something, or takes something from. Raises ChannelError, ProtocolError."""
-        order, mine = self._order, self._order.peers[self._order.me]
-        peers = self._peers()
+        order, peers = self._order, self._peers()
+        name = order.peers[order.me].name
         inbox = Geometry(slots=SLOTS, slot_bytes=max(SLOT_BYTES, self._largest_block()))
         for peer in sorted(p for p in peers if p < order.me):
-            terms = Terms(outbound=inbox, inbound=inbox, name=mine.name, peer=order.peers[peer].name)
+            terms = Terms(outbound=inbox, inbound=inbox, name=name, peer=order.peers[peer].name)
             self._links[peer] = fabric.reach(order.peers[peer].url, terms, timeout_s=order.timeout_s)
         due = {order.peers[p].name: p for p in peers if p > order.me}
         while due:
@@ -102,7 +102,7 @@ class Mover:
         """All of a layer that is given and taken here; then the old store's is not needed any more. Raises
         ChannelError, ProtocolError.
         """
-        mine, out, due = (
+        own_parts, out, due = (
             list[_StripPart](),
             dict[int, deque[_StripPart | MoveTag]](),
             dict[int, deque[_StripPart | MoveTag]](),
@@ -113,12 +113,12 @@ class Mover:
             giver, taker = self._order.sources[strip.source], self._order.targets[strip.target]
             runs = self._runs(layer, number, strip)
             if giver == taker == self._order.me:
-                mine += runs
+                own_parts += runs
             elif giver == self._order.me:
                 out[taker] += runs
             elif taker == self._order.me:
                 due[giver] += runs
-        for run in mine:
+        for run in own_parts:
             self._put(run, self._gather(run, [None] * len(list(self._shapes(layer)))))
         self._exchange(layer, out, due)
 
@@ -214,13 +214,13 @@ class Mover:
 
     def _views(self, run: _StripPart, data: memoryview) -> list[Tensor]:
         """The tensors of a message: [B, H, block_size, D], and so on."""
-        flat, at, found = tensor_over(data, torch.uint8), 0, list[Tensor]()
+        flat, at, tensors = tensor_over(data, torch.uint8), 0, list[Tensor]()
         lead = run.high - run.low, run.strip.head_stop - run.strip.head_start
         for shape, kind in self._shapes(run.tag.layer):
             nbytes = prod((*lead, *shape)) * kind.itemsize
-            found.append(flat[at : at + nbytes].view(kind).view(*lead, *shape))
+            tensors.append(flat[at : at + nbytes].view(kind).view(*lead, *shape))
             at += nbytes
-        return found
+        return tensors
 
     def _gather(self, run: _StripPart, into: Sequence[Tensor | None]) -> list[Tensor]:
         assert self._old is not None
@@ -238,17 +238,17 @@ class Mover:
         key = id(run.strip), store is self._new
         if key not in self._ids:
             tables, group = store.tables, store.pieces[run.tag.layer][piece].group
-            found = [tables.block_ids(group, s, n, n + 1)[0] for s, of in run.strip.blocks.items() for n in of]
-            self._ids[key] = torch.tensor(found, dtype=torch.int64)
+            ids = [tables.block_ids(group, s, n, n + 1)[0] for s, of in run.strip.blocks.items() for n in of]
+            self._ids[key] = torch.tensor(ids, dtype=torch.int64)
         return self._ids[key][run.low : run.high]
 
     def _peers(self) -> set[int]:
-        me, found = self._order.me, set[int]()
+        me, peers = self._order.me, set[int]()
         for layer in range(len(self._store.bind.layers)):
             for strip in self._strips.of_layer(layer):
                 pair = {self._order.sources[strip.source], self._order.targets[strip.target]}
-                found |= pair if me in pair else set()
-        return found - {me}
+                peers |= pair if me in pair else set()
+        return peers - {me}
 
 
 def _place(store: Store, run: _StripPart, piece: int) -> list[Tensor]:

@@ -67,17 +67,17 @@ class Step:
 
     def attend_stored(self, layer: int, q: Tensor) -> list[Stored]:
         """By piece, of a message; see ``AttentionBackend.attend_stored``."""
-        attend, found = self._store.backend.attend_stored, list[Stored]()
+        attend, stored = self._store.backend.attend_stored, list[Stored]()
         for piece, group, (whole, other) in self._q(layer, q):
             if group.selection and piece.kv.bounds is not None:
-                found.append(Stored(group.selection.attend(piece.operator, piece.kv, whole), None))
+                stored.append(Stored(group.selection.attend(piece.operator, piece.kv, whole), None))
                 continue
             results = [
                 attend(piece.operator, x.prepared, piece.kv, pick(q, x.of)) if x.num_rows else None
                 for x, q in ((group.whole, whole), (group.nodes, other))
             ]
-            found.append(Stored(*results))
-        return found
+            stored.append(Stored(*results))
+        return stored
 
     def rows(self, layer: int, kv: Tensor) -> list[Written]:
         """The K and V of a message, as they will be stored. They may lie in ``kv``."""
@@ -134,22 +134,22 @@ class _Attended(NamedTuple):
 class GroupStep:
     """What one group has of a step: index tensors."""
 
-    def __init__(self, store: Store, group: int, found: Layout, dense: Collection[int]) -> None:
+    def __init__(self, store: Store, group: int, layout: Layout, dense: Collection[int]) -> None:
         """``dense``: sequences whose lone rows attend all."""
         self._store, self._group = store, group
-        q_at, kv_at = starts_of(found.q), starts_of(found.kv)
+        q_at, kv_at = starts_of(layout.q), starts_of(layout.kv)
         self.stored_tokens = 0
         self.selection: Selection | None = None
-        self.whole = self._attended(found.whole, None, None)
-        if any(store.selects) and found.whole:
-            table = row_table(store.tables, group, found.whole, align=CHUNK_TOKENS)
-            numbers = {number for number, rows in enumerate(found.whole) if rows.sequence in dense}
+        self.whole = self._attended(layout.whole, None, None)
+        if any(store.selects) and layout.whole:
+            table = row_table(store.tables, group, layout.whole, align=CHUNK_TOKENS)
+            numbers = {number for number, rows in enumerate(layout.whole) if rows.sequence in dense}
             self.selection = Selection(store.backend, table, budget_of(store.bind.kv, store.tables.block_size), numbers)
-        rows, ranges = [n.rows for n in found.nodes], [(n.low, n.high) for n in found.nodes]
+        rows, ranges = [n.rows for n in layout.nodes], [(n.low, n.high) for n in layout.nodes]
         self.nodes = self._attended(rows, ranges, _index(rows, q_at, store.device))
-        at = _index(found.new, q_at, store.device)
-        self.new = self._attended(found.new, [(r.first, r.first) for r in found.new], at)
-        self.new_kv = _index(found.new, kv_at, store.device)
+        at = _index(layout.new, q_at, store.device)
+        self.new = self._attended(layout.new, [(r.first, r.first) for r in layout.new], at)
+        self.new_kv = _index(layout.new, kv_at, store.device)
 
     def stored_bytes(self, piece: StoredPiece) -> int:
         """K and V that a layer's attention reads for a piece."""

@@ -357,8 +357,8 @@ def _operator(shape: LayerShape, spec: AttentionSpec, piece: HeldPiece, device: 
             raise ProtocolError(f"static operand of {len(data)} bytes for {shape.q_heads} query heads")
         if not wanted:
             return None
-        mine = np.frombuffer(data, "<f4")[piece.head_start * piece.each : piece.head_stop * piece.each]
-        return torch.from_numpy(mine.astype(np.float32)).to(device)
+        heads = np.frombuffer(data, "<f4")[piece.head_start * piece.each : piece.head_stop * piece.each]
+        return torch.from_numpy(heads.astype(np.float32)).to(device)
 
     return Operator(
         spec=spec,

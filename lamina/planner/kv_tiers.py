@@ -102,15 +102,15 @@ FULL, SPARSE = "full", "sparse"
 def tiers_of(layers: Sequence[LayerShape], dtype: torch.dtype, options: SparsityOptions, length: int) -> KVTiers:
     """Of a model of ``layers``, in a store of ``dtype``. Raises ValueError where no layer can be sparse."""
     windows = _windows(layers)
-    found = dict[str, LayerTier]()
+    tiers = dict[str, LayerTier]()
     for layer, window, sparse in zip(layers, windows, sparse_layers(layers, windows, options), strict=True):
         name = SPARSE if sparse else _dense(window)
         kept = min(length, options.kv_budget if sparse else window or length)
         most = min(length, most_kept(options)) if sparse else kept
-        before = found.get(name) or LayerTier(name, 0, kept, most, 0)
+        before = tiers.get(name) or LayerTier(name, 0, kept, most, 0)
         token = layer.kv_heads * head_bytes(layer.qk_dim, layer.v_dim, dtype)
-        found[name] = before._replace(layers=before.layers + 1, token_bytes=before.token_bytes + token)
-    return KVTiers(length, options.kv_budget, list(found.values()))
+        tiers[name] = before._replace(layers=before.layers + 1, token_bytes=before.token_bytes + token)
+    return KVTiers(length, options.kv_budget, list(tiers.values()))
 
 
 def split_of(

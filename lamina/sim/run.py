@@ -39,13 +39,13 @@ class ScenarioError(AssertionError):
 def check(of: Scenario) -> Played:
     """Play ``of``, and the same without losses and changes: nobody may see a difference. Raises ScenarioError."""
     try:
-        found, wanted = play(of), play(replace(of, faults=(), changes=()))
-        for ask, mine, same in zip(of.asks, found.requests, wanted.requests, strict=True):
+        played, wanted = play(of), play(replace(of, faults=(), changes=()))
+        for ask, answer, same in zip(of.asks, played.requests, wanted.requests, strict=True):
             if ask.cancel_s is None:
-                assert mine == same, f"{mine} in place of {same}"
+                assert answer == same, f"{answer} in place of {same}"
     except Exception as error:
         raise ScenarioError(f"{type(error).__name__}: {error}\n{pformat(of)}") from error
-    return found
+    return played
 
 
 def check_restart(of: Scenario) -> bool:
@@ -59,9 +59,9 @@ def check_restart(of: Scenario) -> bool:
         before.take_steps(random.Random(of.seed).randint(1, calm.steps))
         after = _Play(replace(seeded, faults=()))
         begun = after.go_on_from(before)
-        for ask, mine, same in zip(of.asks, after.run().requests, wanted.requests, strict=True):
+        for ask, answer, same in zip(of.asks, after.run().requests, wanted.requests, strict=True):
             if ask.cancel_s is None:
-                assert mine == same, f"{mine} in place of {same}"
+                assert answer == same, f"{answer} in place of {same}"
     except Exception as error:
         raise ScenarioError(f"{type(error).__name__}: {error}\n{pformat(of)}") from error
     return begun
@@ -119,16 +119,16 @@ class _Play:
         engine.settle()
         engine.rest()
         self._check_end()
-        found: list[tuple[Completion, ...]] = [()] * len(self._of.asks)
+        answers: list[tuple[Completion, ...]] = [()] * len(self._of.asks)
         for request, (place, _) in self._asked.items():
             output = self._outputs.get(request)
             if output and request in self._scores:
                 output.prompt_logprobs = self._scores[request]
-            found[place] = _told(output)
+            answers[place] = _told(output)
         for place, output in self._ended.items():
-            found[place] = _told(output)
+            answers[place] = _told(output)
         wire, preemptions = self._wire, engine.scheduler.num_preemptions
-        return Played(found, wire.losses, preemptions, wire.elastic.changes)
+        return Played(answers, wire.losses, preemptions, wire.elastic.changes)
 
     def take_steps(self, most: int) -> bool:
         """So many at most; whether all has come to its end."""
@@ -213,8 +213,8 @@ class _Play:
             assert sorted(worker.tables.sequences) == sorted(ledger.sequences)
             for sequence in ledger.sequences:
                 assert worker.tables.length(sequence) == ledger.length(sequence)
-            mine = [g for g, of in enumerate(holders) if worker.number in of]
-            for here, group in enumerate(mine):
+            groups = [g for g, of in enumerate(holders) if worker.number in of]
+            for here, group in enumerate(groups):
                 for sequence in ledger.sequences:
                     (start, ids), (first, same) = (
                         t.table(g, sequence) for t, g in ((worker.tables, here), (ledger, group))

@@ -182,19 +182,19 @@ def _forbidden(rng: random.Random) -> dict[str, Any]:
 
 def _alike(seed: int, asks: tuple[Arriving, ...]) -> tuple[Arriving, ...]:
     """Some prompts begin like the one before them."""
-    rng, found = random.Random(~seed), list[Arriving]()
+    rng, arrivals = random.Random(~seed), list[Arriving]()
     for ask in asks:
-        before = found[-1].prompt if found and rng.random() < 0.6 else ()
-        found.append(replace(ask, prompt=(*before[: rng.randint(4, 24)], *ask.prompt)[:24]))
-    return tuple(found)
+        before = arrivals[-1].prompt if arrivals and rng.random() < 0.6 else ()
+        arrivals.append(replace(ask, prompt=(*before[: rng.randint(4, 24)], *ask.prompt)[:24]))
+    return tuple(arrivals)
 
 
 def _again(seed: int, asks: tuple[Arriving, ...]) -> tuple[Arriving, ...]:
     """All of them come again, later and in another order."""
-    rng, found = random.Random(seed), list(asks)
+    rng, arrivals = random.Random(seed), list(asks)
     for _ in range(2):
-        found += [replace(ask, at_s=ask.at_s + rng.uniform(0.1, 0.6)) for ask in rng.sample(asks, len(asks))]
-    return tuple(found)
+        arrivals += [replace(ask, at_s=ask.at_s + rng.uniform(0.1, 0.6)) for ask in rng.sample(asks, len(asks))]
+    return tuple(arrivals)
 
 
 def _fault(rng: random.Random, roles: list[tuple[str, int]]) -> Fault:

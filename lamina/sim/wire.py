@@ -184,10 +184,10 @@ class SimWire:
             if who not in silent:
                 self._hear(done)
         self._told.clear()
-        found = []
+        steps = []
         while (done_step := self._arrivals.take()) is not None:
-            found.append(done_step)
-        found += [d for d in self._inbox if d.batch >= self._batches]
+            steps.append(done_step)
+        steps += [d for d in self._inbox if d.batch >= self._batches]
         self._tear()
         reports = [{} if ("memory", w.number) in self._dead else w.written.report() for w in self.memory]
         capacity = None
@@ -197,7 +197,7 @@ class SimWire:
             capacity = capacity_of(self.layout)
         self.view += 1  # what was to happen in the one before will not
         self._begin_view()
-        return ViewChanged(found, reports, capacity)
+        return ViewChanged(steps, reports, capacity)
 
     def _tear(self) -> None:
         """Steps that were executed are written to their end; of others a memory worker may have some layers."""
@@ -278,23 +278,23 @@ class SimWire:
             ids += tokens
             seen += self._attend(row, tokens)
         due = job.due[plan.replica_of(3)]
-        found = [drawn(d, seen[d.row], due, ids[d.row] if d.pending else None) for d in run.draws]
+        choices = [drawn(d, seen[d.row], due, ids[d.row] if d.pending else None) for d in run.draws]
         if plan.rows:
-            drawn_now = zip(run.draws, found, strict=True)
+            drawn_now = zip(run.draws, choices, strict=True)
             self._last[plan.batch] = {d.sequence: x.token for d, x in drawn_now if d.known < 0}
         self._tell(
-            ("compute", plan.replica_of(3)), StepDone(view=plan.view, batch=plan.batch, step=plan.step, drawn=found)
+            ("compute", plan.replica_of(3)), StepDone(view=plan.view, batch=plan.batch, step=plan.step, drawn=choices)
         )
 
     def _attend(self, row: Rows, tokens: list[int]) -> list[int]:
         """What each row sees, itself included."""
-        found = []
+        totals = []
         for position, token in enumerate(tokens, row.first):
             stored = value(token, position, self._total(row, position, position))
             for worker in self.memory:
                 worker.write(row.sequence, row.place, position, stored)
-            found.append(self._total(row, position, position + 1))
-        return found
+            totals.append(self._total(row, position, position + 1))
+        return totals
 
     def _total(self, row: Rows, position: int, stop: int) -> int:
         return sum(worker.total(row.sequence, row.place, position, stop) for worker in self.memory)

@@ -86,14 +86,14 @@ class SimMemory:
 
     def total(self, sequence: int, place: Place, position: int, stop: int) -> int:
         """Of what a query at ``position`` sees below ``stop`` and is kept here."""
-        found = 0
+        total = 0
         for group, window in enumerate(self.tables.windows):
             low = max(0, position - window + 1) if window else 0
             for number in range(low // self.size, -(-stop // self.size)):
                 if (block := self.block(group, sequence, place, number)) is not None:
                     start = number * self.size
-                    found += sum(block[max(0, low - start) : stop - start])
-        return found
+                    total += sum(block[max(0, low - start) : stop - start])
+        return total
 
     def transfer(self, op: Export | Import, rng: random.Random) -> Transferred:
         """Save pages into a medium of MOST_KEPT, or load them, of which some are lost."""
@@ -127,8 +127,8 @@ class SimMemory:
         first = op.first + number * PAGE
         place = op.place if isinstance(op, Import) else self.tables.place(op.sequence)
         numbers = range(first // self.size, -(-min(first + PAGE, op.first + op.count) // self.size))
-        found = (self.block(group, op.sequence, place, n) for group in range(len(self.groups)) for n in numbers)
-        return [block for block in found if block is not None]
+        blocks = (self.block(group, op.sequence, place, n) for group in range(len(self.groups)) for n in numbers)
+        return [block for block in blocks if block is not None]
 
     def reconcile(self, keep: Sequence[Keep]) -> None:
         """Hold what ``keep`` says, and nothing else."""
@@ -143,11 +143,11 @@ class SimMemory:
 
     def given(self, window: int, sequence: int, place: Place, number: int) -> list[list[int]]:
         """Block ``number`` of a sequence, of the layers of a window, without weights; nothing where others keep it."""
-        found = list[list[int]]()
+        blocks = list[list[int]]()
         for group in (g for g, own in enumerate(self.tables.windows) if own == window):
             if (block := self.block(group, sequence, place, number)) is not None:
-                found.append([stored // self.weights[group] for stored in block])
-        return found
+                blocks.append([stored // self.weights[group] for stored in block])
+        return blocks
 
     def block(self, group: int, sequence: int, place: Place, number: int) -> list[int] | None:
         """What is stored of it; None where others keep it."""
@@ -187,7 +187,7 @@ class SimPrefill:
 
     def _total(self, values: Sequence[int], place: Place, position: int) -> int:
         """Of what a query there sees of ``values``, as all memory workers would have it."""
-        found, layout = 0, self._layout
+        total, layout = 0, self._layout
         placement = Placement(max(len(x.pattern) for x in layout.lanes), layout.stripe, layout.stays)
         for group, (window, lanes) in enumerate(zip(layout.windows, layout.lanes, strict=True)):
             low = max(0, position - window + 1) if window else 0
@@ -195,5 +195,5 @@ class SimPrefill:
             for at in range(low, len(values)):
                 number = at // layout.block_size
                 lane = placement.lane(place, number // layout.stripe if layout.stripe else 0)
-                found += values[at] * weight * (lane in lanes)
-        return found
+                total += values[at] * weight * (lane in lanes)
+        return total

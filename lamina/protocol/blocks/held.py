@@ -65,10 +65,10 @@ class HeldBlocks:
         """By group, blocks that have become free since this was called last, even if somebody has them again; nothing
         at first.
         """
-        found = [pool.freed or [] for pool in self._pools]
+        blocks = [pool.freed or [] for pool in self._pools]
         for pool in self._pools:
             pool.freed = []
-        return found
+        return blocks
 
     @property
     def num_lanes(self) -> int:

@@ -365,17 +365,17 @@ class EngineClient:
             self.counters, self._workers = message.workers, set(message.pids)
         elif isinstance(message, SessionsAre):
             self._questions.answered(message)
-        elif isinstance(message, Refused) and (found := self._live.pop(message.key, None)):
-            found.feed.fail(PromptRefusedError(message.text, message.blame))
+        elif isinstance(message, Refused) and (live := self._live.pop(message.key, None)):
+            live.feed.fail(PromptRefusedError(message.text, message.blame))
 
     def _deliver(self, delta: Delta) -> None:
-        if found := self._live.get(delta.key):
+        if live := self._live.get(delta.key):
             if delta.times is not None:
                 del self._live[delta.key]
             elif self._restarts is not None:
-                found.hearing.take(delta)
-            found.meter.grown(delta)
-            found.feed.push(delta)
+                live.hearing.take(delta)
+            live.meter.grown(delta)
+            live.feed.push(delta)
 
 
 def launch_engine(start: Start) -> WorkerHandle:

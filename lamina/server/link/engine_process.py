@@ -113,14 +113,14 @@ class _Live:
         self._ended = {x.index for x in told if x.ended}
 
     def deltas(self, output: RequestOutput) -> list[Delta]:
-        found = [d for o in output.outputs if (d := self._delta(o))]
-        if output.finished and found:
-            found[-1].times = _times(output)
-        if found and found[0].index == 0 and self._first(found[0]):
-            found[0].cached = output.num_cached_tokens
+        deltas = [d for o in output.outputs if (d := self._delta(o))]
+        if output.finished and deltas:
+            deltas[-1].times = _times(output)
+        if deltas and deltas[0].index == 0 and self._first(deltas[0]):
+            deltas[0].cached = output.num_cached_tokens
             if output.prompt_logprobs is not None:
-                found[0].prompt_logprobs = _scores(output.prompt_logprobs, self._params.prompt_logprobs)
-        return found
+                deltas[0].prompt_logprobs = _scores(output.prompt_logprobs, self._params.prompt_logprobs)
+        return deltas
 
     def _first(self, delta: Delta) -> bool:
         return self._tokens[delta.index] == len(delta.tokens)
@@ -198,10 +198,10 @@ class _Loop:
             return []
         if output.finished:
             self._forget(live)
-        found = live.deltas(output)
-        begun = any(d.cached is not None for d in found)
-        self._grown += sum(len(d.tokens) for d in found) + begun * len(output.prompt_token_ids)
-        return found
+        deltas = live.deltas(output)
+        begun = any(d.cached is not None for d in deltas)
+        self._grown += sum(len(d.tokens) for d in deltas) + begun * len(output.prompt_token_ids)
+        return deltas
 
     def _forget(self, live: _Live) -> None:
         self._by_key.pop(live.key, None)
@@ -234,11 +234,11 @@ class _Loop:
             self._stopped = True
 
     def _tell_sessions(self, asked: AskSessions) -> None:
-        found = self._engine.scheduler.leaves.of_tenant(asked.tenant)
+        sessions = self._engine.scheduler.leaves.of_tenant(asked.tenant)
         if asked.drop is not None:
-            found = [s for s in found if s.name == asked.drop]
+            sessions = [s for s in sessions if s.name == asked.drop]
             self._engine.drop_session(SessionName(asked.tenant, asked.drop))
-        self._outbox.put(SessionsAre(asked.number, found))
+        self._outbox.put(SessionsAre(asked.number, sessions))
 
     def _add(self, add: Add) -> None:
         try:
