@@ -177,6 +177,42 @@ def test_a_docstring_says_it_itself() -> None:
     assert sending == []
 
 
+VAGUE = ("found", "mine")  # in these a reader looks for the noun of what they hold
+
+
+def bound(code: str) -> Iterator[str]:
+    """Names of variables, parameters, fields and attributes that ``code`` gives something to."""
+    for node in ast.walk(ast.parse(code)):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+                yield name
+            case ast.alias(asname=str(name)) | ast.ExceptHandler(name=str(name)):
+                yield name
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+                yield name
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "examples"])
+def test_a_variable_is_called_by_what_it_holds(package: str) -> None:
+    vague = [
+        f"{path.relative_to(ROOT)}: {n}" for path in sources(package) for n in bound(path.read_text()) if n in VAGUE
+    ]
+    assert vague == []
+
+
+@pytest.mark.parametrize("vague", VAGUE)
+def test_every_way_to_call_a_variable_is_seen(vague: str) -> None:
+    binding = (
+        "{} = 1", "a, (b, *{}) = c", "{} += 1", "{}: int", "({} := 1)", "[a for {} in b]", "for {} in a: ...",
+        "with a as {}: ...", "self.{} = 1", "class A:\n    {}: int", "def f({}): ...", "def f(*, {}=1): ...",
+        "def f(*{}): ...", "lambda {}: 1", "import a as {}", "try: ...\nexcept A as {}: ...",
+        "match a:\n    case [{}]: ...", "match a:\n    case [*{}]: ...", "match a:\n    case {{**{}}}: ...",
+    )  # fmt: skip
+    assert [code for code in binding if vague not in bound(code.format(vague))] == []
+    using = ("print({})", "a.{}", "f({}=1)", "'{}'", "{}_at = 1")
+    assert [code for code in using if vague in bound(code.format(vague))] == []
+
+
 def test_netstack_needs_no_torch() -> None:
     assert not [
         p.name for p in sources("netstack") for n in imported(p) if n.split(".")[0] in ("torch", "transformers")
