@@ -196,12 +196,12 @@ class Session:
     def _begin_store(self, plan: StepPlan) -> None:
         if self.transfers is not None:
             self.transfers.settle()
-            self.transfers.begin(plan)  # which copies what is still to be saved
+            self.transfers.begin(plan)  # which copies what is still to be saved, and wipes
         elif any(isinstance(op, Export | Import | MediumOp) for op in plan.ops):
             raise ProtocolError(f"step {plan.step} saves or loads, and there is no medium beside the pool")
         else:
             self._store.begin(plan)
-        self._store.wipe()
+            self._store.wipe()
 
     def _bind(self, open_store: Callable[[Bind], Store]) -> Store:
         """Wait for a Bind that can be; the peer may try again after a refusal, or leave."""

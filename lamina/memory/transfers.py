@@ -127,18 +127,20 @@ class Transfers:
         for op in plan.ops:
             if isinstance(op, Export):
                 self._add(saves.pop(0))
-            elif isinstance(op, Import):
-                pages = (self._locate(op, number, op.place) for number in range(len(op.keys)))
-                self._add(_Task(op, list(pages)))
             elif isinstance(op, Drop):
                 self._queues[Export].put(op)
             elif isinstance(op, Expect):
                 self._fetches.add(op)
             elif isinstance(op, Free | Truncate):
                 self._copy(op.sequence, op.length if isinstance(op, Truncate) else 0)
+        self._store.wipe()  # what was freed, before anything is loaded there
+        for op in plan.ops:
+            if isinstance(op, Import):
+                pages = (self._locate(op, number, op.place) for number in range(len(op.keys)))
+                self._add(_Task(op, list(pages)))
 
     def _add(self, task: _Task) -> None:
-        self._last = task.op.id
+        self._last = max(self._last, task.op.id)
         self._open[type(task.op)].append(task)
         self._queues[type(task.op)].put(task)
 
