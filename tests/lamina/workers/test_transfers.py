@@ -320,6 +320,18 @@ def test_a_sequence_that_is_loaded_is_left_alone() -> None:
     bench.transfers.end()
 
 
+def test_what_was_freed_is_wiped_before_anything_is_loaded_there(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And behind the copy of what is still to be saved."""
+    bench.do(save())
+    bench.report()
+    wiped = list[tuple[int, int]]()
+    begun = bench.transfers._open
+    monkeypatch.setattr(bench.store, "wipe", lambda: wiped.append((len(begun[Import]), len(begun[Export]))))
+    bench.do(Export(1, 1, 0, PAGE, KEYS[:1], b"t" * 16), Free(1), New(2), load(2))
+    assert wiped == [(0, 1)]
+    assert {bench.report().id, bench.report().id} == {1, 2}
+
+
 def test_rows_go_on_behind_what_is_being_saved() -> None:
     gate = Gate(medium())
     bench = Bench(gate)
