@@ -33,7 +33,7 @@ from lamina.protocol.control import (  # noqa: E402
     Stats,
     Stop,
 )
-from lamina.protocol.options.engine import engine as options  # noqa: E402
+from lamina.protocol.options import engine as options  # noqa: E402
 
 KEY = bytes(range(32))
 SOON_S = 30.0  # a worker imports torch first

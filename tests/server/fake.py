@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import httpx
-from running import MODEL, ROOT
+from shipped import MODEL, ROOT
 
 from lamina.engine.conversations.sessions import SessionFacts, SessionName
 from lamina.models.tokens import load_tokenizer

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from forked import ForkedProgram, Program
+from shipped import MODEL as MODEL
+from shipped import ROOT as ROOT
 
 from lamina.processes import lives
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = "examples/tiny_lm/model"
 START_S = 240.0
 
 

@@ -16,7 +16,7 @@ from lamina.collective.choose import choose, choose_and_open, facts_of, gather
 from lamina.collective.expect import expected
 from lamina.collective.mesh import Mesh
 from lamina.config import make_config
-from lamina.protocol.options.engine import engine as options
+from lamina.protocol.options import topology as options
 from lamina.workers import devices
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
