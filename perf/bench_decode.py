@@ -166,6 +166,9 @@ def main() -> None:
     args = parser.parse_args()
     if SUBJECT in args.without.split(","):
         raise SystemExit(f"--without {SUBJECT}: all others are compared with it; leave it in")
+    for name in filter(None, args.peers.split(",") if args.peers != "all" else ()):
+        if name not in PEERS:
+            raise SystemExit(f"--peers {name}: there are {', '.join(PEERS)}, or all; their folder is --peer-folder's")
     sampling = sampling_of(args)
     args.threads = args.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(args.threads)
