@@ -5,6 +5,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -57,6 +58,21 @@ class Sleeper {
   int bell_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   std::atomic<bool> asleep_{false};
 };
+
+// Looks again and again for as long as it pays, and tells `patience` whether it did. ``look()`` is a Status.
+template <class Look>
+Status spin(Patience& patience, std::uint64_t spin_ns, std::uint64_t deadline_ns, Look look) {
+  Status status = look();
+  std::uint64_t now = now_ns();
+  if (status != Status::pending || now >= deadline_ns) return status;
+  for (const std::uint64_t until = std::min(now + spin_ns, deadline_ns); now < until; now = now_ns()) {
+    status = look();
+    if (status != Status::pending) return patience.caught(), status;
+    relax();
+  }
+  patience.missed();
+  return Status::pending;
+}
 
 // Credit rides on messages. Where none goes, and the owner of a channel makes no call for a while, this thread sends
 // it, so that a released slot is always free for the peer soon.

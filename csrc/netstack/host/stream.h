@@ -145,17 +145,10 @@ class Stream final : public Engine, private Teller::Client {
   }
 
   Status spin(Role role, std::uint64_t deadline_ns) {
-    read(role);
-    Status status = ready(role);
-    std::uint64_t now = now_ns();
-    if (status != Status::pending || now >= deadline_ns) return status;
-    for (const std::uint64_t until = std::min(now + spin_ns_, deadline_ns); now < until; now = now_ns()) {
+    return lamina::spin(side(role).patience, spin_ns_, deadline_ns, [&] {
       read(role);
-      status = ready(role);
-      if (status != Status::pending) return side(role).patience.caught(), status;
-    }
-    side(role).patience.missed();
-    return Status::pending;
+      return ready(role);
+    });
   }
 
   // Reads what has come until `role` can go on or nothing is left; with `flags` 0 sleeps, for a slice at most, until

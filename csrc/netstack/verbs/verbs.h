@@ -177,18 +177,10 @@ class Verbs final : public Engine, private Teller::Client {
   }
 
   Status spin(Role role, std::uint64_t deadline_ns) {
-    poll();
-    Status status = ready(role);
-    std::uint64_t now = now_ns();
-    if (status != Status::pending || now >= deadline_ns) return status;
-    for (const std::uint64_t until = std::min(now + spin_ns_, deadline_ns); now < until; now = now_ns()) {
+    return lamina::spin(side(role).patience, spin_ns_, deadline_ns, [&] {
       poll();
-      status = ready(role);
-      if (status != Status::pending) return side(role).patience.caught(), status;
-      relax();
-    }
-    side(role).patience.missed();
-    return Status::pending;
+      return ready(role);
+    });
   }
 
   // Header and payload of message n; all but the first piece go ahead, since the signal must come last.
