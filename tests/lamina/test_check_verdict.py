@@ -269,10 +269,11 @@ def test_the_report_names_what_is_broken(capsys: pytest.CaptureFixture[str]) -> 
         judge(BASE, outcome(), None),
         judge(SPLIT, outcome(completions=other_bits()), outcome()),
         failed(ROUNDED, "no room", held=None),
+        judge(SELECTING, outcome(), None),  # which promises nothing
     ]
     data = report_json("m", make_config({}), verdicts)
     assert (data["held"], data["broken"]) == (False, ["memory workers"])
-    assert [r["held"] for r in data["runs"]] == [True, False, None]
+    assert [r["held"] for r in data["runs"]] == [True, False, None, True]
     show("m", make_config({}), verdicts)
     text = capsys.readouterr().out
     assert "1 of 3 promises BROKEN (memory workers), 1 settings refused" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +50,8 @@ def show(model: str, config: EngineConfig, verdicts: Sequence[Verdict]) -> None:
     console.print()
     for v in verdicts:
         if v.note:
-            console.print(f"{v.axis} {v.setting}: {v.word}: {v.note}".replace(" :", ":"), soft_wrap=True)
+            word = "" if v.word == "-" else f"{v.word}: "
+            console.print(f"{v.axis} {v.setting}: {word}{v.note}".replace(" :", ":"), soft_wrap=True)
     console.print(LEGEND, style="dim", soft_wrap=True)
     console.print(_summary(model, config, verdicts), soft_wrap=True)
 
@@ -68,10 +70,11 @@ def _cells(v: Verdict) -> list[str]:
 
 
 def _summary(model: str, config: EngineConfig, verdicts: Sequence[Verdict]) -> str:
-    count = {word: sum(v.word == word for v in verdicts) for word in ("held", "BROKEN", "refused")}
+    count = Counter(v.word for v in verdicts)
+    promises = len(verdicts) - count["-"]
     refused = f", {count['refused']} settings refused" if count["refused"] else ""
     base = f"base: {config.topology.memory_workers} memory worker over {config.launching.scheme}, {config.model.dtype}"
     broken = ", ".join(dict.fromkeys(v.axis for v in verdicts if v.held is False))
     if broken:
-        return f"{model}: {count['BROKEN']} of {len(verdicts)} promises BROKEN ({broken}){refused}; {base}"
+        return f"{model}: {count['BROKEN']} of {promises} promises BROKEN ({broken}){refused}; {base}"
     return f"{model}: all {count['held']} promises held{refused}; {base}"

@@ -71,6 +71,8 @@ class Verdict:
 
     @property
     def word(self) -> str:
+        if self.held and self.promised == Exactness.NOTHING.word:
+            return "-"
         return "refused" if self.held is None else "held" if self.held else "BROKEN"
 
 
