@@ -1,5 +1,5 @@
 // A memory worker's round, layer by layer, without Python: the same order of messages and arithmetic as
-// lamina/memory/host_layers.py and step.py, whose words are used here.
+// lamina/memory/layers/host.py and step.py, whose words are used here.
 #pragma once
 
 #include <array>

@@ -166,7 +166,7 @@ class Scheduler:
         return transfer
 
     def rounds_alike(self, token: int) -> int:
-        """So many rounds behind the only one in flight can be skipped, if all rows draw ``token``: see engine.leap."""
+        """So many rounds behind the only one in flight can be skipped, if all rows draw ``token``: engine.rounds."""
         at = self._standing()
         return self._leaps.longest(at, token) if at else 0
 

@@ -11,11 +11,11 @@ cannot tell from a key which tokens it stands for, nor try tokens out. Numbers a
 from __future__ import annotations
 
 import hmac
+import sys
+from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple
-
-import numpy as np
 
 from .pages import PAGE, TENANT_BYTES
 
@@ -67,8 +67,10 @@ def page_key(parent: bytes, number: int, tokens: Sequence[int]) -> bytes:
     """
     if not 1 <= len(tokens) <= PAGE:
         raise ValueError(f"a page has 1 to {PAGE} tokens, not {len(tokens)}")
-    words = np.array(tokens, "<u4").tobytes()
-    return sha256(_joined(b"lamina kv page 1", parent, number.to_bytes(8, "little"), words)).digest()
+    words = array("I", tokens)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return sha256(_joined(b"lamina kv page 1", parent, number.to_bytes(8, "little"), words.tobytes())).digest()
 
 
 def data_key_wrapper(secret: bytes) -> bytes:

@@ -34,12 +34,12 @@ from lamina.protocol.plan import (
 from lamina.protocol.sparse_ops import Scored
 from lamina.workers.wire import LayerWire, can_be_direct
 
-from .device_layers import DeviceLayers
 from .grants import Grants
-from .host_layers import RESERVE_S, HostLayers
 from .inbox import RoundInbox
+from .layers.device import DeviceLayers
+from .layers.host import RESERVE_S, HostLayers
+from .layers.native import NativeLayers, can_be_native
 from .meter import Meter
-from .native_layers import NativeLayers, can_be_native
 from .step import Step
 from .store import Store
 from .transfers import Transfers

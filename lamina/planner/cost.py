@@ -2,7 +2,7 @@
 share of peak that programs reach; each part says which.
 
 A round is one step of every batch. Sequential parts of a batch add up; the pools work beside each other if there are
-several batches (engine.pipeline.lower_bound has the same rule for given times).
+several batches (engine.rounds.pipeline.lower_bound has the same rule for given times).
 """
 
 from __future__ import annotations

@@ -124,38 +124,23 @@ def split_of(
     max_rows: int,
 ) -> MemorySplit:
     """Of one memory worker that has all layers. Raises ValueError where it cannot hold one sequence."""
-    sparse, fits = _room(layers, dtype, options, length, kv_bytes, block_size, max_rows)
-    _, full = _room(layers, dtype, SparsityOptions(), length, kv_bytes, block_size, max_rows)
+
+    def room(form: SparsityOptions) -> tuple[BlockTables, float]:
+        """The blocks, all free, and the sequences that they hold."""
+        partition, most = partition_of("head", layers, [1.0], length), most_kept(form) if form.evicts else 0
+        groups, _, counts = split_blocks(
+            layers, partition, 0, dtype, kv_bytes,
+            block_size=block_size, max_rows=max_rows, max_len=length, sparsity=form,
+        )  # fmt: skip
+        blocks = BlockTables([g.window for g in groups], counts, block_size, sparse=[g.sparse for g in groups])
+        return blocks, Room(blocks, max_rows).times(length, most)
+
+    (sparse, fits), (_, full) = room(options), room(SparsityOptions())
     names = [SPARSE if s else _dense(w) for s, w in zip(sparse.sparse, sparse.windows, strict=True)]
     prompt = Room(sparse, max_rows).blocks_of(FIRST, length)
     return MemorySplit(
         kv_bytes, block_size, dict(zip(names, zip(sparse.num_blocks, prompt, strict=True), strict=True)), full, fits
     )
-
-
-def _room(
-    layers: Sequence[LayerShape],
-    dtype: torch.dtype,
-    options: SparsityOptions,
-    length: int,
-    kv_bytes: int,
-    block_size: int,
-    max_rows: int,
-) -> tuple[BlockTables, float]:
-    """The blocks, all free, and the sequences that they hold."""
-    groups, _, counts = split_blocks(
-        layers,
-        partition_of("head", layers, [1.0], length),
-        0,
-        dtype,
-        kv_bytes,
-        block_size=block_size,
-        max_rows=max_rows,
-        max_len=length,
-        sparsity=options,
-    )
-    blocks = BlockTables([g.window for g in groups], counts, block_size, sparse=[g.sparse for g in groups])
-    return blocks, Room(blocks, max_rows).times(length, most_kept(options) if options.evicts else 0)
 
 
 def _windows(layers: Sequence[LayerShape]) -> list[int]:

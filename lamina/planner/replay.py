@@ -38,7 +38,7 @@ class UnplayableError(ValueError):
 class Replayed(NamedTuple):
     """Of a trace, behind its first tokens. batch: sequences that decode in a round, on average; tbt: seconds between
     two tokens of a sequence; first: from a request to its first token, 0 where all requests wait at once; rounds: all;
-    skipped: of them, since all alike (engine.leap); preemptions: of the scheduler.
+    skipped: of them, since all alike (engine.rounds.leap); preemptions: of the scheduler.
     """
 
     tokens: int

@@ -333,6 +333,7 @@ def test_a_process_that_goes_or_stops_within_an_operation_of_gloo(how: signal.Si
 
 
 def sockets() -> int:
+    gc.collect()  # those of earlier tests, which would go at some time in between
     found = 0
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the listing's own

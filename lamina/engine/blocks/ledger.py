@@ -13,8 +13,8 @@ Blocks = tuple[int, ...]  # by layer group
 
 
 class Ledger(Protocol):
-    """The memory workers' KV blocks as the engine knows them; protocol.tables.BlockTables is one. Counts are by layer
-    group.
+    """The memory workers' KV blocks as the engine knows them; protocol.blocks.tables.BlockTables is one. Counts are by
+    layer group.
     """
 
     lanes: tuple[Lanes, ...]  # group -> what it keeps

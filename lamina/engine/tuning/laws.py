@@ -3,7 +3,7 @@
     slices of a step      a + b rows
     attention of a step   c + d rows + e tokens
 
-A round is bound as a plan of the rotation is (engine.pipeline.lower_bound), and as a round of the planner's.
+A round is bound as a plan of the rotation is (engine.rounds.pipeline.lower_bound), and as a round of the planner's.
 """
 
 from __future__ import annotations

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from lamina.memory.grants import Grants
+from lamina.memory.inbox import RoundInbox
+from lamina.memory.meter import Meter
+from lamina.memory.step import Step, Stored
+from lamina.memory.store import Store
+from lamina.memory.write import Written
 from lamina.netstack import Arrival, Channel
 from lamina.observe.trace import Event, Recorder
 from lamina.protocol.plan import Key, Kind, ProtocolError
 from lamina.workers.staging import NOTHING
-
-from .grants import Grants
-from .inbox import RoundInbox
-from .meter import Meter
-from .step import Step, Stored
-from .store import Store
-from .write import Written
 
 RESERVE_S = 60.0  # for a compute worker to take what it was sent before
 

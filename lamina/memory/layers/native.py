@@ -17,18 +17,18 @@ from torch import Tensor
 
 from lamina.attention import Operator
 from lamina.kv.stored import is_scaled
+from lamina.memory.step import GroupStep, Step
+from lamina.memory.store import Store
+from lamina.memory.write import WritePlace
 from lamina.netstack import Channel
 from lamina.observe.trace import Event, native_spans
 from lamina.protocol.codec import FP32_BYTES
 from lamina.protocol.plan import Key, Kind, ProtocolError
 
-from .host_layers import RESERVE_S, HostLayers, wrong_message
-from .step import GroupStep, Step
-from .store import Store
-from .write import WritePlace
+from .host import RESERVE_S, HostLayers, wrong_message
 
 try:
-    from ._native import Loop, RoundStep
+    from lamina.memory._native import Loop, RoundStep
 except ImportError:  # not built: HostLayers does it
     Loop = None  # type: ignore[assignment,misc]
 

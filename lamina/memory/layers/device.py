@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lamina.memory.meter import Meter
+from lamina.memory.step import Step
+from lamina.memory.store import Store
 from lamina.protocol.codec import Messages
 from lamina.protocol.plan import Key, Kind
 from lamina.workers.staging import NOTHING
 from lamina.workers.wire import LINE_WORDS, LayerWire, lines
-
-from .meter import Meter
-from .step import Step
-from .store import Store
 
 
 class DeviceLayers:
