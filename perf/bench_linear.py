@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lamina.attention._native import VARIANTS, Kernels
 from lamina.gemm._native import Engine, usable
-from lamina.gemm.native import TYPES
+from lamina.gemm.native import TYPES, huge
 
 REST_S = 0.003  # before a turn, while idle threads of the one before go on spinning for work
 TURN_S = 0.5
@@ -80,6 +80,23 @@ def native(layers: LayerWeights, variant: str, threads: int) -> Callable[[Tensor
     return linear
 
 
+def native_packed(layers: LayerWeights, variant: str, threads: int) -> Callable[[Tensor, int], Tensor]:
+    """By a variant that has an order of weights of its own."""
+    engine = Engine(threads, variant)
+    shapes = [(TYPES[w.dtype], *w.shape, w.stride(0)) for w in layers.weights]
+    room = [huge(engine.packed_bytes(*shape[:3])) for shape in shapes]
+    for w, to, shape in zip(layers.weights, room, shapes, strict=True):
+        engine.pack(w.data_ptr(), to.data_ptr(), *shape)
+
+    def linear(x: Tensor, i: int) -> Tensor:
+        kind, cols, k, _ = shapes[i]
+        y = torch.empty(len(x), cols, dtype=x.dtype)
+        engine.linear(x.data_ptr(), room[i].data_ptr(), 0, y.data_ptr(), kind, len(x), cols, k, 0)
+        return y
+
+    return linear
+
+
 def packed(layers: LayerWeights) -> Callable[[Tensor, int], Tensor]:
     """By oneDNN, as torch's compiler calls it, with a copy of the weights in an order of its own."""
     copies = [torch.ops.mkldnn._reorder_linear_weight(w, 16) for w in layers.weights]
@@ -90,6 +107,11 @@ def competitors(layers: LayerWeights, threads: int, names: list[str]) -> dict[st
     """By name; each is compared with torch first."""
     products: dict[str, Callable[[Tensor, int], Tensor]] = {
         f"native/{v}": native(layers, v, threads) for v in usable() if not names or v in names
+    }
+    products |= {
+        f"native/{v} packed": native_packed(layers, v, threads)
+        for v in usable()
+        if (not names or v in names) and Engine(1, v).packed_bytes(TYPES[layers.weights[0].dtype], 1, 1)
     }
     products["torch"] = lambda x, i: torch.nn.functional.linear(x, layers.weights[i])
     if layers.weights[0].dtype == torch.bfloat16:

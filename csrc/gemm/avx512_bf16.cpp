@@ -1,4 +1,5 @@
 // bf16 by products of pairs (AVX512-BF16): x and w meet as they lie, nothing is widened. Other types are AVX-512's.
+// Weights for many rows go through panels.h, as do those that were packed.
 //
 // Every output is 16 chains, one a lane, each of pairs 32 numbers apart; a tail of k is a vector with zeros behind it.
 // Lanes are added in one order. So a row's result depends, bit for bit, on that row alone, whatever the tile.
@@ -8,7 +9,7 @@
 
 #include <algorithm>
 
-#include "gemm/linear.h"
+#include "gemm/panels.h"
 
 // See linear.cpp.
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -24,7 +25,14 @@ constexpr std::size_t kMostRows = 6;  // of a tile: 6 x 4 sums, 4 vectors of w a
 constexpr std::size_t kQuad = 4;      // columns whose lanes are added together
 constexpr std::size_t kWide = 8;      // columns of a tile of one or two rows, which need as many sums under way
 
-Plan plan(const Problem&) { return {kWide, 0, 0}; }
+constexpr std::size_t kFewRows = 64;  // for more of them a panel is made of w on the way, which takes 1/10 of the time
+
+Plan plan(const Problem& p) {
+  if (p.rows <= kFewRows) return {kWide, 0, 0};
+  Plan plan = panels::plan(p);
+  plan.scratch += panels::bytes(p.k_size) / sizeof(float);
+  return plan;
+}
 
 // Sums over the lanes of each vector, all in the same order.
 inline __m128 sums(const __m512 (&v)[kQuad]) {
@@ -120,12 +128,40 @@ void strip(const Problem& p, std::size_t n) {
   }
 }
 
-void columns(const Problem& p, std::size_t begin, std::size_t end, float*) {
+void by_panels(const Problem& p, std::size_t begin, std::size_t end, float* scratch) {
+  float* const panel = scratch + panels::plan(p).scratch;
+  for (std::size_t n = begin; n < end; n += panels::kCols) {
+    panels::pack(p, n, panel);
+    panels::multiply(p, n, panel, scratch);
+  }
+}
+
+void columns(const Problem& p, std::size_t begin, std::size_t end, float* scratch) {
+  if (p.rows > kFewRows) return by_panels(p, begin, end, scratch);
   std::size_t n = begin;
   if (p.rows <= 2)
     for (; n + kWide <= end; n += kWide) strip<kWide>(p, n);
   for (; n + kQuad <= end; n += kQuad) strip<kQuad>(p, n);
   for (; n < end; ++n) strip<1>(p, n);
+}
+
+// Weights that were packed, a panel behind the other.
+const char* panel_at(const void* w, std::size_t n, std::size_t k_size) {
+  return static_cast<const char*>(w) + n / panels::kCols * panels::bytes(k_size);
+}
+
+void packed_columns(const Problem& p, std::size_t begin, std::size_t end, float* scratch) {
+  for (std::size_t n = begin; n < end; n += panels::kCols)
+    panels::multiply(p, n, panel_at(p.w, n, p.k_size), scratch);
+}
+
+std::size_t packed_bytes(std::size_t cols, std::size_t k_size) {
+  return (cols + panels::kCols - 1) / panels::kCols * panels::bytes(k_size);
+}
+
+void pack(const Problem& p, std::size_t begin, std::size_t end, void* to) {
+  for (std::size_t n = begin; n < end; n += panels::kCols)
+    panels::pack(p, n, const_cast<char*>(panel_at(to, n, p.k_size)));
 }
 
 }  // namespace
@@ -135,6 +171,8 @@ void columns(const Problem& p, std::size_t begin, std::size_t end, float*) {
 
 namespace lamina::gemm {
 
-const Kernel kAvx512Bf16 = {avx512_bf16::plan, nullptr, avx512_bf16::columns};
+const Kernel kAvx512Bf16 = {avx512_bf16::plan, panels::prepare, avx512_bf16::columns};
+const Packing kPanels = {
+    {panels::plan, panels::prepare, avx512_bf16::packed_columns}, avx512_bf16::packed_bytes, avx512_bf16::pack};
 
 }  // namespace lamina::gemm

@@ -118,12 +118,13 @@ const Variant* variants() {
   static const bool has_avx2 =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   static const Variant all[kVariants] = {
-      {"amx", has_avx512 && amx_usable(), {avx512::kernel<float>, kAmx, avx512::kernel<Half>}},
+      {"amx", has_avx512 && amx_usable(), {avx512::kernel<float>, kAmx, avx512::kernel<Half>}, nullptr},
       {"avx512_bf16",
        has_avx512 && __builtin_cpu_supports("avx512bf16"),
-       {avx512::kernel<float>, kAvx512Bf16, avx512::kernel<Half>}},
-      {"avx512", has_avx512, {avx512::kernel<float>, avx512::kernel<Bf16>, avx512::kernel<Half>}},
-      {"avx2", has_avx2, {avx2::kernel<float>, avx2::kernel<Bf16>, avx2::kernel<Half>}},
+       {avx512::kernel<float>, kAvx512Bf16, avx512::kernel<Half>},
+       &kPanels},
+      {"avx512", has_avx512, {avx512::kernel<float>, avx512::kernel<Bf16>, avx512::kernel<Half>}, nullptr},
+      {"avx2", has_avx2, {avx2::kernel<float>, avx2::kernel<Bf16>, avx2::kernel<Half>}, nullptr},
   };
   return all;
 }

@@ -1,4 +1,5 @@
-// y = x w^T + b on a CPU for few to some hundred rows, weights read where they lie: fp32, bf16 or fp16, never copied.
+// y = x w^T + b on a CPU for few to some hundred rows: fp32, bf16 or fp16, weights read where they lie, or as they were
+// packed.
 #pragma once
 
 #include <cstddef>
@@ -25,6 +26,7 @@ struct Problem {
   const void* b;
   void* y;
   std::size_t rows, cols, k_size, ldw;
+  bool packed = false;  // w is what a Packing made of it; ldw does not count
 };
 
 inline float to_float(float v) { return v; }
@@ -50,13 +52,22 @@ struct Kernel {
   void (*columns)(const Problem&, std::size_t begin, std::size_t end, float* scratch);  // [begin, end) of y
 };
 
+// An order of weights by which a variant is faster. Results have the same bits.
+struct Packing {
+  Kernel kernel;  // for w in this order
+  std::size_t (*bytes)(std::size_t cols, std::size_t k_size);
+  void (*pack)(const Problem&, std::size_t begin, std::size_t end, void* to);  // columns, in multiples of Plan::cols
+};
+
 struct Variant {
   const char* name;
-  bool usable;         // on this CPU
-  Kernel kernels[3];  // by Type
+  bool usable;             // on this CPU
+  Kernel kernels[3];       // by Type
+  const Packing* packing;  // of bf16, or null
 };
 
 extern const Kernel kAmx, kAvx512Bf16;  // bf16
+extern const Packing kPanels;
 
 constexpr std::size_t kVariants = 4;
 extern const Variant* variants();  // best first; kVariants of them

@@ -31,7 +31,7 @@ struct Engine {
   // Callers take turns: the buffers below are those of one call.
   void linear(Problem p, const void* x) {
     std::lock_guard<std::mutex> turn(mutex);
-    const Kernel& kernel = variant->kernels[static_cast<int>(p.type)];
+    const Kernel& kernel = p.packed ? variant->packing->kernel : variant->kernels[static_cast<int>(p.type)];
     const Plan plan = kernel.plan(p);
     p.x = static_cast<const float*>(x);
     if (plan.x) {
@@ -44,6 +44,23 @@ struct Engine {
     pool.run(run_piece, &job, (p.cols + job.cols - 1) / job.cols);
   }
 
+  // Bytes of w in the variant's own order; 0 where it has none for the type.
+  std::size_t packed_bytes(Type type, std::size_t cols, std::size_t k_size) const {
+    return type == Type::kBf16 && variant->packing ? variant->packing->bytes(cols, k_size) : 0;
+  }
+
+  void pack(const Problem& p, void* to) {
+    std::lock_guard<std::mutex> turn(mutex);
+    Packed job{p, variant->packing, to, piece_cols(p, variant->packing->kernel.plan(p))};
+    pool.run(
+        [](void* data, std::size_t piece, std::size_t) {
+          const auto& job = *static_cast<Packed*>(data);
+          const std::size_t begin = piece * job.cols, end = begin + job.cols;
+          job.packing->pack(job.problem, begin, end < job.problem.cols ? end : job.problem.cols, job.to);
+        },
+        &job, (p.cols + job.cols - 1) / job.cols);
+  }
+
   std::mutex mutex;
   Pool pool;
   Calls calls{};
@@ -53,6 +70,13 @@ struct Engine {
     Engine* engine;
     Problem problem;
     decltype(Kernel::columns) columns;
+    std::size_t cols;  // of a piece
+  };
+
+  struct Packed {
+    Problem problem;
+    const Packing* packing;
+    void* to;
     std::size_t cols;  // of a piece
   };
 
@@ -84,16 +108,47 @@ struct Engine {
 
 using Object = EngineObject<Engine, variants, kVariants>;
 
-PyObject* engine_linear(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  if (count != 9) return PyErr_Format(PyExc_TypeError, "linear takes 9 arguments, not %zd", count);
-  unsigned long long v[9];
+// `count` numbers of `args`, of which number `type` is a Type. False with an error set where they are not.
+bool numbers(const char* name, PyObject* const* args, Py_ssize_t given, Py_ssize_t count, int type,
+             unsigned long long* v) {
+  if (given != count) return PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", name, count, given), false;
   for (Py_ssize_t i = 0; i < count; ++i) {
     v[i] = PyLong_AsUnsignedLongLong(args[i]);
-    if (v[i] == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return nullptr;
+    if (v[i] == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return false;
   }
-  if (v[4] > 2) return PyErr_Format(PyExc_ValueError, "type %llu is none of 0, 1, 2", v[4]);
-  const auto at = [&](int i) { return reinterpret_cast<void*>(static_cast<std::uintptr_t>(v[i])); };
-  const Problem p{static_cast<Type>(v[4]), nullptr, at(1), at(2), at(3), v[5], v[6], v[7], v[8]};
+  if (v[type] > 2) return PyErr_Format(PyExc_ValueError, "type %llu is none of 0, 1, 2", v[type]), false;
+  return true;
+}
+
+void* pointer(unsigned long long v) { return reinterpret_cast<void*>(static_cast<std::uintptr_t>(v)); }
+
+PyObject* engine_packed_bytes(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  unsigned long long v[3];
+  if (!numbers("packed_bytes", args, count, 3, 0, v)) return nullptr;
+  return PyLong_FromSize_t(Object::engine_of(self).packed_bytes(static_cast<Type>(v[0]), v[1], v[2]));
+}
+
+PyObject* engine_pack(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  unsigned long long v[6];
+  if (!numbers("pack", args, count, 6, 2, v)) return nullptr;
+  const Problem p{static_cast<Type>(v[2]), nullptr, pointer(v[0]), nullptr, nullptr, 1, v[3], v[4], v[5]};
+  if (!Object::engine_of(self).packed_bytes(p.type, p.cols, p.k_size))
+    return PyErr_Format(PyExc_ValueError, "no weights of type %llu are packed here", v[2]);
+  Py_BEGIN_ALLOW_THREADS;
+  Object::engine_of(self).pack(p, pointer(v[1]));
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
+PyObject* engine_linear(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  unsigned long long v[9];
+  if (!numbers("linear", args, count, 9, 4, v)) return nullptr;
+  const auto at = [&](int i) { return pointer(v[i]); };
+  const auto type = static_cast<Type>(v[4]);
+  const bool packed = !v[8];
+  if (packed && !Object::engine_of(self).packed_bytes(type, v[6], v[7]))
+    return PyErr_Format(PyExc_ValueError, "no weights of type %llu are packed here", v[4]);
+  const Problem p{type, nullptr, at(1), at(2), at(3), v[5], v[6], v[7], v[8], packed};
   bool fits = true;
   Py_BEGIN_ALLOW_THREADS;
   try {
@@ -113,6 +168,9 @@ PyObject* engine_calls(PyObject* self, PyObject*) {
 
 PyMethodDef engine_methods[] = {
     {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(engine_linear)), METH_FASTCALL, nullptr},
+    {"pack", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(engine_pack)), METH_FASTCALL, nullptr},
+    {"packed_bytes", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(engine_packed_bytes)), METH_FASTCALL,
+     nullptr},
     {"calls", engine_calls, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -70,7 +70,7 @@ enum class Kind : std::uint8_t { kElements, kMean, kLayerNorm, kLinear, kLookUp,
 // kElements: `steps` for each of sizes[0] x sizes[1] x sizes[2] x inner elements.
 // kMean: of the `inner` elements of view 0, or of what `steps` leave in register n, to view 1. kLayerNorm: of view 0 to view 1, weight view 2, bias view 3 or none.
 // kLinear: x view 0, y view 1, w view 2 [n, inner], bias view 3 or none; `sizes[2]` rows for each row, `leading` from
-// one row of w to the next. kLookUp: row view 0 of the table view 2, which has `n` rows of `inner`, to view 1.
+// one row of w to the next, 0 where w is packed. kLookUp: row view 0 of the table view 2, which has `n` rows of `inner`, to view 1.
 // kAddInt: view 0 plus `value` to view 1.
 struct Instruction {
   Kind kind;

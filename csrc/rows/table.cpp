@@ -70,7 +70,8 @@ gemm::Problem problem_of(const Instruction& each, const Slot* slots, std::size_t
           rows * static_cast<std::size_t>(each.sizes[kDims - 1]),
           static_cast<std::size_t>(each.n),
           static_cast<std::size_t>(each.inner),
-          static_cast<std::size_t>(each.leading)};
+          static_cast<std::size_t>(each.leading),
+          !each.leading};
 }
 
 struct Job {

@@ -45,6 +45,7 @@ class _RankFacts(NamedTuple):
     kv_dtype: torch.dtype
     max_len: int
     vocab_size: int
+    packed: int  # bytes of weights in an order of the linear layers' own, where a worker has them twice; or 0
 
 
 def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMemory]:
@@ -54,14 +55,14 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
     from lamina import netstack
 
     with _memory_runtime(config) as measured:
-        facts = _facts(model, config)
+        facts = _facts(model, config, free)
         working = resident()
         working = working._replace(private=working.private + CUT_WITH_WEIGHTS)
         idle = measured()
     topology = config.topology
     runtimes = {role: idle if role == "memory" else working for role in topology.counts}
     left = free - sum(runtimes[role].private * n for role, n in topology.counts.items())
-    left -= facts.weights.copied * (topology.num_compute + topology.prefill_workers)
+    left -= (facts.weights.copied + facts.packed) * (topology.num_compute + topology.prefill_workers)
     workers = [
         *(_compute(facts, config, i) for i in range(topology.num_compute)),
         *(_prefill(facts, config, i) for i in range(topology.prefill_workers)),
@@ -98,7 +99,9 @@ def _memory_runtime(config: EngineConfig) -> Iterator[Measured]:
         worker.join(END_S)
 
 
-def _facts(model: str, config: EngineConfig) -> _RankFacts:
+def _facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
+    from lamina import gemm, netstack
+    from lamina.compute.packing import bytes_to_pack
     from lamina.kv.stored import stored_dtype
     from lamina.models.checkpoint import find_checkpoint, read_config
     from lamina.models.convert import layer_shapes
@@ -106,6 +109,7 @@ def _facts(model: str, config: EngineConfig) -> _RankFacts:
     from lamina.models.read_shard import weight_bytes
     from lamina.planner.capture import plan_cuts
     from lamina.protocol.groups import partition_of
+    from lamina.workers.devices import linear, pick
 
     trust = config.model.trust_remote_code
     directory = find_checkpoint(model, trust_remote_code=trust)
@@ -118,6 +122,8 @@ def _facts(model: str, config: EngineConfig) -> _RankFacts:
         ranks=config.topology.tensor_parallel_size,
     )
     layers = layer_shapes(planned.program)
+    in_process = netstack.in_process(config.launching.scheme)
+    backend = gemm.get(linear(config.model.gemm, pick("--compute-device", config.devices.compute_device, 0)), 1)
     weights = config.topology.of_rank(config.topology.weights, 0)
     max_len, wire = config.model.max_model_len or max_model_len(settings), planned.program.calls[0].q.dtype
     return _RankFacts(
@@ -129,6 +135,7 @@ def _facts(model: str, config: EngineConfig) -> _RankFacts:
         kv_dtype=stored_dtype(config.kv.kv_cache_dtype, wire),
         max_len=max_len,
         vocab_size=settings.get_text_config().vocab_size,
+        packed=0 if in_process else bytes_to_pack(planned.program, backend, free, config.topology, config.devices),
     )
 
 
@@ -150,7 +157,7 @@ def _compute(facts: _RankFacts, config: EngineConfig, index: int) -> WorkerMemor
         device=_device("--compute-device", config.devices.compute_device, config.gpu_number("compute", index)),
         part=index % ranks,
         mapped=facts.weights.mapped,
-        copied=facts.weights.copied,
+        copied=facts.weights.copied + facts.packed,
         slots=slots,
         workspace=_slices(facts, config) + carried,
     )
@@ -169,7 +176,7 @@ def _prefill(facts: _RankFacts, config: EngineConfig, index: int) -> WorkerMemor
         name=f"prefill-{index}",
         device=_device("--compute-device", config.devices.compute_device, config.gpu_number("prefill", index)),
         mapped=facts.weights.mapped,
-        copied=facts.weights.copied,
+        copied=facts.weights.copied + facts.packed,
         kv=_blocks(facts, config, alone, 0, needed),
         slots=config.topology.memory_workers * _prefill_channel(facts, config),
         workspace=_slices(facts, config) + attention,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,6 +31,8 @@ class LinearBackend(Protocol):
         """Whether a few rows are computed without torch's threads."""
         ...
 
+    packs: bool  # whether weights for ``engine`` are copied into an order by which it is faster; False at first
+
     @property
     def engine(self) -> object | None:
         """For other native modules, which use its linear layers and its threads; None where there is none."""
@@ -37,6 +40,16 @@ class LinearBackend(Protocol):
 
     def rows_of(self, dtype: torch.dtype) -> int:
         """The most rows that ``engine`` is to be given at once; with more, torch is faster."""
+        ...
+
+    def packed_bytes(self, dtype: torch.dtype, cols: int, k_size: int) -> int:
+        """Of w [cols, k_size] in that order; 0 where there is none."""
+        ...
+
+    def packed(self, w: Tensor) -> Tensor:
+        """Such a copy of w [N, K], whose rows have no gaps inside: bytes, which ``engine`` takes in place of w. Results
+        have the same bits. Raises ValueError where there is no such order.
+        """
         ...
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
@@ -79,3 +92,16 @@ def bind(program: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
     from lamina.converter import redirect
 
     return redirect(program, "gemm", backend, {torch.ops.aten.linear.default: "linear"})
+
+
+def packed_weight_bytes(program: SlicedProgram, backend: LinearBackend) -> int:
+    """Of all weights of the program's linear layers in the order of ``backend``; a tied weight counts once."""
+    import torch
+
+    weights: dict[int, int] = {}
+    for part in program.slices:
+        for node in part.module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
+            if node.args[1].op == "get_attr":
+                w = operator.attrgetter(node.args[1].target)(part.module)
+                weights[id(w)] = backend.packed_bytes(w.dtype, *w.shape)
+    return sum(weights.values())

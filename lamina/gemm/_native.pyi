@@ -8,11 +8,21 @@ class Engine:
     """
 
     def __new__(cls, threads: int, variant: str) -> Engine: ...
+    def packed_bytes(self, type: int, cols: int, k_size: int, /) -> int:
+        """Of w [cols, k_size] in the variant's own order, by which it is faster; 0 where it has none for ``type``."""
+
+    def pack(self, w: int, to: int, type: int, cols: int, k_size: int, ldw: int, /) -> None:
+        """Write w, as ``linear`` takes it, to ``to`` in that order; the GIL is released. ``to`` is a multiple of 64.
+
+        Raises ValueError where the variant has none.
+        """
+
     def linear(self, x: int, w: int, b: int, y: int, type: int, rows: int, cols: int, k_size: int, ldw: int, /) -> None:
         """y[rows, cols] = x[rows, k_size] w[cols, k_size]^T + b[cols]; the GIL is released.
 
         x, w, b, y are addresses of elements of one ``type`` (0 = fp32, 1 = bf16, 2 = fp16), x and y without gaps, rows
-        of w ``ldw`` elements apart; b may be 0 for none. The memory is the caller's and is not checked.
+        of w ``ldw`` elements apart (0: w is what ``pack`` wrote; the result has the same bits); b may be 0 for none.
+        The memory is the caller's and is not checked.
         """
 
     def calls(self) -> object:

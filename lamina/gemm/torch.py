@@ -11,11 +11,20 @@ class Torch:
     """torch.nn.functional.linear under the name of the seam."""
 
     own_threads = False
+    packs = False
     engine = None
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         """x [..., K], w [N, K], b [N] -> [..., N], as torch computes it."""
         return F.linear(x, w, b)
+
+    def packed_bytes(self, dtype: torch.dtype, cols: int, k_size: int) -> int:
+        """0: weights stay as they are."""
+        return 0
+
+    def packed(self, w: Tensor) -> Tensor:
+        """Raises ValueError."""
+        raise ValueError("torch packs no weights")
 
     def rows_of(self, dtype: torch.dtype) -> int:
         """0: there is no engine to be given rows."""

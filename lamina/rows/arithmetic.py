@@ -132,8 +132,8 @@ def _matmul(self: Lowering, node: fx.Node, x: Any, w: Any) -> View:
 
 def _product(self: Lowering, node: fx.Node, x: Any, w: Any, weight: View, b: Any) -> View:
     dtype = node.meta["val"].dtype
-    whole = len(weight.shape) == 2 and weight.strides[-1] == 1 and weight.numel and not weight.offset
-    if self.is_static(x) or not whole or weight.dtype != dtype:
+    whole = len(weight.shape) == 2 and weight.strides[-1] == 1 and weight.strides[0] and weight.numel
+    if self.is_static(x) or not whole or weight.offset or weight.dtype != dtype:
         raise UnsupportedError("a product of rows")
     given = [x.meta["val"].dtype, w.meta["val"].dtype] + ([b.meta["val"].dtype] if b is not None else [])
     if any(d != dtype for d in given) or dtype == torch.int64:

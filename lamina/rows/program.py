@@ -90,6 +90,7 @@ class RowUnit:
         self._dtypes = [s.dtype for s in slots]
         self._row_bytes = [s.numel * s.dtype.itemsize if s.with_rows else 0 for s in slots]
         self._places, self.row_arena = _placed(instructions, given, self._row_bytes)
+        self._backend, self._packed = backend, _packed(instructions, weights, backend) if backend.packs else {}
         table = encode(given, self._row_bytes, self._places, instructions)
         self.program = Program(backend.engine, table, "")
         self._instructions = len(instructions)
@@ -105,6 +106,13 @@ class RowUnit:
     def bind(self, weights: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
         """Of tensors of rows: the unit with these weights, which stay where they are."""
         return BoundUnit(self, weights).call
+
+    def laid(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """The weights as the program takes them: those of products packed, where the backend packs."""
+        laid = list(weights)
+        for slot, view in self._packed.items():
+            laid[slot] = self._backend.packed(laid[slot].as_strided(view.shape, view.strides))
+        return laid
 
     def run(self, rows: int, given: Sequence[Tensor], addresses: Sequence[int]) -> None:
         """``given``: weights, tensors of rows without gaps, results. Raises IndexError where a row looks up what a
@@ -147,7 +155,8 @@ class BoundUnit:
     def __init__(self, unit: RowUnit, weights: Sequence[Tensor]) -> None:
         self._unit = unit
         self.weights = tuple(w.detach() for w in weights)  # a parameter may be given other memory
-        self.addresses = [w.data_ptr() for w in weights]
+        self._laid = unit.laid(self.weights)
+        self.addresses = [w.data_ptr() for w in self._laid]
         self.program, self.given, self.results = unit.program, unit.given, unit.results
         self.most_rows, self.row_arena = unit.most_rows, unit.row_arena
 
@@ -236,6 +245,21 @@ def _placed(instructions: Sequence[Instruction], given: int, row_bytes: Sequence
         placed[slot] = (at, at + size)
     most = max((end for _, end in placed.values()), default=0)
     return [placed[n][0] for n in range(given, len(row_bytes))], most
+
+
+def _packed(instructions: Sequence[Instruction], weights: int, backend: LinearBackend) -> dict[int, View]:
+    """The slot of each weight that products alone read, and all in one way. They learn that it is packed."""
+    products = [each for each in instructions if each.kind == "linear" and each.views[2].slot < weights]
+    read = [p.views[2] for p in products]
+    slots = {w.slot: w for w in read if backend.packed_bytes(w.dtype, *w.shape)}
+    for each in instructions:
+        for i, view in enumerate([*each.views, *(s.view for s in each.steps if s.view)]):
+            if each.kind != "linear" or i != 2 or slots.get(view.slot) != view:
+                slots.pop(view.slot, None)
+    for product in products:
+        if product.views[2].slot in slots:
+            product.leading = 0
+    return slots
 
 
 def _product(at: int, each: Instruction) -> _Product:

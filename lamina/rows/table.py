@@ -81,7 +81,8 @@ class Operation(NamedTuple):
 @dataclass
 class Instruction:
     """``views``: in the order of program.h; of an "elements", only its steps have some. A "mean" takes the mean of what
-    its step ``n`` makes, or of view 0 where it has none. ``shape``: the elements that it walks over.
+    its step ``n`` makes, or of view 0 where it has none. ``shape``: the elements that it walks over. ``leading``: of a
+    weight, from row to row; 0 of a "linear": it is packed.
     """
 
     kind: str

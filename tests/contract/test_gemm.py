@@ -121,6 +121,40 @@ def test_rounds_once_to_nearest_even_and_keeps_nan_and_infinity(name: str, dtype
     assert torch.equal(y.isnan(), expected.isnan())
 
 
+PACKING = [v for v in native.usable() if native.Engine(1, v).packed_bytes(1, 1, 1)]
+
+
+@pytest.mark.skipif(not PACKING, reason="no variant of this CPU packs weights")
+@given(
+    rows=st.one_of(st.integers(1, 20), st.sampled_from([63, 64, 65, 130])),
+    cols=st.integers(1, 100),
+    k=st.one_of(st.integers(1, 130), st.sampled_from([1000, 3001])),
+    bias=st.booleans(),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=50, deadline=None)
+def test_packed_weights_give_the_same_bits(rows: int, cols: int, k: int, bias: bool, threads: int, seed: int) -> None:
+    for variant in PACKING:
+        backend = open_native(f"native/{variant}", threads)
+        x, w, b = operands(rows, cols, k, torch.bfloat16, seed)
+        w = torch.cat([w, w], dim=1)[:, :k]  # with gaps between its rows
+        packed, y = backend.packed(w), torch.full((rows, cols), 7.0, dtype=torch.bfloat16)
+        bias_at = b.data_ptr() if bias else 0
+        backend.engine.linear(x.data_ptr(), packed.data_ptr(), bias_at, y.data_ptr(), 1, rows, cols, k, 0)
+        assert torch.equal(y, backend.linear(x, w, b if bias else None))
+
+
+def test_what_is_not_packed_is_refused() -> None:
+    engine = native.Engine(1, "avx2") if "avx2" in native.usable() else native.Engine(1, "")
+    assert not engine.packed_bytes(0, 4, 4)
+    for call in (lambda: engine.pack(0, 0, 0, 4, 4, 4), lambda: engine.linear(0, 0, 0, 0, 0, 1, 4, 4, 0)):
+        with pytest.raises(ValueError, match="no weights of type 0 are packed here"):
+            call()
+    with pytest.raises(ValueError, match="torch packs no weights"):
+        get("torch", 1).packed(torch.ones(2, 2))
+
+
 def test_every_variant_has_a_limit_of_rows() -> None:
     from lamina.gemm.native import MOST_ROWS
 
@@ -169,14 +203,21 @@ AT_THE_END = """
         return start + room - size
 
     engine, kept = Engine(2, sys.argv[1]), []
+    SHAPES = (1, 1, 1), (1, 9, 33), (2, 8, 31), (3, 5, 64), (7, 11, 97), (17, 13, 70), (33, 34, 65), (66, 33, 70)
     for kind, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
-        for rows, cols, k in ((1, 1, 1), (1, 9, 33), (2, 8, 31), (3, 5, 64), (7, 11, 97), (17, 13, 70), (33, 34, 65)):
+        for rows, cols, k in SHAPES:
             one = [torch.ones(shape, dtype=dtype) for shape in ((rows, k), (cols, k), (cols,), (rows, cols))]
             x, w, b, y = map(at_the_end, one)
-            engine.linear(x, w, b, y, kind, rows, cols, k, k)
+            forms = [(w, k)]
+            if packed := engine.packed_bytes(kind, cols, k):
+                forms.append((at_the_end(torch.zeros(packed, dtype=torch.uint8)), 0))
+                engine.pack(w, forms[1][0], kind, cols, k, k)
             due = torch.full((rows, cols), k + 1.0).to(dtype)
-            ctypes.memmove(one[3].data_ptr(), y, due.numel() * due.itemsize)
-            assert torch.equal(one[3], due), (rows, cols, k)
+            for w, ldw in forms:
+                engine.linear(x, w, b, y, kind, rows, cols, k, ldw)
+                ctypes.memmove(one[3].data_ptr(), y, due.numel() * due.itemsize)
+                assert torch.equal(one[3], due), (rows, cols, k, ldw)
+                ctypes.memset(y, 0, due.numel() * due.itemsize)
     print("done")
 """
 

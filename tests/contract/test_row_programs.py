@@ -351,6 +351,39 @@ def test_threads_take_turns() -> None:
     assert not wrong
 
 
+def tied(one: Tensor, two: Tensor, table: Tensor, x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+    """Linear layers, one of them with a table that is looked up, too."""
+    hidden = F.silu(F.linear(x, one)) * F.linear(x, one) + F.embedding(ids, table)
+    return F.linear(hidden, two), F.linear(hidden, table)
+
+
+@pytest.mark.skipif(
+    not gemm.get("native", 1).packed_bytes(torch.bfloat16, 1, 1), reason="no variant of this CPU packs weights"
+)
+@pytest.mark.parametrize("count", [1, 7, 65])
+def test_packed_weights_change_no_bit_and_are_copies(count: int) -> None:
+    weights = [numbers((96, 64), torch.bfloat16), numbers((33, 96), torch.bfloat16, 1) / 8]
+    table = numbers((40, 96), torch.bfloat16, 2)
+    part = Part(tied, [*weights, table])
+    x = numbers((count, 1, 64), torch.bfloat16, 3), torch.arange(count).view(-1, 1) % 40
+    few = numbers((2, 1, 64), torch.bfloat16, 3), torch.tensor([[0], [1]])
+    due, program = bound(part, few)(*x), exported(part, few)
+    needed = gemm.packed_weight_bytes(program, backend := gemm.get("native", 2))
+    assert needed >= sum(w.numel() * 2 for w in [*weights, table])
+    backend.packs = True
+    held = dict(program.slices[0].module.named_parameters())
+    unit = rows.bind(program, backend).slices[0]
+    for wanted, got in zip(due, unit(*x), strict=True):
+        assert torch.equal(wanted, got)
+    for weight in held.values():
+        if weight.shape != table.shape:
+            weight.zero_()
+    for wanted, got in zip(due, unit(*x), strict=True):
+        assert torch.equal(wanted, got)
+    next(w for w in held.values() if w.shape == table.shape).zero_()
+    assert not unit(*x)[1].any()  # what is looked up, too, stays where it lies
+
+
 def test_a_weight_written_the_other_way_round() -> None:
     part = Part(lambda w, x: x @ w.T + 1.0, [numbers((24, 64), torch.float32)])
     x = numbers((5, 1, 64), torch.float32)
