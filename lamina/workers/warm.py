@@ -266,11 +266,15 @@ def show(arguments: Sequence[str]) -> None:
 
 
 def load(modules: Sequence[str]) -> str:
-    """Import these; MODULE:NAME also where a module imports lazily. Returns why that failed, "" where it did not."""
+    """Import these; MODULE:NAME also where a module imports lazily, and MODULE:NAME() is called. Returns why that
+    failed, "" where it did not.
+    """
     try:
         for module, _, name in (each.partition(":") for each in modules):
             imported = import_module(module)
-            if name:
+            if name.endswith("()"):
+                getattr(imported, name[:-2])()
+            elif name:
                 getattr(imported, name)
     except Exception as error:  # noqa: BLE001 - whatever it is, a worker that imports it says it as it always has
         return f"{type(error).__name__}: {error}"

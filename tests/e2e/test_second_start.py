@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from families import MAX_LEN, Case, each_family
+from forked import ForkedProgram
 from tiny import llama
 
 from lamina import LLM, SamplingParams
@@ -81,3 +82,12 @@ def test_the_program_of_a_family_is_the_same(
     for one, other in zip(program, again, strict=True):
         assert list(one.weights) == list(other.weights)
         assert all(a.equal(b) for a, b in zip(one.weights.values(), other.weights.values(), strict=True))
+
+
+def test_workers_have_the_tables_by_which_transformers_renames_weights() -> None:
+    """Making them is half of the CPU time of loading a small model."""
+    code = "from transformers import conversion_mapping as m; print(bool(m._checkpoint_conversion_mapping_cache))"
+    made = ForkedProgram((), code=code)
+    assert made.stdout is not None
+    with made.stdout:
+        assert made.stdout.read() == "True\n"

@@ -37,7 +37,7 @@ MODULES = (
     "torch.fx.experimental.validator", "torch._inductor.sizevars", "sympy.tensor.tensor",
     "torch._export.passes.replace_set_grad_with_hop_pass", "torch._export.passes.replace_autocast_with_hop_pass",
     "torch._inductor.fx_passes.dedupe_symint_uses", "torch._inductor.compiler_bisector",
-    "transformers.modeling_layers", "transformers.processing_utils",
+    "transformers.modeling_layers", "transformers.processing_utils", "lamina.models.load:make_tables()",
 )  # fmt: skip
 # Variables that nothing reads while it is imported: a worker may have others than its warm process.
 LATE = ("LAMINA_", "PYTEST_", "OMP_NUM_THREADS", "PWD", "OLDPWD", "CUDA_VISIBLE_DEVICES")
