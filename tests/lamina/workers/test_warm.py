@@ -161,11 +161,11 @@ def test_how_a_worker_ends_is_told_and_harms_nobody(order: str, status: int, sta
 def test_a_worker_that_is_done_ends_without_taking_its_modules_apart(
     fresh: bool, start: WarmStart, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its threads and exit functions have their turn, and what it has printed is not lost."""
+    """Its threads, exit functions and finalizers have their turn, and what it has printed is not lost."""
     probe = Probe(fresh=fresh)
     probe.told()
     probe.sock.sendall(b"return")
-    assert probe.sock.makefile("rb").read() == b"thread;exit function;"
+    assert probe.sock.makefile("rb").read() == b"thread;exit function;finalizer;"
     assert probe.process.ended(SOON_S)
     assert probe.process.status == 0
     assert capfd.readouterr().out.endswith("an open line")

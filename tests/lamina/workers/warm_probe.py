@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def leave_last_words(sock: socket.socket) -> None:
         sock.sendall(b"thread;")
 
     globals()["last_word"] = LastWord(sock)
+    weakref.finalize(sock, sock.sendall, b"finalizer;")
     atexit.register(sock.sendall, b"exit function;")
     threading.Thread(target=after_main).start()
     sys.stdout.write("an open line")
