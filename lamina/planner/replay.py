@@ -86,10 +86,10 @@ def simulated(
     blocks: int,
     most: int = 0,
     chunk: int = 0,
-    times: Callable[[], float] = lambda: 1.0,
+    took: Callable[[float], float] = lambda expected_s: expected_s,
 ) -> tuple[Engine, LosslessWire]:
-    """An engine whose pools take the time of the cost model, each round so many ``times``, and have so many KV blocks;
-    the rest as of ``replay``.
+    """An engine whose pools take what ``took`` makes of the time of the cost model, and have so many KV blocks; the
+    rest as of ``replay``.
     """
     if costs.model.windows != [0]:
         raise UnplayableError(
@@ -101,7 +101,7 @@ def simulated(
         )
     layers, seconds = costs.model.num_layers, _seconds(costs, deployment)
     pool = SimulatedPool(layers, blocks, BLOCK, trace.longest, most or blocks, deployment.batches, chunk)
-    return pool.engine(VirtualClock(), lambda load: seconds(load) * times())
+    return pool.engine(VirtualClock(), lambda load: took(seconds(load)))
 
 
 def jittered(trace: RequestTrace, seed: int) -> RequestTrace:

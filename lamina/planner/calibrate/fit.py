@@ -1,4 +1,5 @@
-"""The planner's tables, from a recorded run: of slices by their rows, of attention by its bytes, of what is between.
+"""The planner's tables, from a recorded run: of the compute worker by its rows, of attention by its bytes, of what is
+between.
 
 Each number is a median over steps that are alike, so that a stall of the host spoils none; attention follows a law by
 the conductor's least squares, whose errors count in parts. Tables are of one model on one host, and say so.
@@ -22,6 +23,7 @@ from lamina.planner.model_facts import ModelFacts
 from lamina.planner.operators import OperatorTables
 from lamina.planner.tables import Constants, NetworkLink, baseline
 
+from .delays import Delays, StepDelay
 from .recorded import RecordedRun, RecordedStep
 
 COMPUTE, MEMORY = "recorded-compute", "recorded-memory"
@@ -29,13 +31,13 @@ _NOMINAL = 1000.0  # of peaks that nobody states: they cancel out, since tables 
 _LEAST = 3  # steps without prompts
 _INSTANT = 1e-12  # seconds: of what is in the slices already
 _TOKENS = 1024.0  # features of one order of magnitude
-_SIZES = 24  # of the table of attention, each twice the one before
+_LEAST_BYTES, _SIZES = 1024.0, 96  # of the table of attention, each the fourth root of 2 times the one before
 
 
 class Calibration(NamedTuple):
     """``by_rows``: rows -> seconds of slices, steps that said so. Attention of a layer on one worker: ``floor_s``, and
-    seconds of a byte. ``between_s``: of a step; ``driver_s``: of a round. ``spread``: steps that decoded, over what the
-    tables say of them. ``decode``, ``prefill``: the same run by the Conductor's laws; the latter None without prompts.
+    seconds of a byte. ``between_s``: of a step; ``driver_s``: of a round. ``delays``: of steps that decoded.
+    ``decode``, ``prefill``: the same run by the Conductor's laws; the latter None without prompts.
     """
 
     costs: CostModel
@@ -46,7 +48,7 @@ class Calibration(NamedTuple):
     between_s: float
     driver_s: float
     chunk: int
-    spread: list[float]
+    delays: Delays
     decode: TokenTime
     prefill: PrefillTime | None
 
@@ -59,24 +61,24 @@ def calibrate(run: RecordedRun, model: ModelFacts, constants: Constants, source:
     if len(decoding) < _LEAST:
         raise ValueError(f"{source} has {len(decoding)} steps without prompts: record longer answers")
     deployment = Deployment(_device(COMPUTE, source), 1, _device(MEMORY, source), run.memory_workers)
-    tables, by_rows = OperatorTables(), _by_rows(run.steps)
+    tables, by_rows = OperatorTables(), _by_rows([s for s in run.steps if s.whole_s])
     weights = sum(p.work(1)[0] for p in model.products)
     tables.put("linear", COMPUTE, 1, [(rows, took, weights) for rows, (took, _) in by_rows.items()])
     tables.put("elementwise", COMPUTE, 1, [(1, _INSTANT / model.num_layers, model.hidden_bytes)])
     floor, byte = _attention(decoding, model, run.memory_workers)
     group = model.attentions[0].heads // model.attentions[0].kv_heads
-    tables.put("attention", MEMORY, group, [(2.0**i, floor + byte * 2.0**i, 0.0) for i in range(10, 10 + _SIZES)])
+    sizes = [_LEAST_BYTES * 2.0 ** (i / 4) for i in range(_SIZES)]
+    tables.put("attention", MEMORY, group, [(size, floor + byte * size, 0.0) for size in sizes])
     used = _moved(constants, _chunked(run, model), median(s.driver_s for s in decoding))
     link = NetworkLink("recorded", _NOMINAL * 1e9, 1.0, 0.0, source)
     costs = CostModel(model, used, link, baseline("ideal"), tables)
     between = median(s.between_s for s in decoding)
     hidden = median(costs.step(deployment, _load(s, model)).network_s for s in decoding)
-    each = max(0.0, (between - hidden) / model.num_layers)
-    costs.link = replace(link, round_trip_s=each)
+    costs.link = replace(link, round_trip_s=(between - hidden) / model.num_layers)  # below 0: both work at once
     took = ((s.whole_s, costs.round(deployment, [_load(s, model)]).seconds) for s in decoding)
-    spread = [whole / expected for whole, expected in took]
+    delays = Delays(tuple(StepDelay(expected, whole - expected) for whole, expected in took))
     return Calibration(
-        costs, deployment, by_rows, floor, byte, between, used["driver_round"], run.chunk, spread,
+        costs, deployment, by_rows, floor, byte, between, used["driver_round"], run.chunk, delays,
         _decode_law(decoding), _prefill_law(run.steps),
     )  # fmt: skip
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from lamina.facts.report import table
@@ -16,7 +14,7 @@ from .drive import RunShape, Tempo, drive
 from .fit import Calibration
 
 ANSWER = 128  # tokens of each sequence, of a shape
-_SEED = 0  # of which round takes how much longer than the median
+_SEED = 0  # of which round meets which delays
 
 
 def predict(
@@ -31,10 +29,8 @@ def predict(
     trace = RequestTrace("predicted", tuple(requests))
     blocks = sum(-(-(r.prompt + r.answer + 1) // BLOCK) + 1 for r in requests)
     where = replace(calibration.deployment, batches=batches)
-    draw = partial(random.Random(_SEED).choice, calibration.spread)
-    engine, wire = simulated(
-        calibration.costs, where, trace, blocks, most or len(requests), calibration.chunk or CHUNK, draw
-    )
+    chunk, took = calibration.chunk or CHUNK, calibration.delays.dealt(_SEED)
+    engine, wire = simulated(calibration.costs, where, trace, blocks, most or len(requests), chunk, took)
 
     def sleep(seconds: float) -> None:
         wire.clock.now += seconds

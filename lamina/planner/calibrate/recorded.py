@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from typing import NamedTuple
 
 from lamina.observe.trace import ENGINE, Event, Recording, Span
 
 COMPUTE = "compute-0"
 _MODEL = (Event.SLICE, Event.SAMPLE)
-_ATTENTION = (Event.STORED, Event.NEW, Event.WRITE)
+_ATTENTION = (Event.PLAN, Event.STORED, Event.NEW, Event.SEND_O, Event.WRITE)
 _DRIVER = (Event.SCHEDULE, Event.POSTPROCESS)
 _IDLE_S = (
     0.2  # from tokens to the next round: a driver with something to do does not wait so long, on a busy host either
@@ -20,9 +20,11 @@ _IDLE_S = (
 
 
 class RecordedStep(NamedTuple):
-    """Rows of its slices, rows that were drawn behind, pairs of a row and a token that it sees. Seconds: of slices and
-    sampling; of attention, on the memory worker that took the longest; of the driver; ``whole_s``: until the next step
-    began, 0 where none was under way by then.
+    """Rows of its slices, rows that were drawn behind, pairs of a row and a token that it sees. ``whole_s``: seconds
+    until the next step began, 0 where none was under way by then; ``model_s``: those in which the compute worker did
+    not wait, so slices, and turns, messages and draws between them, which keep it from another batch as well; of a step
+    without ``whole_s`` slices and sampling alone. Of attention, on the memory worker that took the longest: its plan,
+    its layers, its messages. Of the driver.
     """
 
     rows: int
@@ -40,9 +42,7 @@ class RecordedStep(NamedTuple):
 
     @property
     def between_s(self) -> float:
-        """Seconds that are neither slices nor attention: messages, and waiting. Below 0 where attention and slices
-        overlapped by more.
-        """
+        """Seconds in which both pools wait, less those in which both work: below 0 where these are more."""
         return self.whole_s - self.model_s - self.attention_s
 
 
@@ -69,11 +69,11 @@ def steps_of(recording: Recording, where: str) -> RecordedRun:
     for span in recording.spans:
         of[span.step].append(span)
     told = sorted(s.end for s in recording.spans if s.event == Event.POSTPROCESS)
-    steps = [_step(spans, _whole(spans, of.get(n + 1, []), told)) for n, spans in sorted(of.items())]
+    layers = 1 + max((s.layer for s in recording.spans if s.event in _ATTENTION), default=0)
+    steps = [_step(spans, of.get(n + 1, []), layers, told) for n, spans in sorted(of.items())]
     whole = [s for s in steps if s is not None]
     if not whole:
         raise ValueError(f"{where} has no step whose spans are all there: let it run longer, or less long")
-    layers = max(s.layer for s in recording.spans if s.event == Event.SLICE)
     return RecordedRun(whole, sum(d.startswith("memory-") for d in devices), layers)
 
 
@@ -92,25 +92,37 @@ def _begin(spans: list[Span]) -> float:
     return min(begins, default=-math.inf)
 
 
-def _step(spans: list[Span], whole_s: float) -> RecordedStep | None:
-    """The step that ``spans`` are of; None where some of its spans were lost."""
-    slices = sorted((s for s in spans if s.device == COMPUTE and s.event == Event.SLICE), key=lambda s: s.layer)
+def _step(spans: list[Span], behind: list[Span], layers: int, told: list[float]) -> RecordedStep | None:
+    """The step that ``spans`` are of; None where some of its spans were lost. The last slice, behind all ``layers``,
+    runs for rows that are drawn, and not where there are none. ``behind``, ``told``: as of ``_whole``.
+    """
+    whole_s = _whole(spans, behind, told)
+    rows_of = {s.layer: s.value for s in spans if s.device == COMPUTE and s.event == Event.SLICE}
     pairs = next((s.value for s in spans if s.event == Event.SCHEDULE), 0)
     by_worker = defaultdict[str, list[Span]](list)
     for span in spans:
         if span.event in _ATTENTION and span.device.startswith("memory-"):
             by_worker[span.device].append(span)
-    if not pairs or not by_worker or not slices or not slices[0].value:
+    if not pairs or not by_worker or not rows_of.get(0):
         return None
     return RecordedStep(
-        rows=slices[0].value,
-        draws=slices[-1].value,
+        rows=rows_of[0],
+        draws=rows_of.get(layers, 0),
         pairs=pairs,
-        model_s=_total(s for s in spans if s.device == COMPUTE and s.event in _MODEL),
+        model_s=whole_s - _waited(spans, behind) if whole_s else _total(_on_compute(spans, _MODEL)),
         attention_s=max(map(_total, by_worker.values())),
         driver_s=_total(s for s in spans if s.device == ENGINE and s.event in _DRIVER),
         whole_s=whole_s,
     )
+
+
+def _waited(spans: list[Span], behind: list[Span]) -> float:
+    """Seconds in which the compute worker had nothing to do before it began the step ``behind``."""
+    return _total(_on_compute(spans, (Event.WAIT_O,))) + _total(_on_compute(behind, (Event.WAIT_STEP,)))
+
+
+def _on_compute(spans: Iterable[Span], events: Container[Event]) -> Iterator[Span]:
+    return (s for s in spans if s.device == COMPUTE and s.event in events)
 
 
 def _total(spans: Iterable[Span]) -> float:

@@ -10,6 +10,7 @@ import pytest
 from lamina.cli.launch import main
 from lamina.observe.perfetto import write
 from lamina.observe.trace import Event, Recording, Span
+from lamina.planner.calibrate.delays import Delays, StepDelay
 from lamina.planner.calibrate.drive import RunShape, shapes_of
 from lamina.planner.calibrate.fit import Calibration, _growing, calibrate
 from lamina.planner.calibrate.predict import predict_shape
@@ -39,7 +40,8 @@ def attention_s(pairs: int) -> float:
     return 20e-6 + pairs * 1024 * 50e-12
 
 
-BETWEEN_S = 2e-3
+BETWEEN_S = 2e-3  # of a step, in which both wait
+TURNS_S = 1e-3  # of a step, in which the compute worker does what is no slice
 
 
 def spans(shapes: list[tuple[int, int, int]], layers: int = LAYERS) -> Iterator[Span]:
@@ -53,14 +55,17 @@ def spans(shapes: list[tuple[int, int, int]], layers: int = LAYERS) -> Iterator[
             return Span(device, event, 0, step, layer, -1, value, begin, at)
 
         yield Span("engine", Event.SCHEDULE, 0, step, -1, -1, pairs, at - 3e-3, at - 2e-3)
-        for layer in range(layers + 1):
-            last = layer == layers
-            yield span("compute-0", Event.SLICE, layer, draws if last else rows, slices_s(rows) / (layers + 1))
-            if not last:
-                yield span("memory-0", Event.STORED, layer, 0, attention_s(pairs))
-        yield span("compute-0", Event.SAMPLE, -1, 0, 1e-9)
+        yield Span("compute-0", Event.WAIT_STEP, 0, step, -1, -1, 0, at - BETWEEN_S, at)
+        for layer in range(layers):
+            yield span("compute-0", Event.SLICE, layer, rows, slices_s(rows) / (layers + 1))
+            attended = span("memory-0", Event.STORED, layer, 0, attention_s(pairs))
+            yield attended
+            yield attended._replace(device="compute-0", event=Event.WAIT_O)
+        if draws:  # else there is no last slice
+            yield span("compute-0", Event.SLICE, layers, draws, slices_s(rows) / (layers + 1))
+            yield span("compute-0", Event.SAMPLE, -1, 0, 1e-9)
         yield Span("engine", Event.POSTPROCESS, 0, step, -1, -1, 0, at, at + 1e-4)
-        at += BETWEEN_S
+        at += TURNS_S + BETWEEN_S
 
 
 def recording(shapes: list[tuple[int, int, int]], layers: int = LAYERS) -> Recording:
@@ -79,18 +84,38 @@ def fitted() -> Calibration:
 
 def test_the_laws_of_a_run_are_found_again() -> None:
     found = fitted()
-    assert found.by_rows[8][0] == pytest.approx(slices_s(8), rel=1e-3)
+    assert found.by_rows[8][0] == pytest.approx(slices_s(8) + TURNS_S, rel=1e-3)
     assert found.floor_s == pytest.approx(20e-6, rel=1e-3)
     assert found.byte_s == pytest.approx(50e-12, rel=1e-3)
     assert found.between_s == pytest.approx(BETWEEN_S, rel=1e-3)
     assert found.chunk == 32
     assert found.decode.seconds(8, 5000) == pytest.approx(
-        slices_s(8) + LAYERS * attention_s(5000) + BETWEEN_S, rel=1e-2
+        slices_s(8) + TURNS_S + LAYERS * attention_s(5000) + BETWEEN_S, rel=1e-2
     ), "as the Conductor has it, for simulate"
     assert found.prefill is not None
-    whole = sum(slices_s(32) + LAYERS * attention_s(32 * i * 32 + 528) + BETWEEN_S for i in range(16))
+    chunk_s = slices_s(32) * LAYERS / (LAYERS + 1) + TURNS_S + BETWEEN_S
+    whole = sum(chunk_s + LAYERS * attention_s(32 * i * 32 + 528) for i in range(16))
     assert found.prefill.seconds(512) == pytest.approx(whole, rel=3e-2)
-    assert found.spread == pytest.approx([1.0] * len(found.spread), rel=5e-2)
+    assert [d.beyond_s for d in found.delays.recorded] == pytest.approx([0.0] * len(found.delays.recorded), abs=4e-4)
+
+
+def test_a_chunk_behind_which_nothing_is_drawn_does_not_decode() -> None:
+    steps = steps_of(recording(run_of(8, 512)), "run").steps
+    assert [s.rows for s in steps if not s.decodes] == [32] * 16
+    assert all(s.draws == 0 for s in steps if not s.decodes)
+
+
+def test_two_batches_wait_for_all_that_one_compute_worker_does() -> None:
+    """Turns and messages between slices keep it from the other batch: they hide behind no attention."""
+    wanted = 2 * (slices_s(4) + TURNS_S)
+    assert wanted > 2 * LAYERS * attention_s(4 * 560)
+    found = predict_shape(fitted(), RunShape(8, 512, 2), 40)
+    assert found.tbt_p50_s == pytest.approx(max(wanted, chain_s(4, 4 * 560)), rel=0.05)
+
+
+def chain_s(rows: int, pairs: int) -> float:
+    """Of a step that nobody waits with."""
+    return slices_s(rows) + TURNS_S + LAYERS * attention_s(pairs) + BETWEEN_S
 
 
 @pytest.mark.parametrize("shape", [RunShape(8, 512), RunShape(8, 2048), RunShape(4, 1024)])
@@ -98,7 +123,7 @@ def test_other_shapes_are_predicted(shape: RunShape) -> None:
     answer = 40
     rounds = shape.sequences * shape.prompt // 32
     middle = shape.prompt + rounds + answer // 2 - (shape.sequences - 1) * shape.prompt // 32 // 2
-    wanted = slices_s(shape.sequences) + LAYERS * attention_s(shape.sequences * middle) + BETWEEN_S
+    wanted = chain_s(shape.sequences, shape.sequences * middle)
     found = predict_shape(fitted(), shape, answer)
     assert found.tbt_p50_s == pytest.approx(wanted, rel=0.05)
     assert found.tokens_s == pytest.approx(shape.sequences / wanted, rel=0.05)
@@ -130,13 +155,18 @@ def test_shapes_are_read() -> None:
     assert shapes_of("8x2048, 32x512:2", "--predict") == [RunShape(8, 2048), RunShape(32, 512, 2)]
 
 
-def test_stalls_show_in_the_99th_percentile() -> None:
-    found = fitted()
-    calm, stalled = (
-        predict_shape(found._replace(spread=s), RunShape(8, 512), 100) for s in ([1.0], [1.0] * 19 + [9.0])
-    )
-    assert stalled.tbt_p50_s == pytest.approx(calm.tbt_p50_s, rel=2e-2)
-    assert stalled.tbt_p99_s > 5 * calm.tbt_p99_s
+def test_a_stall_takes_what_it_took_whatever_it_hits() -> None:
+    """And a round that is longer meets more of them, as many for each second."""
+    found, step_s, stall_s = fitted(), chain_s(8, 8 * 560), 0.05
+    recorded = (*[StepDelay(step_s, 0.0)] * 29, StepDelay(step_s, stall_s))
+    calm, stalled = (found._replace(delays=Delays(d)) for d in (recorded[:1], recorded))
+    for shape in (RunShape(8, 512), RunShape(8, 2048)):
+        without, beside = (predict_shape(c, shape, 300) for c in (calm, stalled))
+        assert beside.tbt_p50_s == pytest.approx(without.tbt_p50_s, rel=2e-2)
+        assert beside.tbt_p99_s == pytest.approx(without.tbt_p50_s + stall_s, rel=5e-2)
+    took = stalled.delays.dealt(0)
+    each = [sum(took(s) for _ in range(2000)) / 2000 / s for s in (step_s / 3, step_s, 8 * step_s)]
+    assert each == pytest.approx([1 + stall_s / 30 / step_s] * 3, rel=0.08)
 
 
 @pytest.mark.parametrize(
