@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from lamina.config import flat, make_config
 from lamina.models.checkpoint import peek_config
+from lamina.protocol.options.declare import MEASURED
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.options.resolve import ModelLimits, check_model
 
@@ -178,7 +179,7 @@ def _wanted(model: str, before: EngineConfig, asked: dict[str, int], ready: Read
     """
     if before.launching.by_hand:
         raise ValueError("workers of --launcher static are started by hand: start the server with other numbers")
-    wanted = make_config(flat(before) | asked)
+    wanted = resized(before, asked)
     raw = peek_config(model, trust_remote_code=before.model.trust_remote_code)
     text: dict[str, Any] = raw.get("text_config", raw)
     heads = next((n for name in KV_HEADS if isinstance(n := text.get(name), int)), 0)
@@ -188,5 +189,17 @@ def _wanted(model: str, before: EngineConfig, asked: dict[str, int], ready: Read
     return wanted
 
 
+def resized(before: EngineConfig, asked: dict[str, int]) -> EngineConfig:
+    """``before`` with other sizes; a number of batches takes the place of a plan that chooses it, and memory workers
+    keep the parts that it has them measure. Raises ValueError.
+    """
+    options, had = flat(before) | asked, before.topology
+    if "pipeline" in asked and had.plans:
+        options |= {"plan": "", "memory_weights": MEASURED if had.weighs else had.memory_weights}
+    return make_config(options)
+
+
 def _sizes(config: EngineConfig) -> dict[str, Any]:
-    return {name: getattr(config.topology, name) for name in SIZES}
+    """Numbers; in place of that of the batches, where these are chosen, the plan."""
+    sizes = {name: getattr(config.topology, name) for name in SIZES}
+    return sizes | ({"pipeline": config.topology.plan} if config.topology.plans else {})

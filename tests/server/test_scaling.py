@@ -14,8 +14,11 @@ from running import Running, alive, eventually
 from test_recovering import BODY, health, texts
 
 from lamina.cli.launch import main
+from lamina.cli.operate.scale import _listed
+from lamina.config import make_config
+from lamina.protocol.options.declare import MEASURED
 from lamina.server.errors import ApiError
-from lamina.server.scaling import on_host
+from lamina.server.scaling import _sizes, on_host, resized
 
 pytestmark = pytest.mark.timeout(300)
 KEY = "the-operator"
@@ -177,3 +180,18 @@ def test_a_drained_server_finishes_what_it_has_and_takes_nothing_new_until_that_
     assert eventually(lambda: health(client) == (200, "ok"), 20)
     assert client.post("/v1/completions", json=short).status_code == 200
     assert client.post("/drain", json={}).status_code == 401
+
+
+def test_who_says_how_many_batches_takes_the_place_of_a_plan() -> None:
+    """Memory workers keep their measured parts; other numbers leave the plan as it is."""
+    planned = make_config({"plan": "auto:3", "memory_workers": 2})
+    assert _listed(_sizes(planned)) == (
+        "--memory-workers 2, --prefill-workers 0, --tensor-parallel-size 1, --plan auto:3"
+    )
+    for n in (1, 2):
+        told = resized(planned, {"pipeline": n})
+        assert (told.topology.plan, told.topology.pipeline, told.topology.memory_weights) == ("", n, MEASURED)
+        assert _sizes(told)["pipeline"] == n != _sizes(planned)["pipeline"]
+    more = resized(planned, {"memory_workers": 4})
+    assert (more.topology.plan, more.topology.memory_workers) == ("auto:3", 4)
+    assert resized(make_config({}), {"pipeline": 2}).topology.memory_weights == make_config({}).topology.memory_weights

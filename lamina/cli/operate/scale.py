@@ -46,5 +46,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _listed(sizes: dict[str, int]) -> str:
-    return ", ".join(f"{flag(name)} {n}" for name, n in sizes.items())
+def _listed(sizes: dict[str, int | str]) -> str:
+    """As flags of ``serve``; a word is the plan by which batches are chosen."""
+    return ", ".join(f"{flag(name) if isinstance(n, int) else '--plan'} {n}" for name, n in sizes.items())
