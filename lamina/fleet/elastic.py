@@ -253,6 +253,8 @@ class Elastic:
             raise NotInPlaceError(f"KV is on --memory-device {config.devices.memory_device}")
         if config.launching.memory_addresses or config.topology.weighs:
             raise NotInPlaceError("each memory worker has an address, or a part of the work, of its own")
+        if config.topology.plans:
+            raise NotInPlaceError(f"--plan {config.topology.plan} has measured the memory workers that there are")
 
     def _binds_of(self, wanted: TopologyOptions, rank: int, bind: Bind, asked: int, had: int) -> list[Bind]:
         """Of a rank's memory workers. Without --kv-memory they share what there was."""

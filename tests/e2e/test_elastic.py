@@ -197,8 +197,10 @@ def test_what_cannot_be_is_refused_and_nothing_changes(tiny_lm: Path) -> None:
             llm.engine.check_room(short)
         while llm.engine.has_work:
             llm.engine.step()
-    with (
-        LLM(str(tiny_lm), memory_workers=2, memory_weights="measured", transport="loopback") as llm,
-        pytest.raises(NotInPlaceError, match="a part of the work"),
-    ):
-        llm.pools.elastic.plan(3)
+    ways: dict[str, dict[str, Any]] = {
+        "a part of the work": {"memory_workers": 2, "memory_weights": "measured"},
+        "--plan auto has measured": {"plan": "auto", "memory_workers": 1},
+    }
+    for words, options in ways.items():
+        with LLM(str(tiny_lm), transport="loopback", **options) as llm, pytest.raises(NotInPlaceError, match=words):
+            llm.pools.elastic.plan(3)
