@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 TEXT = "def class return for in range import numpy self list of the value if else not None print sum max"
-NEAR = 0.01  # of log-probabilities: KV that is built again is computed in other shapes
 # All but the last have a seed where they draw: so each has one right answer; of the last the journal knows the seed.
 KINDS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 0},
     {"temperature": 0.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
     {"temperature": 0.8, "seed": 1, "logprobs": 2},
     {"temperature": 0.8, "seed": 2, "n": 2, "presence_penalty": 0.4},
@@ -29,6 +28,7 @@ class StreamTold:
     """What one stream has told: text, tokens with log-probabilities and the reason of the end, by choice."""
 
     texts: dict[int, str] = field(default_factory=dict)
+    ids: dict[int, list[int]] = field(default_factory=dict)
     scores: dict[int, list[tuple[str, float]]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     tokens: int = 0  # of all choices, by its own account
@@ -61,31 +61,14 @@ def has_one_answer(body: dict[str, Any]) -> bool:
     return "seed" in body or not body["temperature"]
 
 
-def verdict(told: StreamTold, wanted: StreamTold, *, exactly: bool = True) -> str:
-    """right, wrong, lost or twice. Not ``exactly``: its tokens are others each time, and only how many they are, that
-    each has been told with its log-probability, and the reason of the end are looked at.
-    """
-    if told.error:
-        return "lost"
-    if told.tokens != wanted.tokens:
-        return "lost" if told.tokens < wanted.tokens else "twice"
-    if not exactly:
-        counts = [{i: len(x) for i, x in one.scores.items()} for one in (told, wanted)]
-        return "right" if told.reasons == wanted.reasons and counts[0] == counts[1] else "wrong"
-    same = told.texts == wanted.texts and told.reasons == wanted.reasons and _near(told.scores, wanted.scores)
-    return "right" if same else "wrong"
-
-
-def _near(scores: dict[int, list[tuple[str, float]]], wanted: dict[int, list[tuple[str, float]]]) -> bool:
-    if {i: [t for t, _ in x] for i, x in scores.items()} != {i: [t for t, _ in x] for i, x in wanted.items()}:
-        return False
-    pairs = ((a, b) for i in scores for (_, a), (_, b) in zip(scores[i], wanted[i], strict=True))
-    return all(abs(a - b) <= NEAR for a, b in pairs)
-
-
 def bodies_of(count: int, tokens: int, rng: random.Random) -> list[dict[str, Any]]:
     """Requests of all kinds, in turn."""
-    more = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": tokens}
+    more = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "max_tokens": tokens,
+    }
     words = TEXT.split()
     prompts = [" ".join(rng.choices(words, k=rng.randint(2, 40))) for _ in range(count)]
     return [{"prompt": prompt, **KINDS[i % len(KINDS)], **more} for i, prompt in enumerate(prompts)]
@@ -147,6 +130,7 @@ def _take(told: StreamTold, data: bytes) -> None:
         told.times.append(time.perf_counter())
         index, logprobs = choice["index"], choice.get("logprobs")
         told.texts[index] = told.texts.get(index, "") + choice["text"]
+        told.ids.setdefault(index, []).extend(choice["token_ids"])
         if logprobs:
             pairs = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
             told.scores.setdefault(index, []).extend(pairs)

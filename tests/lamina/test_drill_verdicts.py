@@ -1,0 +1,150 @@
+"""A stream that parts from the undisturbed one is at an edge where rounding decides, and wrong everywhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lamina.cli.check.agreement import ERROR_ALLOWED, MARGIN_FACTOR
+from lamina.cli.drill.streams import StreamTold
+from lamina.cli.drill.verdicts import NEAR, PUSHES, StreamFork, error_of, fork_of, is_at_edge, pushed, verdict
+from lamina.protocol.control import Adjust, Draw, Penalties
+from lamina.sampling.history import History
+from lamina.sampling.sampler import Sampler
+
+VOCABULARY, TOKENS = 24, 16
+NOISE = 1e-3  # of logits, where KV was built again
+SAMPLER = Sampler(1)
+# By index and the token before.
+LOGITS = torch.randn(TOKENS, VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))
+DRAWN: dict[str, Any] = {"temperature": 0.8}
+BEST: dict[str, Any] = {"temperature": 0.0}
+TOLD = StreamTold(
+    {0: "abc", 1: "de"},
+    {0: [1, 2], 1: [3, 4, 5]},
+    {0: [("a", -0.5), ("bc", -1.0)]},
+    {0: "length", 1: "stop"},
+    5,
+    "",
+)
+
+
+@pytest.mark.parametrize(
+    ("told", "word"),
+    [
+        (TOLD, "right"),
+        (replace(TOLD, scores={0: [("a", -0.501), ("bc", -1.0)]}), "right"),
+        (replace(TOLD, scores={0: [("a", -0.6), ("bc", -1.0)]}), "wrong"),
+        (replace(TOLD, scores={0: [("a", -0.5), ("b", -1.0)]}), "wrong"),
+        (replace(TOLD, scores={}), "wrong"),
+        (replace(TOLD, texts={0: "abd", 1: "de"}), "wrong"),
+        (replace(TOLD, ids={0: [1, 2], 1: [3, 4, 6]}), "wrong"),
+        (replace(TOLD, ids={0: [1, 2], 1: [9]}, tokens=3), "wrong"),  # what parts may end elsewhere
+        (replace(TOLD, reasons={0: "length", 1: "length"}), "wrong"),
+        (replace(TOLD, ids={0: [1, 2], 1: [3, 4]}, tokens=4), "lost"),
+        (replace(TOLD, ids={0: [1, 2], 1: [3, 4]}), "lost"),
+        (replace(TOLD, ids={0: [1, 2, 2], 1: [3, 4, 5]}, tokens=6), "twice"),
+        (replace(TOLD, ids={0: [1, 2, 2], 1: [3, 4, 5]}), "twice"),
+        (replace(TOLD, error="status 503"), "lost"),
+        (StreamTold(), "lost"),
+    ],
+)
+def test_what_a_stream_was_told_is_judged(told: StreamTold, word: str) -> None:
+    assert verdict(told, TOLD) == word
+
+
+def test_of_a_stream_without_a_seed_the_length_is_judged() -> None:
+    other = replace(TOLD, texts={0: "xyz", 1: "uv"}, ids={0: [7, 8], 1: [9, 9, 9]}, scores={0: [("x", 0.1), ("y", 3)]})
+    assert verdict(other, TOLD) == "wrong"
+    assert verdict(other, TOLD, exactly=False) == "right"
+    assert verdict(replace(other, scores={0: [("x", -0.1)]}), TOLD, exactly=False) == "wrong"
+    assert verdict(replace(other, ids={0: [7], 1: [9, 9, 9]}, tokens=4), TOLD, exactly=False) == "lost"
+    assert verdict(replace(other, ids={0: [7] * 3, 1: [9] * 3}, tokens=6), TOLD, exactly=False) == "twice"
+    assert verdict(replace(other, error="gone"), TOLD, exactly=False) == "lost"
+
+
+def test_errors_are_of_the_tokens_that_are_the_same() -> None:
+    other = replace(TOLD, ids={0: [1, 7], 1: [3, 4, 5]}, scores={0: [("a", -0.5001), ("x", -9.0)]})
+    assert error_of(other, TOLD) == pytest.approx(0.0001)
+    assert fork_of(other, TOLD) == StreamFork(0, 2, 7)
+    assert fork_of(replace(TOLD, ids={0: [1, 2], 1: [3]}), TOLD) is None
+
+
+def test_no_more_is_a_tie_than_check_allows() -> None:
+    assert (max(PUSHES), NEAR) == (MARGIN_FACTOR, ERROR_ALLOWED)
+
+
+def tell(body: dict[str, Any], noisy: int = 0, first: int | None = None) -> StreamTold:
+    """A text of which each token depends on the one before it, drawn as Lamina draws. ``noisy``: so many of the first
+    tokens have NOISE in their logits. ``first``: that token to begin with, whatever was drawn.
+    """
+    bias = {int(token): by for token, by in body.get("logit_bias", {}).items()}
+    penalties = Penalties(presence=0.0, frequency=0.0, repetition=1.0, bias=bias, prompt=[])
+    seen, random = History(penalties).seen(0, None), torch.Generator().manual_seed(body["seed"])
+    ids, scores, last = list[int](), list[tuple[str, float]](), body["seed"] % VOCABULARY
+    for index in range(TOKENS):
+        logits = LOGITS[index, last] + NOISE * (index < noisy) * (2.0 * torch.rand(VOCABULARY, generator=random) - 1.0)
+        draw = Draw(
+            row=0,
+            sequence=0,
+            temperature=body["temperature"],
+            top_k=0,
+            top_p=1.0,
+            seed=body["seed"],
+            index=index,
+            logprobs=0,
+            adjust=Adjust(since=0, tokens=[], start=penalties),
+        )
+        (drawn,) = SAMPLER.draw(logits[None], [draw], {0: seen})
+        last = first if first is not None and not index else drawn.token
+        ids.append(last)
+        scores.append((str(last), drawn.logprobs[0][1]))
+    return StreamTold({0: " ".join(map(str, ids))}, {0: ids}, {0: scores}, {0: "length"}, TOKENS, "")
+
+
+@pytest.mark.parametrize("kind", [DRAWN, BEST], ids=["drawn", "best"])
+def test_where_rounding_decides_it_is_an_edge(kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kind["temperature"]:  # the two best are nearly as good
+        ties = LOGITS.clone()
+        ties[0, :, 5] = ties[0].amax(-1) + NOISE * torch.linspace(-1.0, 1.0, VOCABULARY)
+        monkeypatch.setitem(globals(), "LOGITS", ties)
+    parted = 0
+    for seed in range(250 if kind["temperature"] else 20):
+        body = {**kind, "seed": seed}
+        wanted, told = tell(body), tell(body, TOKENS if kind["temperature"] else 1)
+        if (fork := fork_of(told, wanted)) is None:
+            continue
+        parted += 1
+        error = NOISE
+        assert verdict(told, wanted) == "wrong"
+        assert is_at_edge(told, wanted, body, error, tell), seed
+        assert not is_at_edge(told, wanted, body, 1e-9, tell), "that is no error of rounding"
+        assert not is_at_edge(told, wanted, body, 2.0 * NEAR, tell), "that error is none of rounding"
+        # From the other token on the text must be the one that follows that.
+        late = replace(told, ids={0: [*told.ids[0][:-1], (told.ids[0][-1] + 1) % VOCABULARY]})
+        assert fork_of(late, wanted) == fork
+        assert not is_at_edge(late, wanted, body, error, tell)
+    assert parted > 3
+
+
+@pytest.mark.parametrize("kind", [DRAWN, BEST], ids=["drawn", "best"])
+def test_where_it_does_not_it_is_wrong(kind: dict[str, Any]) -> None:
+    edges = 0
+    for seed in range(40):
+        body = {**kind, "seed": seed}
+        wanted = tell(body)
+        first = (wanted.ids[0][0] + 1 + seed % (VOCABULARY - 1)) % VOCABULARY
+        told = partial(tell, first=first)(body)
+        assert verdict(told, wanted) == "wrong"
+        edges += is_at_edge(told, wanted, body, 1e-6, tell)
+    assert not edges
+
+
+def test_the_other_token_is_pushed_alone_where_the_best_is_taken() -> None:
+    assert pushed(BEST, StreamFork(0, 7, 2), 0.5)["logit_bias"] == {"2": 0.5}
+    assert pushed(DRAWN, StreamFork(0, 1, 3), 0.5)["logit_bias"] == {"0": -0.5, "1": -0.5, "2": -0.5}
+    assert pushed(DRAWN, StreamFork(0, 3, 1), 0.5)["logit_bias"] == {"0": 0.5, "1": 0.5}
