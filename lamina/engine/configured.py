@@ -88,10 +88,10 @@ def scheduler_of(
 
 
 def _prefixes(config: EngineConfig, ledger: BlockTables) -> Prefixes:
-    """In whole blocks. Where bits count, a prefix ends where a fresh prompt would have been cut."""
+    """Where bits count, a prefix ends where a fresh prompt would have been cut."""
     batching, fixed = config.batching, config.model.deterministic
     page = math.lcm(ledger.block_size, batching.prefill_chunk if fixed else 1)
-    return Prefixes(ledger, page if config.keeps_prefixes else 0, prompts_only=fixed)
+    return Prefixes(ledger, page if config.keeps_prefixes else 0, prompts_only=fixed, exact=not fixed)
 
 
 def _evictions(config: EngineConfig, info: ComputeReady) -> Evictions | None:

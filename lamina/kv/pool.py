@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,10 +49,16 @@ class LayerStore:
         """Of a token's K and V in all heads."""
         return self.k.shape[1] * head_bytes(self.k.shape[3], self.v.shape[3], self.k.dtype)
 
-    def wipe(self, block: int) -> None:
-        """Write zeros over a block, and what is known of it."""
+    def make_ready(self, copies: Sequence[tuple[int, int]], freed: Sequence[int]) -> None:
+        """Copy from blocks to blocks, with what is known of them, and write zeros over ``freed``, of which both may be
+        some: what is copied is what was there before.
+        """
+        sources, targets = [source for source, _ in copies], [target for _, target in copies]
         for tensor in self.tensors if self.bounds is None else [*self.tensors, self.bounds.transpose(0, 1)]:
-            tensor[block].zero_()
+            blocks: Any = _bits(tensor) if tensor.device.type == "cpu" else tensor  # by numpy, as in ``write``
+            stored = blocks[sources]
+            blocks[freed] = 0
+            blocks[targets] = stored
 
     def write(self, at: WriteIndex, rows: StoredRows) -> None:
         """Put row r at its position; overwrites what is there. ``rows`` are in the store's dtype. A block is whole once

@@ -201,7 +201,7 @@ class Session:
             raise ProtocolError(f"step {plan.step} saves or loads, and there is no medium beside the pool")
         else:
             self._store.begin(plan)
-            self._store.wipe()
+            self._store.make_ready()
 
     def _bind(self, open_store: Callable[[Bind], Store]) -> Store:
         """Wait for a Bind that can be; the peer may try again after a refusal, or leave."""

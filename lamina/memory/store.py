@@ -149,7 +149,7 @@ class Store:
                 raise PlanError(f"sequence {each.sequence}: {each.length} tokens are to be kept, and were not written")
         self.tables.reconcile(keep)
         self.written.reconcile(keep)
-        self.wipe()
+        self.make_ready()
 
     def message(self, data: memoryview) -> Tensor:
         """Its bytes, flat, on the device. On the CPU they are shared, not copied."""
@@ -180,19 +180,22 @@ class Store:
         if shifts and any(layer.rotary is None for layer in bind.layers):
             raise ProtocolError(f"step {plan.step} shifts a sequence of a model whose keys stay where they are")
         again = self.tables.comes_again(plan)
+        if not again:
+            self.written.check(plan, self.tables.block_size)
         self.tables.apply(plan)
         self.written.begin(plan, again=again)
         for op in () if again else shifts:
             self._rotate(op)
 
-    def wipe(self) -> None:
-        """Write zeros over blocks that have become free, where that is wanted: behind a plan, before its rows come."""
-        freed = self.tables.freed() if self.bind.kv.zero_on_free else []
-        if not any(freed):
-            return
-        for piece in (piece for layer in self.layers for piece in layer):
-            for block in freed[piece.group]:
-                piece.kv.wipe(block)
+    def make_ready(self) -> None:
+        """Behind a plan, before its rows come: copy the blocks that forks have begun, and write zeros over those that
+        have become free, where that is wanted.
+        """
+        copies, self.tables.copies = self.tables.copies, [[]] * len(self.tables.windows)
+        freed = self.tables.freed() if self.bind.kv.zero_on_free else [[] for _ in copies]
+        if any(copies) or any(freed):
+            for piece in (piece for layer in self.layers for piece in layer):
+                piece.kv.make_ready(copies[piece.group], freed[piece.group])
 
     def _rotate(self, op: Shift) -> None:
         """Move K of all that was behind the tokens that ``op`` has discarded, if it is still there."""

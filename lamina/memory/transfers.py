@@ -133,7 +133,7 @@ class Transfers:
                 self._fetches.add(op)
             elif isinstance(op, Free | Truncate):
                 self._copy(op.sequence, op.length if isinstance(op, Truncate) else 0)
-        self._store.wipe()  # what was freed, before anything is loaded there
+        self._store.make_ready()  # before anything is loaded there
         for op in plan.ops:
             if isinstance(op, Import):
                 pages = (self._locate(op, number, op.place) for number in range(len(op.keys)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from lamina.protocol.blocks.extents import PlanError
 from lamina.protocol.plan import Fork, Free, Grant, Import, Keep, New, Rows, Shift, StepPlan, Truncate
 
 
@@ -12,6 +13,13 @@ class WrittenTokens:
 
     def __init__(self) -> None:
         self._tokens: dict[int, int] = {}  # by sequence
+
+    def check(self, plan: StepPlan, block_size: int) -> None:
+        """Raises PlanError where a block is to be copied whose tokens are still on their way."""
+        for op in plan.ops:
+            if isinstance(op, Fork) and op.length % block_size and self.of(op.source) < op.length:
+                stored = self.of(op.source)
+                raise PlanError(f"cannot fork {op.length} tokens of sequence {op.source}: {stored} are stored")
 
     def begin(self, plan: StepPlan, *, again: bool = False) -> None:
         """A plan was applied: what its rows will write over counts no more. ``again``: it has come before."""
@@ -41,6 +49,10 @@ class WrittenTokens:
     def reconcile(self, keep: Iterable[Keep]) -> None:
         """Of ``keep``, and of nothing else, there is so much."""
         self._tokens = {each.sequence: each.length for each in keep}
+
+    def of(self, sequence: int) -> int:
+        """Tokens of one; 0 where there is none."""
+        return self._tokens.get(sequence, 0)
 
     def report(self) -> dict[int, int]:
         """Tokens by sequence."""

@@ -130,9 +130,9 @@ class Truncate(msgspec.Struct, frozen=True, array_like=True, tag="truncate"):
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
-    """Start a sequence that has the first ``length`` tokens of ``source``, and lies where that does. They share the
-    blocks of these tokens, which are whole, and which nobody writes from now on. ``source`` was in the plans before.
-    """
+    """Start a sequence that has the first ``length`` tokens of ``source``, which are stored, and lies where that does.
+    They share the whole blocks of these, which nobody writes from now on; of a block that begins with the last ones the
+    new one gets a copy."""
 
     sequence: int
     source: int

@@ -10,7 +10,7 @@ from lamina.memory.written import WrittenTokens
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place, Placement
-from lamina.protocol.plan import Drop, Expect, Export, Free, Import, Keep, New, Rows, StepPlan
+from lamina.protocol.plan import Drop, Expect, Export, Fork, Free, Import, Keep, New, Rows, StepPlan
 from lamina.protocol.tiers import Transferred
 
 from .model import value
@@ -66,7 +66,12 @@ class SimMemory:
                 self._saves[op.id] = [(key, [list(b) for b in self._page(op, number)]) for number, key in pages]
             elif isinstance(op, Expect):
                 self._expect(op)
+        for fork in (op for op in plan.ops if isinstance(op, Fork) and op.length % self.size):
+            assert self.written.of(fork.source) >= fork.length, f"{fork}: its last tokens are still on their way"
         self.tables.apply(plan)
+        for blocks, copies in zip(self._blocks, self.tables.copies, strict=True):
+            for _, target, stored in [(s, t, list(blocks[s])) for s, t in copies]:
+                blocks[target][:] = stored
         self.written.begin(plan)
 
     def _expect(self, op: Expect) -> None:

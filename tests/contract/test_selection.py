@@ -160,7 +160,7 @@ def test_bounds_are_those_of_the_block_as_it_was_written_last() -> None:
     assert torch.equal(store.bounds[0, 2], k[:SIZE].amin(0))
     assert torch.equal(store.bounds[1, 2], k[:SIZE].amax(0))
     assert not store.bounds[:, [0, 1, 3]].any()
-    store.wipe(2)
+    store.make_ready([], [2])
     assert not any(x.any() for x in (*store.tensors, store.bounds)), "nothing of it is left"
 
 

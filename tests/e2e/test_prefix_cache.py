@@ -50,9 +50,9 @@ def test_what_is_known_is_not_computed_again(llm: LLM, reference: Reference) -> 
     for number in range(3):
         outputs += llm.generate([asked(number)], PARAMS)
         counts.append(rows(llm))
-    assert [o.num_cached_tokens for o in outputs] == [0, 128, 128], "four whole blocks of 32"
+    assert [o.num_cached_tokens for o in outputs] == [0, 150, 150], "four whole blocks of 32, and 22 tokens"
     first, *others = (b - a for a, b in pairwise(counts))
-    assert all(n <= first - 128 + 2 for n in others), "a row more or less behind the end"
+    assert all(n <= first - 150 + 2 for n in others), "a row more or less behind the end"
     for number, output in enumerate(outputs):
         assert output.outputs[0].token_ids == reference(asked(number), 12)
 
@@ -60,7 +60,7 @@ def test_what_is_known_is_not_computed_again(llm: LLM, reference: Reference) -> 
 def test_a_conversation_goes_on_behind_its_answer(llm: LLM, reference: Reference) -> None:
     llm.reset_prefix_cache()
     turn = asked(5)
-    for cached in (0, 160, 192):  # 170, 202 and 234 tokens, and 11 whose KV the answer has left
+    for cached in (0, 181, 213):  # 170, 202 and 234 tokens, and 11 whose KV the answer has left
         (output,) = llm.generate([turn], PARAMS)
         assert output.num_cached_tokens == cached
         assert output.outputs[0].token_ids == reference(turn, 12)
@@ -72,7 +72,7 @@ def test_requests_that_begin_alike_at_once(llm: LLM, reference: Reference) -> No
     llm.generate([asked(0)], PARAMS)
     prompts = [asked(n, length) for n, length in enumerate((150, 100, 64, 33, 32, 5))]
     outputs = llm.generate(prompts, PARAMS)
-    assert [o.num_cached_tokens for o in outputs] == [160, 96, 64, 32, 32, 0]
+    assert [o.num_cached_tokens for o in outputs] == [169, 100, 64, 33, 32, 0]
     assert [o.outputs[0].token_ids for o in outputs] == [reference(p, 12) for p in prompts]
 
 
@@ -81,7 +81,7 @@ def test_completions_of_one_prompt_compute_it_once(llm: LLM, reference: Referenc
     before = rows(llm)
     (output,) = llm.generate([asked(3)], replace(PARAMS, n=4))
     assert [o.token_ids for o in output.outputs] == [reference(asked(3), 12)] * 4
-    assert rows(llm) - before <= 170 + 3 * (170 - 160) + 4 * (12 + 1)
+    assert rows(llm) - before <= 170 + 3 * 1 + 4 * (12 + 1)
 
 
 def test_prompts_that_begin_alike_wait_for_the_first_of_them(llm: LLM, reference: Reference) -> None:
@@ -89,7 +89,9 @@ def test_prompts_that_begin_alike_wait_for_the_first_of_them(llm: LLM, reference
     before, prompts = rows(llm), [asked(n) for n in range(40, 46)]
     outputs = llm.generate(prompts, PARAMS)
     assert [o.outputs[0].token_ids for o in outputs] == [reference(p, 12) for p in prompts]
-    assert sorted(o.num_cached_tokens or 0 for o in outputs) == [0, *[128] * 5]
+    first, *others = sorted(o.num_cached_tokens or 0 for o in outputs)
+    assert first == 0
+    assert {128, 150} >= {*others}, "nobody waits longer for less than a block"
     assert rows(llm) - before <= 170 + 5 * (170 - 128) + 6 * (12 + 1)
 
 

@@ -36,11 +36,11 @@ def test_a_session_outlives_what_has_no_name(llama_path: Path, reference: Refere
         said, _ = turn(llm, "mine", text(1, 150))
         for number in range(2, 8):
             turn(llm, None, text(number, 150))
-        assert llm.sessions() == [SessionFacts("mine", 1, 160, "pool")]
+        assert llm.sessions() == [SessionFacts("mine", 1, 161, "pool")]
         more, cached = turn(llm, "mine", [*said, *text(9, 20)])
-        assert cached == 160
+        assert cached == 161
         assert more[-12:] == reference(more[:-12], 12)
-        assert llm.sessions() == [SessionFacts("mine", 2, 192, "pool")]
+        assert llm.sessions() == [SessionFacts("mine", 2, 193, "pool")]
         assert dict(llm.engine.scheduler.sessions.hits) == {"pool": 1}
         assert llm.drop_session("mine")
         assert not llm.drop_session("mine")

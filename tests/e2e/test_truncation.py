@@ -86,7 +86,7 @@ def test_a_session_is_cut_and_goes_on(llama_path: Path, options: dict[str, Any],
         assert output.outputs[0].token_ids == mirror.answer(said, 12)
         naive.answer(said, 12)
         said += output.outputs[0].token_ids
-        discarded, cached = 0, 448
+        discarded, cached = 0, 451
         for number in range(2, 6):
             said += text(number, 100)
             (output,) = llm.generate([said], PARAMS, session_id="mine")

@@ -13,7 +13,7 @@ from lamina.engine.sequence import Sequence
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import FIRST
-from lamina.protocol.plan import Fork, Free, Keep, New, Rows, StepPlan
+from lamina.protocol.plan import Fork, Free, New, Rows, StepPlan
 from lamina.request import CompletionOutput, SamplingParams
 
 SIZE = 4
@@ -22,9 +22,9 @@ SIZE = 4
 class Desk:
     """Prefixes over a ledger, and sequences that come and go at once."""
 
-    def __init__(self, blocks: int = 40, windows: tuple[int, ...] = (0,), *, prompts_only: bool = False) -> None:
+    def __init__(self, blocks: int = 40, windows: tuple[int, ...] = (0,), **options: bool) -> None:
         self.ledger = BlockTables(windows, [blocks] * len(windows), SIZE)
-        self.prefixes = Prefixes(self.ledger, SIZE, prompts_only=prompts_only)
+        self.prefixes = Prefixes(self.ledger, SIZE, **options)
         self.step = 0
 
     def waiting(self, tokens: list[int], number: int = -1, salt: bytes = b"", **params: int) -> Sequence:
@@ -64,12 +64,13 @@ def tokens(*runs: tuple[int, int]) -> list[int]:
     return [100 * name + i for name, count in runs for i in range(count)]
 
 
-def test_the_longest_known_beginning_is_found_in_whole_pages() -> None:
+def test_the_longest_known_beginning_is_found_to_the_token() -> None:
     desk = Desk()
     assert desk.serve(1, tokens((1, 11))) is None
-    assert desk.serve(2, tokens((1, 6), (2, 20))) == Hit(1, 4, FIRST, (1,))
+    assert desk.serve(2, tokens((1, 6), (2, 20))) == Hit(1, 6, FIRST, (1,))
     found = desk.match(desk.waiting(tokens((1, 6), (2, 11), (3, 9))))
-    assert found == Hit(2, 16, FIRST, (4,)), "6 + 11 tokens are four pages"
+    assert found == Hit(2, 17, FIRST, (4,)), "6 + 11 tokens are four pages and a token"
+    assert desk.match(desk.waiting(tokens((1, 3), (4, 9)))) is None, "less than a page is not worth a fork"
     assert desk.match(desk.waiting(tokens((2, 20)))) is None, "a page counts behind the same pages only"
 
 
@@ -107,16 +108,40 @@ def test_salts_that_nobody_has_any_more_take_no_memory() -> None:
     assert desk.serve(31, tokens((1, 9)), salt=b"a") is None
 
 
-@pytest.mark.parametrize(("length", "pages"), [(9, 2), (8, 1), (5, 1), (4, 0)])
-def test_a_row_is_left_to_draw_behind(length: int, pages: int) -> None:
-    desk = Desk()
-    desk.serve(1, tokens((1, 30)))
-    hit = desk.match(desk.waiting(tokens((1, length))))
-    assert (hit.length if hit else 0) == pages * SIZE
+@pytest.mark.parametrize(("length", "exact", "whole"), [(9, 8, 8), (8, 7, 4), (5, 4, 4), (4, 0, 0)])
+def test_a_row_is_left_to_draw_behind(length: int, exact: int, whole: int) -> None:
+    for wanted, desk in ((exact, Desk()), (whole, Desk(exact=False))):
+        desk.serve(1, tokens((1, 30)))
+        hit = desk.match(desk.waiting(tokens((1, length))))
+        assert (hit.length if hit else 0) == wanted
+
+
+def test_of_all_that_goes_on_behind_a_page_the_nearest_is_found() -> None:
+    desk = Desk(blocks=200)
+    ends = [(1, 2, 3, 4), (1, 2, 9), (1, 3), (2, 2, 2, 2), (5,)]
+    for number, end in enumerate(ends, 1):
+        desk.serve(number, [*tokens((7, 4)), *end, 0])  # whose last token is not computed
+    for end, length, source in (
+        ((1, 2, 3, 5, 5), 3, 1), ((1, 2, 9, 1), 3, 2), ((1, 3, 9, 1), 2, 3),
+        ((2, 2, 3), 2, 4), ((5, 5), 1, 5), ((6, 6), 0, 5),
+    ):  # fmt: skip
+        hit = desk.match(desk.waiting([*tokens((7, 4)), *end]))
+        assert hit is not None
+        assert (hit.length, hit.source) == (4 + length, source), end
+        assert hit.blocks == (1,), "the begun block is a copy"
+
+
+def test_a_fork_of_a_begun_block_takes_one_of_its_own() -> None:
+    desk = Desk(blocks=8)
+    desk.serve(1, tokens((1, 8)))  # 7 tokens in 2 blocks
+    assert desk.serve(2, tokens((1, 6), (2, 2))) == Hit(1, 6, FIRST, (1,))
+    assert desk.ledger.free_blocks == (5,)
+    assert desk.ledger.table(0, 1)[1][0] == desk.ledger.table(0, 2)[1][0]
+    assert desk.ledger.table(0, 1)[1][1] != desk.ledger.table(0, 2)[1][1]
 
 
 def test_completions_are_prefixes_too_unless_prompts_alone_are_meant() -> None:
-    for prompts_only, length in ((False, 16), (True, 8)):
+    for prompts_only, length in ((False, 19), (True, 10)):
         desk = Desk(prompts_only=prompts_only)
         desk.serve(1, tokens((1, 10)), tuple(tokens((2, 10))))
         hit = desk.match(desk.waiting(tokens((1, 10), (2, 10), (3, 1))))
@@ -130,7 +155,7 @@ def test_tokens_whose_kv_was_never_computed_are_no_prefix() -> None:
     desk.serve(1, tokens((1, 8)))
     hit = desk.match(desk.waiting(tokens((1, 20))))
     assert hit is not None
-    assert hit.length == 4
+    assert hit.length == 7
 
 
 def test_scores_of_a_prompt_need_its_rows() -> None:
@@ -149,6 +174,10 @@ def test_a_longer_one_takes_the_place_of_its_beginning() -> None:
     assert desk.prefixes.num_retained == 2
     desk.serve(4, tokens((1, 9), (3, 8)))
     assert desk.ledger.sequences == [2, 3], "all its pages were known"
+    desk.serve(5, tokens((1, 9), (2, 7)))
+    assert desk.ledger.sequences == [2, 3], "and one that is not whole"
+    desk.serve(6, tokens((1, 9), (2, 12)))
+    assert desk.ledger.sequences == [3, 6], "it goes on where 2 had begun a page"
 
 
 def test_what_went_wrong_is_not_kept() -> None:
@@ -210,8 +239,8 @@ def test_a_window_that_is_gone_is_no_prefix() -> None:
     assert desk.match(desk.waiting(tokens((1, 13)))) is None
     hit = desk.match(desk.waiting(tokens((1, 40))))
     assert hit is not None
-    assert hit.length == 32
-    assert hit.blocks == desk.ledger.held_of(Keep(1, 32))
+    assert hit.length == 33
+    assert hit.blocks == (8, 1), "block 8 is a copy, of a window of 6 tokens one is left before"
 
 
 class House:
@@ -261,9 +290,9 @@ def test_what_is_retained_gives_way_at_once() -> None:
     check_tokens(asked)
 
 
-@pytest.mark.parametrize("others", [0, 4, 9])
+@pytest.mark.parametrize("others", [0, 2, 4])
 def test_what_begins_alike_shares_however_full_the_pool_is(others: int) -> None:
-    """Of 30 blocks 20 are the beginning of all; whatever else is retained gives way, though it was used later."""
+    """Of 30 blocks 21 are the beginning of all; whatever else is retained gives way, though it was used later."""
     house = House(30)
     beginning = tokens((500, 80))
     house.ask([*beginning, 1], 2)

@@ -66,6 +66,10 @@ class Ledger(Protocol):
         """Blocks of what ``keep`` leaves of its sequence; None where some of them were given back."""
         ...
 
+    def shared_of(self, keep: Keep) -> Blocks | None:
+        """Blocks that a fork of what ``keep`` leaves shares with its sequence; None where some were given back."""
+        ...
+
     def reconcile(self, keep: Sequence[Keep], *, moved: bool = False) -> None:
         """Book that memory workers hold what ``keep`` says, and nothing else; ``moved``: it has come from elsewhere."""
         ...

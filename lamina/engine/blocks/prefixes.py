@@ -1,14 +1,15 @@
 """KV that serves more than one request: which sequences begin with which tokens. Pure policy: no torch, no I/O, no
 clock.
 
-A sequence that begins with the tokens of another one is forked from it, in whole pages: both hold the blocks, and
-nothing is computed or moved. The other one may still run, or it is *retained*: it has no more rows, and gives its
-blocks back as soon as others need them, the least recently used first. Sequences of different salts have nothing in
-common, whatever their tokens.
+A sequence that begins with the tokens of another one is forked from it: both hold the blocks, and nothing is computed
+or moved. What they have in common is found in whole pages, and behind these to the token. The other one may still run,
+or it is *retained*: it has no more rows, and gives its blocks back as soon as others need them, the least recently used
+first. Sequences of different salts have nothing in common, whatever their tokens.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -38,11 +39,26 @@ class Hit(NamedTuple):
 
 @dataclass
 class Beginning:
-    """Pages, of which the last leads here, and the sequences that begin with them."""
+    """Pages, of which the last leads here and alone may have fewer tokens, and the sequences that begin with them."""
 
     next: dict[Page, Beginning] = field(default_factory=dict)
+    order: list[Page] = field(default_factory=list)  # those of ``next``, sorted
+    parts: int = 0  # of these, pages that are not whole
     through: dict[int, None] = field(default_factory=dict)  # in the order in which they came
     last: int | None = None  # a retained one that has no more pages
+
+    def near(self, page: Page) -> list[tuple[int, Beginning]]:
+        """What has the most in common with ``page``, the best last: so many tokens, one at least."""
+        at = bisect_left(self.order, page)
+        alike = [(_alike(other, page), self.next[other]) for other in self.order[max(0, at - 1) : at + 1]]
+        return sorted((each for each in alike if each[0]), key=lambda each: each[0])
+
+
+class Common(NamedTuple):
+    """The first ``length`` tokens of a new sequence are those of all that go through ``node``."""
+
+    node: Beginning
+    length: int
 
 
 class _Known(NamedTuple):
@@ -53,13 +69,13 @@ class _Known(NamedTuple):
 class Prefixes:
     """Sequences by their pages. Ops are for the next round: forks for its first plan, before whatever else it does."""
 
-    def __init__(self, ledger: Ledger, page: int, *, prompts_only: bool = False) -> None:
+    def __init__(self, ledger: Ledger, page: int, *, prompts_only: bool = False, exact: bool = True) -> None:
         """``page``: tokens, a multiple of the block size; 0 = nothing is retained. ``prompts_only``: completions are
-        not.
+        not. ``exact``: what is in common goes on behind whole pages, to the token.
         """
         self._ledger = ledger
         self._page = page
-        self._prompts_only = prompts_only
+        self._prompts_only, self._exact = prompts_only, exact
         self._roots: dict[bytes, Beginning] = {}  # by salt; one that leads nowhere is not there
         self._known: dict[int, _Known] = {}  # those that run, with their prompts, and those that are retained
         self._retained: OrderedDict[int, None] = OrderedDict()  # the least recently used first
@@ -72,31 +88,37 @@ class Prefixes:
     def num_retained(self) -> int:
         return len(self._retained)
 
-    def beginnings(self, sequence: Sequence) -> list[Beginning]:
-        """All that a waiting sequence may begin with, one page, two, and so on. Its last token is in none of them: a
-        row has to draw.
+    def beginnings(self, sequence: Sequence) -> list[Common]:
+        """All that a waiting sequence may begin with, one page, two, and so on, and at last what goes on to the token.
+        Its last token is in none of them: a row has to draw.
         """
         if not self._page or sequence.discarded or sequence.params.prompt_logprobs is not None:
             return []
-        return list(self._way(sequence.salt, self._pages(sequence.tokens, len(sequence.tokens) - 1)))
+        stop = len(sequence.tokens) - 1
+        way = list(self._way(sequence.salt, self._pages(sequence.tokens, stop)))
+        commons = [Common(node, number * self._page) for number, node in enumerate(way, 1)]
+        if way and self._exact:
+            first = commons[-1].length
+            rest = tuple(sequence.tokens[first : min(stop, first + self._page)])
+            commons += [Common(node, first + count) for count, node in way[-1].near(rest)]
+        return commons
 
-    def match(self, beginnings: list[Beginning]) -> Hit | None:
+    def match(self, beginnings: list[Common]) -> Hit | None:
         """The most of ``beginnings`` whose KV is there."""
-        for pages in range(len(beginnings), 0, -1):
-            length = pages * self._page
-            for number in islice(reversed(beginnings[pages - 1].through), MOST_TRIED):
+        for node, length in reversed(beginnings):
+            for number in islice(reversed(node.through), MOST_TRIED):
                 place = self._known[number].sequence.place
-                blocks = self._ledger.held_of(Keep(number, length, place)) if self._has(number, length) else None
+                blocks = self._ledger.shared_of(Keep(number, length, place)) if self._has(number, length) else None
                 if blocks is not None:
                     return Hit(number, length, place, blocks)
         return None
 
-    def coming(self, beginnings: list[Beginning], hit: Hit | None) -> Sequence | None:
-        """A running sequence that is about to have more of ``beginnings``."""
-        length = len(beginnings) * self._page
-        if length <= (hit.length if hit else 0):
+    def coming(self, beginnings: list[Common], hit: Hit | None) -> Sequence | None:
+        """A running sequence that is about to have more pages of ``beginnings``."""
+        node, length = next((x for x in reversed(beginnings) if x.length % self._page == 0), (None, 0))
+        if node is None or length <= (hit.length if hit else 0):
             return None
-        known = (self._known[n].sequence for n in beginnings[-1].through if not self._has(n, length))
+        known = (self._known[n].sequence for n in node.through if not self._has(n, length))
         return next((s for s in known if not s.finished), None)
 
     def start(self, sequence: Sequence, hit: Hit | None) -> SequenceOp:
@@ -105,7 +127,7 @@ class Prefixes:
         if self._page and (sequence.discarded or sequence.sparse):
             self._add(sequence, [])
         elif self._page:
-            self._add(sequence, list(self._pages(sequence.tokens, len(sequence.prompt))))
+            self._add(sequence, self._all_pages(sequence.tokens, len(sequence.prompt)))
         if hit is None:
             return New(sequence.id)
         self.num_hit += hit.length
@@ -121,14 +143,17 @@ class Prefixes:
         if sequence.discarded:
             return self._end_apart(sequence)
         limit = len(sequence.prompt) if self._prompts_only else len(sequence.tokens)
-        pages = list(self._pages(sequence.tokens, min(sequence.num_scheduled, limit))) if self._page else []
+        pages = self._all_pages(sequence.tokens, min(sequence.num_scheduled, limit)) if self._page else []
         way = list(self._way(sequence.salt, pages))
         known = len(way) == len(pages)  # another one has all of them, and perhaps more
+        if len(way) == len(pages) - 1 and way and (near := way[-1].near(pages[-1])):
+            known = near[-1][0] == len(pages[-1])
         session = sequence.sleeping
         useless = not pages or (known and session is None)
         if useless or sequence.outlived or sequence.output.finish_reason == "error":
             return [Free(sequence.id)]
-        length, superseded = len(pages) * self._page, {n.last: None for n in way if n.last is not None}
+        length = sum(map(len, pages))
+        superseded = {n.last: None for n in (*way, *self._parts(way, pages)) if n.last is not None}
         superseded = {n: None for n in superseded if self.sessions.owner(n) is None}
         if session is not None:
             before = self.sessions.sleep(session, sequence.id, length, sequence.place)
@@ -160,8 +185,8 @@ class Prefixes:
         theirs = leaf.tokens[: session.length]
         both = zip(theirs, sequence.tokens[:-1], strict=False)  # a row has to draw
         alike = next((n for n, (a, b) in enumerate(both) if a != b), min(len(theirs), len(sequence.tokens) - 1))
-        length = alike // self._page * self._page
-        blocks = self._ledger.held_of(Keep(session.leaf, length, session.place)) if length else None
+        length = alike if self._exact and alike > self._page else alike // self._page * self._page
+        blocks = self._ledger.shared_of(Keep(session.leaf, length, session.place)) if length else None
         return None if blocks is None else Hit(session.leaf, length, session.place, blocks)
 
     def set_apart(self, number: int, first: int, count: int) -> None:
@@ -220,6 +245,18 @@ class Prefixes:
         for at in range(self._page, stop + 1, self._page):
             yield tuple(tokens[at - self._page : at])
 
+    def _all_pages(self, tokens: list[int], stop: int) -> list[Page]:
+        """Those in the first ``stop`` tokens, and behind some what is left of these."""
+        pages, whole = list(self._pages(tokens, stop)), stop // self._page * self._page
+        return [*pages, tuple(tokens[whole:stop])] if pages and self._exact and stop > whole else pages
+
+    def _parts(self, way: list[Beginning], pages: list[Page]) -> Iterator[Beginning]:
+        """Those whose last page is not whole, and is the beginning of one of ``pages``."""
+        for node, page in zip(way, pages[1:], strict=False):
+            for count in range(1, len(page)) if node.parts else ():
+                if (part := node.next.get(page[:count])) is not None:
+                    yield part
+
     def _way(self, salt: bytes, pages: Iterable[Page]) -> Iterator[Beginning]:
         """The nodes of ``pages`` below the root of ``salt``, as far as there are some."""
         node = self._roots.get(salt, Beginning())
@@ -237,7 +274,11 @@ class Prefixes:
             return Beginning()
         node = self._roots.setdefault(sequence.salt, Beginning())
         for page in pages:
-            node = node.next.setdefault(page, Beginning())
+            if page not in node.next:
+                node.next[page] = Beginning()
+                insort(node.order, page)
+                node.parts += len(page) < self._page
+            node = node.next[page]
             node.through[sequence.id] = None
         return node
 
@@ -251,10 +292,16 @@ class Prefixes:
             child = node.next[page]
             del child.through[number]
             if not child.through:  # nobody goes this way
-                del node.next[page]
+                del node.next[page], node.order[bisect_left(node.order, page)]
+                node.parts -= len(page) < self._page
                 if not root.next:
                     del self._roots[sequence.salt]
                 return
             node = child
         if node.last == number:
             node.last = None
+
+
+def _alike(one: Page, other: Page) -> int:
+    """Tokens with which both begin."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -76,7 +76,7 @@ class Extents:
         return tuple(n - len(extent.dropped) * sparse for n, sparse in zip(held, self._sparse, strict=True))
 
     def behind(self, extent: Extent, length: int) -> list[int]:
-        """Blocks behind the first ``length`` tokens, which are whole blocks."""
+        """Blocks behind the whole ones of the first ``length`` tokens."""
         low, high = length // self._block_size, -(-extent.length // self._block_size)
         return [deal.kept(extent.place, high) - deal.kept(extent.place, low) for deal in self._deals]
 

@@ -15,6 +15,7 @@ from .extents import Extent, Extents
 from .pool import BlockPool
 
 After = tuple[dict[int, Extent | None], list[Fork]]  # extents that a plan changes (None: gone), and its forks
+BlockCopy = tuple[int, int]  # from one block to another
 
 
 class HeldBlocks:
@@ -55,6 +56,7 @@ class HeldBlocks:
         self._tables: list[dict[int, array[int]]] = [{} for _ in windows]
         self._pools = [BlockPool(n) for n in num_blocks]
         self._checked: tuple[StepPlan, list[SequenceOp], After] | None = None  # the last outcome of ``can_apply``
+        self.copies: list[list[BlockCopy]] = [[] for _ in windows]  # by group, that the plan applied last wants
 
     @property
     def free_blocks(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from lamina.protocol.plan import Fork, Free, Grant, Import, Keep, MediumOp, Prune, Rows, Shift, StepPlan
@@ -18,7 +19,7 @@ from .after_op import after_op, touched
 from .extents import Extent
 from .extents import NoBlocksError as NoBlocksError
 from .extents import PlanError as PlanError
-from .held import After, HeldBlocks
+from .held import After, BlockCopy, HeldBlocks
 
 NOT_HERE = -1  # a block that is to be taken
 
@@ -54,16 +55,19 @@ class BlockTables(HeldBlocks):
         """Do the plan's ops in order, then hold blocks for all its rows: everything, or nothing and an exception.
 
         The last plan of a batch may come again (a replay): it changes nothing more. The rows of the one before it may
-        too, under a number of their own. Raises NoBlocksError, PlanError.
+        too, under a number of their own. ``copies`` is then what the plan's forks have begun of a block that they do
+        not share; all are to be read before one is written. Raises NoBlocksError, PlanError.
         """
         changes, forks = self._checked_after(plan)
         shifts = [] if self.comes_again(plan) else [op for op in plan.ops if isinstance(op, Shift)]
         self._last[plan.batch] = plan
+        begun = [self._begun(fork) for fork in forks]
         for fork in forks:
             self._share(fork)
         for op in shifts:
             self._shift(op)
         self._change(changes)
+        self.copies = [self._copies(group, forks, begun) for group in range(len(self.windows))]
 
     def _checked_after(self, plan: StepPlan) -> After:
         """The outcome of ``can_apply`` for this very plan, if nothing has changed since; else a new one."""
@@ -123,6 +127,11 @@ class BlockTables(HeldBlocks):
                 raise PlanError(f"sequence {each.sequence}: the KV of its first {each.length} tokens is not here")
             changes[each.sequence] = self._extents.left(each)
         self._change(changes)
+
+    def shared_of(self, keep: Keep) -> tuple[int, ...] | None:
+        """Blocks by group that a fork of what ``keep`` leaves shares with its sequence; None as ``held_of``."""
+        held, copied = self.held_of(keep), self._extents.behind(self._extents.left(keep), keep.length)
+        return None if held is None else tuple(n - own for n, own in zip(held, copied, strict=True))
 
     def _after(self, plan: StepPlan) -> After:
         """The extents that ``plan`` changes (None = gone from now on) and its forks, or an exception; touches nothing.
@@ -237,15 +246,15 @@ class BlockTables(HeldBlocks):
     def _forked(self, fork: Fork) -> Extent:
         """The extent of the sequence that ``fork`` starts. Raises PlanError where its source lacks the blocks."""
         source = self._extent(self._sequences, fork.source)
-        if fork.length < 1 or fork.length % self.block_size:
-            raise PlanError(f"a fork of {fork.length} tokens: it takes whole blocks of {self.block_size}")
+        if fork.length < 1:
+            raise PlanError(f"a fork of {fork.length} tokens of sequence {fork.source}")
         kept = Keep(fork.source, fork.length, source.place)
         if self.held_of(kept) is None:
             raise PlanError(f"cannot fork {fork.length} tokens of sequence {fork.source}: their KV is not here")
         return self._extents.left(kept)
 
     def _blocks_shared(self, group: int, fork: Fork) -> array[int]:
-        """The blocks that both will hold."""
+        """The blocks that both will hold: whole ones."""
         extent, source = self._forked(fork), self._sequences[fork.source]
         numbers = extent.starts[group], fork.length // self.block_size
         low, high = (self._extents.index(group, source, n) for n in numbers)
@@ -280,13 +289,31 @@ class BlockTables(HeldBlocks):
         self._sequences[op.sequence] = after
 
     def _share(self, fork: Fork) -> None:
-        """Start the sequence: it holds what it shares."""
+        """Start the sequence: it holds what it shares, and nothing yet of a block that it gets a copy of."""
         extent = self._forked(fork)
+        extent = replace(extent, length=fork.length // self.block_size * self.block_size)
         for g, (pool, tables) in enumerate(zip(self._pools, self._tables, strict=True)):
             ids = self._blocks_shared(g, fork)
             tables[fork.sequence] = ids
             pool.share(ids)
         self._sequences[fork.sequence] = extent
+
+    def _begun(self, fork: Fork) -> list[int | None]:
+        """By group, the block of the source that begins with the last tokens of ``fork``; None: it is shared whole, or
+        not kept there.
+        """
+        number, more = divmod(fork.length, self.block_size)
+        kept = self._extents.behind(self._forked(fork), fork.length)
+        source = fork.source, number, number + 1
+        return [self.block_ids(g, *source)[0] if more and n else None for g, n in enumerate(kept)]
+
+    def _copies(self, group: int, forks: Sequence[Fork], begun: Sequence[Sequence[int | None]]) -> list[BlockCopy]:
+        copies = list[BlockCopy]()
+        for fork, blocks in zip(forks, begun, strict=True):
+            if (block := blocks[group]) is not None:
+                number = fork.length // self.block_size
+                copies.append((block, self.block_ids(group, fork.sequence, number, number + 1)[0]))
+        return copies
 
     def _give_back(self, sequence: int, extent: Extent | None) -> None:
         """Free what ``sequence`` holds outside ``extent``."""

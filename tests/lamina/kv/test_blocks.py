@@ -239,6 +239,30 @@ def test_a_fork_shares_whole_blocks_and_takes_none() -> None:
     t.check_integrity()
 
 
+def test_a_fork_gets_a_copy_of_a_block_that_it_begins_with() -> None:
+    t = tables()
+    t.apply(plan(New(1), Rows(1, 0, 11)))
+    forks = plan(Fork(2, 1, 10), Fork(3, 1, 9), Rows(2, 10, 1), Free(1), step=1)
+    source = t.table(0, 1)[1][2]
+    t.apply(forks)
+    assert t.free_blocks == (6,), "two are shared, and each has one of its own"
+    assert t.copies == [[(source, t.table(0, 2)[1][2]), (source, t.table(0, 3)[1][2])]]
+    assert len({*t.table(0, 2)[1][2:], *t.table(0, 3)[1][2:]}) == 2
+    t.apply(forks)
+    assert t.copies == [[]], "it comes again"
+    t.apply(plan(Rows(3, 9, 4), step=2))
+    t.check_integrity()
+
+
+def test_a_begun_block_needs_room() -> None:
+    t = tables(blocks=4)
+    t.apply(plan(New(1), Rows(1, 0, 16)))
+    assert not t.can_apply(plan(Fork(2, 1, 10), step=1))
+    assert t.can_apply(plan(Fork(2, 1, 8), step=1))
+    assert t.shared_of(Keep(1, 10)) == t.shared_of(Keep(1, 8)) == (2,)
+    t.check_integrity()
+
+
 def test_a_fork_and_the_end_of_its_source_may_be_one_plan() -> None:
     t = tables(blocks=4)
     t.apply(plan(New(1), Rows(1, 0, 16)))
@@ -262,8 +286,7 @@ def test_blocks_of_several_holders_do_not_count_as_free_before_they_are() -> Non
 @pytest.mark.parametrize(
     ("parts", "why"),
     [
-        ([Fork(3, 1, 6)], "whole blocks of 4"),
-        ([Fork(3, 1, 0)], "whole blocks of 4"),
+        ([Fork(3, 1, 0)], "a fork of 0 tokens"),
         ([Fork(3, 1, 12)], "it has fewer"),
         ([Fork(3, 4, 4)], "sequence 4 does not exist"),
         ([Fork(2, 1, 4)], "exists already"),
@@ -418,7 +441,7 @@ class Machine(RuleBasedStateMachine):
         if not lengths or not data.draw(st.booleans()):
             return None
         source, new = data.draw(st.sampled_from(sorted(lengths))), self.next_id + 1
-        length = data.draw(st.integers(0, lengths[source] // SIZE)) * SIZE
+        length = data.draw(st.integers(0, lengths[source]))
         if not length or self.tables.held_of(Keep(source, length, places[source])) is None:
             return None
         ops.append(Fork(new, source, length))

@@ -109,10 +109,10 @@ class World:
     def _begin(self, ops: list[SequenceOp], rows: list[Rows], after: dict[int, Known]) -> None:
         place = Place(self.rng.randrange(self.ledger.num_lanes))
         way, new = self.rng.choice(["new", "fork", "load", "nothing"]), self.next_id
-        sources = [s for s, one in self.known.items() if len(one.tokens) >= self.layout.block_size and not one.busy]
+        sources = [s for s, one in self.known.items() if one.tokens and not one.busy]
         if way == "fork" and sources:
             source = self.known[number := self.rng.choice(sources)]
-            length = self.rng.randint(1, len(source.tokens) // self.layout.block_size) * self.layout.block_size
+            length = self.rng.randint(1, len(source.tokens))
             if self.ledger.held_of(Keep(number, length, source.place)) is not None:
                 ops.insert(0, Fork(new, number, length))
                 after[new] = Known(source.tokens[:length], source.place)
@@ -286,11 +286,15 @@ def test_all_of_it_happens() -> None:
     assert any(any(w.layout.windows) for w in worlds)
 
 
-@pytest.mark.parametrize("mistake", ["share", "place"])
+@pytest.mark.parametrize("mistake", ["share", "copy", "place"])
 def test_a_mistake_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that is free while another sequence has it; a fork that works in another lane than its source."""
+    """A block that is free while another sequence has it; a begun block that is not copied; a fork that works in
+    another lane than its source.
+    """
     if mistake == "share":
         monkeypatch.setattr(BlockPool, "share", lambda self, blocks: None)
+    elif mistake == "copy":
+        monkeypatch.setattr(BlockTables, "_copies", lambda self, group, forks, begun: [])
     else:
         right = SimMemory.begin
 

@@ -10,6 +10,7 @@ from memory_peer import SCHEMES, WAIT_S, Pool, RefusedError, error, memory_pool,
 from torch import Tensor
 
 from lamina.attention import BACKENDS
+from lamina.compute import links
 from lamina.protocol.partition import Lanes
 from lamina.protocol.plan import (
     Bound,
@@ -109,28 +110,39 @@ def test_workers_partition_and_overlap_make_no_difference_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("partition", ["head", "request", "token"])
-def test_a_fork_attends_what_its_source_has_stored(either: Pool, partition: str, dtype: str) -> None:
-    """Bit for bit as a sequence that was given the same tokens; and neither sees what the other goes on with."""
+@pytest.mark.parametrize("length", [192, 187])
+def test_a_fork_attends_what_its_source_has_stored(either: Pool, partition: str, dtype: str, length: int) -> None:
+    """Bit for bit as a sequence that was given the same tokens; and neither sees what the other goes on with, in the
+    same block neither.
+    """
     weights, source, fork = [2.0, 1.0], 1, 7  # which begin in the same lane
     forked, given = (model(either, weights, partition=partition, dtype=dtype, max_rows=200) for _ in range(2))
-    given.forks[fork] = Fork(fork, source, 192)  # tokens, no op
+    given.forks[fork] = Fork(fork, source, length)  # tokens, no op
     for m in (forked, given):
         m.step(0, [New(source)], [Rows(source, 0, 180)])
         m.step(1, [], [Rows(source, 180, 20)])
-    forked.step(2, [Fork(fork, source, 192)], [])
+    forked.step(2, [Fork(fork, source, length)], [])
     given.step(2, [New(fork)], [Rows(fork, 0, 180)])
-    given.step(3, [], [Rows(fork, 180, 12)])
+    given.step(3, [], [Rows(fork, 180, length - 180)])
     steps: list[tuple[list[SequenceOp], list[Rows]]] = [
-        ([], [Rows(fork, 192, 9), Rows(source, 200, 3)]),
-        ([], [Rows(source, 203, 1), Rows(fork, 201, 1)]),
-        ([Free(source), New(3)], [Rows(fork, 202, 1), Rows(3, 0, 60)]),
-        ([], [Rows(fork, 203, 60), Rows(3, 60, 1)]),
+        ([], [Rows(fork, length, 9), Rows(source, 200, 3)]),
+        ([], [Rows(source, 203, 1), Rows(fork, length + 9, 1)]),
+        ([Free(source), New(3)], [Rows(fork, length + 10, 1), Rows(3, 0, 60)]),
+        ([], [Rows(fork, length + 11, 60), Rows(3, 60, 1)]),
     ]
     for number, (ops, rows) in enumerate(steps, 4):
         found, wanted = (m.step(number, ops, rows) for m in (forked, given))
         assert equal(found, wanted), number
         for layer, o in enumerate(found):
             assert error(o, forked.oracle(rows, layer)) < (1e-5 if dtype == "float32" else 1e-2)
+
+
+def test_a_block_is_not_copied_before_it_is_written(pool: Pool) -> None:
+    m = model(pool)
+    m.step(0, [New(1)], [Rows(1, 0, 40)])
+    pool.workers[0]._store.written._tokens[1] = 36  # type: ignore[union-attr]
+    with pytest.raises(links.RefusedError, match="cannot fork 37 tokens of sequence 1: 36 are stored"):
+        m.step(1, [Fork(7, 1, 37)], [Rows(7, 37, 1)])
 
 
 def test_a_fork_is_vouched_for_as_far_as_its_source_was_written(pool: Pool) -> None:

@@ -326,7 +326,7 @@ def test_what_was_freed_is_wiped_before_anything_is_loaded_there(bench: Bench, m
     bench.report()
     wiped = list[tuple[int, int]]()
     begun = bench.transfers._open
-    monkeypatch.setattr(bench.store, "wipe", lambda: wiped.append((len(begun[Import]), len(begun[Export]))))
+    monkeypatch.setattr(bench.store, "make_ready", lambda: wiped.append((len(begun[Import]), len(begun[Export]))))
     bench.do(Export(1, 1, 0, PAGE, KEYS[:1], b"t" * 16), Free(1), New(2), load(2))
     assert wiped == [(0, 1)]
     assert {bench.report().id, bench.report().id} == {1, 2}
