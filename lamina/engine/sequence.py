@@ -52,6 +52,7 @@ class Sequence:
         0  # tokens of the pages that were to be saved as they filled, where pages are kept beside the pool
     )
     page_keys: list[bytes] = field(default_factory=list)  # of its whole pages, as far as they were asked for
+    part_keys: dict[int, bytes] = field(default_factory=dict)  # so, by length, of pages that are not whole
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

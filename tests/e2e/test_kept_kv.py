@@ -15,7 +15,7 @@ import pytest
 from lamina import LLM, RequestOutput, SamplingParams
 from lamina.kv.media import AtomLostError
 from lamina.kv.media.host import HostMedium
-from lamina.kv.pages import Recipe
+from lamina.kv.pages import PAGE, Recipe
 from lamina.kv.store.folder import StoreFolder
 from lamina.kv.store.index import PageIndex
 from lamina.kv.store.upkeep import summary_of
@@ -181,8 +181,8 @@ def test_a_request_that_is_cancelled_while_its_kv_is_loaded(
         assert ask(llm, [*PROMPT, 9]).outputs[0].token_ids == reference([*PROMPT, 9], 8)
 
 
-def test_pages_are_saved_as_they_fill(llama_path: Path) -> None:
-    """Long before their request ends, and as they would be found behind it."""
+def test_pages_are_saved_as_they_fill(llama_path: Path, reference: Reference) -> None:
+    """Long before their request ends, and as they would be found behind it, to the last token."""
     with LLM(str(llama_path), memory_workers=2, kv_offloading_size="64MiB", **TINY) as llm:
         engine, tier = llm.engine, llm.engine.scheduler.tier
         assert tier is not None
@@ -202,6 +202,12 @@ def test_pages_are_saved_as_they_fill(llama_path: Path) -> None:
         again = ask(llm, [*PROMPT, *never[:100]])
         assert again.num_cached_tokens == 384
         assert again.outputs[0].token_ids == never[100:108]
+        engine.rest()
+        engine.settle()
+        engine.scheduler.give_up_retained()
+        behind = ask(llm, said := [*PROMPT, *never, 7])
+        assert behind.num_cached_tokens == 499, "three pages, and 115 tokens"
+        assert behind.outputs[0].token_ids == reference(said, 8)
 
 
 def test_another_model_finds_nothing(llama_path: Path, tmp_path: Path) -> None:
@@ -226,7 +232,7 @@ def test_where_bits_count_another_build_finds_nothing(
             closing(StoreFolder(str(where["kv_store_dir"]), make=False)) as folder,
             closing(PageIndex(folder)) as index,
         ):
-            recipes |= {entry.page.recipe for entry in index.entries()}
+            recipes |= {entry.page.recipe for entry in index.entries() if entry.page.tokens == PAGE}
     assert found == [0, 0, 0, 256]
     assert recipes == {Recipe("prompt", 64, "one", 1), Recipe("prompt", 64, "two", 1)}
 
@@ -247,8 +253,9 @@ def test_a_reset_is_not_forgotten_by_the_next_engine(llama_path: Path, tmp_path:
         llm.engine.rest()  # what is on its way to the directory is there
         llm.reset_prefix_cache()
         ask(llm, OTHERS[0])
+        llm.engine.rest()
     with closing(StoreFolder(where["kv_store_dir"], make=False)) as folder:
-        assert sum(part.pages for part in summary_of(folder).parts) == 2, "of the one behind the reset"
+        assert sum(part.pages for part in summary_of(folder).parts) == 3, "of the one behind the reset"
     with LLM(str(llama_path), **where) as llm:
         assert ask(llm, [*PROMPT, 7]).num_cached_tokens == 0
         assert ask(llm, [*OTHERS[0], 7]).num_cached_tokens == 256

@@ -21,9 +21,10 @@ from lamina.protocol.tiers import TierFacts, Transferred
 
 
 def wanted(house: TierHouse, sequence: Sequence) -> dict[bytes, list[int]]:
-    """The whole pages that a finished sequence has left, by their keys."""
-    keys = house.tier.keys_of(sequence, sequence.num_scheduled // PAGE * PAGE)
-    return {key: sequence.tokens[n * PAGE : (n + 1) * PAGE] for n, key in enumerate(keys)}
+    """The pages that a finished sequence has left, by their keys: whole ones, and one behind them."""
+    stop = min(sequence.num_scheduled, len(sequence.tokens))
+    keys = house.tier.keys_of(sequence, stop, parts=True)
+    return {key: sequence.tokens[n * PAGE : min(stop, (n + 1) * PAGE)] for n, key in enumerate(keys)}
 
 
 def test_each_page_is_saved_once_with_the_plan_behind_its_last_row() -> None:
@@ -34,9 +35,41 @@ def test_each_page_is_saved_once_with_the_plan_behind_its_last_row() -> None:
     saved = {op.first: plan.step for plan in house.plans for op in plan.ops if isinstance(op, Export)}
     last = {row.first + row.count: plan.step for plan in house.plans for row in plan.rows}
     assert saved == {
-        first: 1 + min(step for stop, step in last.items() if stop >= first + PAGE) for first in (0, 4, 8, 12)
+        first: 1 + min(step for stop, step in last.items() if stop >= min(17, first + PAGE))
+        for first in range(0, 17, 4)
     }
-    assert [op.count for op in ops_of(house, Export)] == [PAGE] * 4
+    assert [op.count for op in ops_of(house, Export)] == [*[PAGE] * 4, 1], "17 tokens: the last one was drawn"
+
+
+def test_a_page_that_is_not_whole_is_found_to_its_end() -> None:
+    """By who goes on behind it, as soon as that is a page more than the pool has."""
+    house = TierHouse(40)
+    first = make(1, 9, 6)
+    house.scheduler.add(first)
+    house.serve([first])
+    house.scheduler.give_up_retained()
+    house.round()
+    for tokens, cached in ((first.tokens[:14], 12), ([*first.tokens[:14], 7], 14), ([*first.tokens[:13], 7, 7], 12)):
+        other = make(2, 0, 3)
+        other.prompt[:], other.tokens[:], other.max_len = tokens, tokens, len(tokens) + 3
+        house.scheduler.add(other)
+        house.serve([other])
+        assert other.num_cached == cached
+        check_tokens([other])
+        house.scheduler.give_up_retained()
+        house.round()
+
+
+def test_the_pool_is_not_left_for_less_than_a_page() -> None:
+    house = TierHouse(40)
+    first = make(1, 9, 8)
+    house.scheduler.add(first)
+    house.serve([first])
+    other = make(2, 0, 3)
+    other.prompt[:], other.tokens[:] = [*first.tokens, 7], [*first.tokens, 7]
+    assert house.tier.find(other, 0) is not None
+    assert house.tier.find(other, 12) == house.tier.find(other, 0)
+    assert house.tier.find(other, 13) is None, "of 16 tokens"
 
 
 @given(seed=st.integers(0, 10**6), blocks=st.integers(12, 60), errors=st.booleans())

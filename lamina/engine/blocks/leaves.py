@@ -63,7 +63,7 @@ class Leaves:
         if not isinstance(op, Truncate) or sequence.discarded:
             return []
         if (session := sequence.sleeping) is not None:
-            keys = self._tier.keys_of(sequence, op.length)
+            keys = self._tier.keys_of(sequence, op.length, parts=True)
             still = set(keys)
             session.left_behind |= {key: None for key in session.keys if key not in still}
             session.keys = keys

@@ -197,6 +197,7 @@ class Prefixes:
         self._forget(number)
         del sequence.tokens[first : first + count]
         sequence.page_keys.clear()
+        sequence.part_keys.clear()
         self._retained[number] = None
         self._add(sequence, [])
 

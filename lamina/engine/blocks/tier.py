@@ -1,10 +1,9 @@
 """KV beside the memory workers' pools, by pages: which pages there are, and which are on their way. Pure policy: no
 torch, no I/O, no clock.
 
-A sequence is saved as its pages fill, and what is left of it once it is retained: those of its whole pages that no
-medium has yet. A prompt that begins with pages that are
-there is loaded, where the pool has less of it. Memory workers report the end of each transfer; a page counts once all
-of them have.
+A sequence is saved as its pages fill, and what is left of it once it is retained: those of its pages that no medium has
+yet, the last one as far as it goes. A prompt that begins with pages that are there is loaded, where the pool has less
+of it by a page. Memory workers report the end of each transfer; a page counts once all of them have.
 """
 
 from __future__ import annotations
@@ -18,13 +17,14 @@ from typing import NamedTuple
 from msgspec import structs
 
 from lamina.engine.sequence import Sequence
-from lamina.kv.keys import page_key, root_key, tenant_of, tenant_tag
+from lamina.kv.keys import page_key
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import MOST_PAGES, Drop, Export, Import, SequenceOp, Transfer
 from lamina.protocol.tiers import TierFacts, Transferred
 
 from .ahead import Ahead, Load
+from .page_keys import PageKeys
 
 UNNUMBERED = 0  # a transfer whose plan is not made yet
 MOST_DROPPED = 1024  # pages in one plan
@@ -83,8 +83,8 @@ class Tier:
         """
         self.page, self.whole, self._prompts_only = facts.page, whole, prompts_only
         self.medium = facts.medium
-        self._secret, self._identity = facts.secret, facts.identity
-        self._tags: dict[bytes, bytes] = {}  # of tenants
+        self._exact = not prompts_only  # whether a page is kept, too, that is not whole
+        self._keys = PageKeys(facts)
         self._ledger = ledger
         self._owners = [
             {w for lanes, group in zip(ledger.lanes, holders, strict=True) if lane in lanes for w in group}
@@ -114,7 +114,7 @@ class Tier:
         self.ahead = Ahead(self._room(facts.rooms))  # of whom they have been told nothing yet
         self._lanes: dict[bytes, set[int]] = {}  # page -> where those that keep a lane can load it
         told = [set(keys) for keys in facts.pages]
-        self._era = facts.era
+        self._keys.era = facts.era
         for lane, owners in enumerate(self._owners):
             for key in set.intersection(*(told[w] for w in owners)):
                 self._lanes.setdefault(key, set()).add(lane)
@@ -144,10 +144,19 @@ class Tier:
         keys = self.keys_of(sequence, stop)
         places = map(Place, range(self._ledger.num_lanes))
         lengths = {place: self.num_there(keys, place) * self.page // self.whole * self.whole for place in places}
+        lengths = {place: self._with_part(sequence, n, place, stop) for place, n in lengths.items()}
         length = max(lengths.values())
-        if length <= beyond:
+        if length < beyond + (self.page if beyond else 1):  # to go on from the pool costs less
             return None
-        return Load(length, tuple(p for p, n in lengths.items() if n == length), tuple(keys[: length // self.page]))
+        able = tuple(place for place, n in lengths.items() if n == length)
+        return Load(length, able, tuple(self.keys_of(sequence, length, parts=True)))
+
+    def _with_part(self, sequence: Sequence, whole: int, place: Place, stop: int) -> int:
+        """Behind its ``whole`` tokens that are there, how far a page goes that is there and not whole."""
+        lane, most = self._lane(place, whole // self.page), min(stop, whole + self.page - 1)
+        lengths = range(most, whole, -1) if self._exact and whole else ()
+        keys = ((n, self._keys.part(sequence, n)) for n in lengths)
+        return next((n for n, key in keys if key and lane in self._lanes.get(key[0], ())), whole)
 
     def num_there(self, keys: Several[bytes], place: Place) -> int:
         """Pages, from the first of ``keys`` on, that a sequence at ``place`` can load."""
@@ -199,7 +208,7 @@ class Tier:
             if any(self._ledger.table(group, sequence.id)[0] for group in range(len(self._ledger.windows))):
                 return []  # its beginning was given back behind a window
         coming = set[bytes]().union(*(x.keys for x in self._saving.values()))
-        keys = self.keys_of(sequence, length)
+        keys = self.keys_of(sequence, length, parts=True)
         lanes = [self._lane(sequence.place, number) for number in range(len(keys))]
         missing = [n for n, key in enumerate(keys) if key not in coming and lanes[n] not in self._lanes.get(key, ())]
         return self._export(sequence, keys, missing, length)
@@ -211,14 +220,14 @@ class Tier:
         here = all(self._ledger.table(group, sequence.id)[0] == 0 for group in range(len(self._ledger.windows)))
         if not here or length > (self._most or length):
             return [], []
-        keys, parent = list[bytes](), self._root(sequence, root)
+        keys, parent = list[bytes](), self._keys.root(sequence, root)
         for number in range(-(-length // self.page)):
             parent = page_key(parent, number, [number])
             keys.append(parent)
         return keys, self._export(sequence, keys, range(len(keys)), length)
 
     def _export(self, sequence: Sequence, keys: Several[bytes], numbers: Iterable[int], length: int) -> list[Export]:
-        ops, prompt, tag = list[Export](), len(sequence.prompt), self._tag(sequence)
+        ops, prompt, tag = list[Export](), len(sequence.prompt), self._keys.tag(sequence)
         for run in _runs(numbers):
             some, first = [keys[n] for n in run], run[0] * self.page
             count = min(len(some) * self.page, length - first)
@@ -270,13 +279,13 @@ class Tier:
         ``sequences`` too. The media give them up bit by bit, but for those that are being loaded.
         """
         for sequence in sequences:
-            sequence.page_keys.clear()
+            self._keys.forget(sequence)
         loading = set[bytes]().union(*(x.wanted.keys for x in self._loading.values()))
         saving = set[bytes]().union(*(x.keys for x in self._saving.values()))
         self._to_drop += sorted((self._lanes.keys() | saving) - loading)
         self._gone |= saving
         self._lanes.clear()
-        self._found, self._era = None, era
+        self._found, self._keys.era = None, era
 
     def drops(self) -> list[Drop]:
         """For the next plan, of pages that nobody will find any more."""
@@ -327,23 +336,9 @@ class Tier:
         self._moving[op.id] = _Moving(op, self._num_workers, len(op.keys))
         return op
 
-    def keys_of(self, sequence: Sequence, length: int) -> list[bytes]:
-        """Of the whole pages of its first ``length`` tokens."""
-        keys, page = sequence.page_keys, self.page
-        while len(keys) < length // page:
-            at = len(keys) * page
-            parent = keys[-1] if keys else self._root(sequence, sequence.salt)
-            keys.append(page_key(parent, at // page, sequence.tokens[at : at + page]))
-        return keys[: length // page]
-
-    def _root(self, sequence: Sequence, salt: bytes) -> bytes:
-        return root_key(self._secret, self._identity, self._tag(sequence), salt, self._era)
-
-    def _tag(self, sequence: Sequence) -> bytes:
-        tenant = tenant_of(sequence.salt)
-        if tenant not in self._tags:
-            self._tags[tenant] = tenant_tag(self._secret, tenant)
-        return self._tags[tenant]
+    def keys_of(self, sequence: Sequence, length: int, *, parts: bool = False) -> list[bytes]:
+        """Of the whole pages of its first ``length`` tokens; ``parts``: and of one with which they end."""
+        return [*self._keys.of(sequence, length), *(self._keys.part(sequence, length) if parts and self._exact else ())]
 
     def _lane(self, place: Place, number: int) -> int:
         """Of a page."""

@@ -1,0 +1,51 @@
+"""The keys of a sequence's pages, as the driver knows them (kv.keys). Pure policy: no torch, no I/O, no clock."""
+
+from __future__ import annotations
+
+from lamina.engine.sequence import Sequence
+from lamina.kv.keys import page_key, root_key, tenant_of, tenant_tag
+from lamina.protocol.tiers import TierFacts
+
+
+class PageKeys:
+    """Of one store. Those of a sequence stay with it, as its tokens do not change."""
+
+    def __init__(self, facts: TierFacts) -> None:
+        self._secret, self._identity, self._page = facts.secret, facts.identity, facts.page
+        self._tags: dict[bytes, bytes] = {}  # of tenants
+        self.era = facts.era  # of keys that are made from now on
+
+    def of(self, sequence: Sequence, length: int) -> list[bytes]:
+        """Of the whole pages of its first ``length`` tokens."""
+        keys, page = sequence.page_keys, self._page
+        while len(keys) < length // page:
+            at = len(keys) * page
+            parent = keys[-1] if keys else self.root(sequence, sequence.salt)
+            keys.append(page_key(parent, at // page, sequence.tokens[at : at + page]))
+        return keys[: length // page]
+
+    def part(self, sequence: Sequence, length: int) -> list[bytes]:
+        """Of the page with which its first ``length`` tokens end, where that is not whole and not the first one."""
+        number, more = divmod(length, self._page)
+        if not number or not more:
+            return []
+        if length not in sequence.part_keys:
+            (*_, parent), tokens = self.of(sequence, length), sequence.tokens[length - more : length]
+            sequence.part_keys[length] = page_key(parent, number, tokens)
+        return [sequence.part_keys[length]]
+
+    def forget(self, sequence: Sequence) -> None:
+        """Its tokens, or the era, are other ones from now on."""
+        sequence.page_keys.clear()
+        sequence.part_keys.clear()
+
+    def root(self, sequence: Sequence, salt: bytes) -> bytes:
+        """The parent of its first page."""
+        return root_key(self._secret, self._identity, self.tag(sequence), salt, self.era)
+
+    def tag(self, sequence: Sequence) -> bytes:
+        """Of its tenant."""
+        tenant = tenant_of(sequence.salt)
+        if tenant not in self._tags:
+            self._tags[tenant] = tenant_tag(self._secret, tenant)
+        return self._tags[tenant]
