@@ -17,7 +17,7 @@ import torch
 from lamina.background import Background
 from lamina.build import build_id
 from lamina.kv.media import Medium, MediumError, MediumPlace, open_medium
-from lamina.kv.pages import PAGE, PROMPT, Recipe
+from lamina.kv.pages import PROMPT, Recipe
 from lamina.kv.slabs import Slabs, touch
 from lamina.netstack import Channel, ChannelTimeout, Fabric
 from lamina.observe.trace import OFF, Recorder
@@ -238,13 +238,14 @@ class MemoryWorker:
             keys = self._transfers.pages(MOST_LISTED)
         except MediumError as e:
             raise ValueError(str(e)) from None
-        nbytes = self._transfers.page_nbytes
-        room = (tier.size + tier.memory) // tier.workers // nbytes
-        if not room:
+        nbytes, tokens = self._transfers.page_nbytes, self._transfers.most_saved
+        room = (tier.size + (tier.memory if tier.directory else 0)) // tier.workers // nbytes
+        if room < (pages := self._transfers.pages_of(tokens)):
             flag = "--kv-store-size" if tier.directory else "--kv-offloading-size"
             raise ValueError(
-                f"{flag}: {tier.size} bytes have no room for a page of {PAGE} tokens on each of {tier.workers} memory "
-                f"workers, which takes {nbytes} bytes: give {tier.workers * nbytes} at least"
+                f"{flag}: {tier.size} bytes have no room for one sequence of {tokens} tokens, which takes "
+                f"{pages * nbytes} on each of {tier.workers} memory workers: give {pages * nbytes * tier.workers} at "
+                f"least, or lower --max-model-len"
             )
         self._report(StoredPages(view=view, keys=keys, room=room))
 

@@ -53,7 +53,7 @@ class World:
         self.coming: list[tuple[Transfer, set[int]]] = []  # with the workers that have not done it
         self.grants: list[tuple[Grant, list[int], set[int]]] = []
         self.step = self.next_id = self.next_transfer = 0
-        self.applied = self.loaded = 0
+        self.applied = self.loaded = self.forked = self.copied = 0
         self.saved: dict[bytes, tuple[list[int], Place]] = {}  # what each key stands for
         self.lost: set[int] = set()  # loads of which some worker has not all
         self.shortest = min((w for w in layout.windows if w), default=LONGEST)
@@ -138,6 +138,9 @@ class World:
             self._write(self.workers, row, new)
             one = after[row.sequence]
             after[row.sequence] = Known([*one.tokens, *new], one.place)
+        forks = [op for op in plan.ops if isinstance(op, Fork)]
+        self.forked += len(forks)
+        self.copied += sum(op.length % self.layout.block_size > 0 for op in forks)
         for op in plan.ops:
             if isinstance(op, Transfer):
                 self.coming.append((op, set(everybody)))
@@ -281,6 +284,7 @@ def test_all_of_it_happens() -> None:
     worlds = play_all(60)
     assert sum(w.applied for w in worlds) > 700
     assert sum(w.loaded for w in worlds) > 10
+    assert sum(w.forked for w in worlds) > sum(w.copied for w in worlds) > 50
     assert {len(w.workers) for w in worlds} == {1, 2, 3}
     assert {w.layout.stripe > 0 for w in worlds} == {w.layout.stays for w in worlds} == {True, False}
     assert any(any(w.layout.windows) for w in worlds)

@@ -1,0 +1,58 @@
+"""Random plans for a driver's ledger and for memory workers, beside dicts of tokens: the property of the file
+tests/lamina/kv/test_plans_beside_tokens.py for very many seeds. Sequences begin, fork at any token, grow, shrink and
+end, pages are saved and loaded meanwhile, K and V are granted, and plans come twice. Prints counts of what happened;
+--write appends a line to perf/results/kv_plans.jsonl. Ends with an error at a seed that fails, and names it.
+
+    python perf/kv_plans.py --seeds 100000 --write    # 15 minutes of one core
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
+from pathlib import Path
+
+from common import BrokenError, record
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "lamina" / "kv"))
+from test_plans_beside_tokens import play  # type: ignore[import-not-found]
+
+SHARE = 500
+
+
+def share(first: int, seeds: int) -> Counter[str]:
+    """Of so many seeds. Raises BrokenError."""
+    counts = Counter[str]()
+    for seed in range(first, first + seeds):
+        try:
+            world = play(seed)
+        except Exception as e:
+            raise BrokenError(f"seed {seed}: {type(e).__name__}: {e}") from e
+        counts.update(plans=world.applied, loads=world.loaded, forks=world.forked, begun_blocks=world.copied)
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--first", type=int, default=0, help="seed (0)")
+    parser.add_argument("--seeds", type=int, default=10_000, help=f"in shares of {SHARE} (10000)")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (a core each)")
+    parser.add_argument("--write", action="store_true", help="append to perf/results")
+    args = parser.parse_args()
+    counts, began = Counter[str](), time.monotonic()
+    with ProcessPoolExecutor(args.jobs) as pool:
+        firsts = range(args.first, args.first + args.seeds, SHARE)
+        for done, each in enumerate(pool.map(share, firsts, repeat(SHARE)), 1):
+            counts.update(each)
+            print(f"{done * SHARE} seeds, {time.monotonic() - began:.0f} s", file=sys.stderr)
+    settings = {"first": args.first, "seeds": len(firsts) * SHARE}
+    print(record("kv_plans", settings, {"failed": 0, **counts}, write=args.write))
+
+
+if __name__ == "__main__":
+    main()
