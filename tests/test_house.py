@@ -34,7 +34,7 @@ STOREYS = (
     ("kv",),
     ("facts",),  # what a host or a model has
     ("observe",),
-    ("config",),
+    ("config", "lending"),  # options; what deployments lend each other
     ("protocol",),  # what processes tell each other
     ("prompts",),
     ("background", "buffers", "build", "cores", "emulate", "env", "pasted", "processes", "progress", "request"),
@@ -71,6 +71,7 @@ POLICY = (
     "engine/conductor/directory.py", "engine/conductor/estimate.py", "engine/conductor/lines.py",
     "engine/conductor/overload.py", "engine/conductor/squares.py", "engine/conversations/overflow.py",
     "kv/windows.py", "protocol/blocks/after_op.py", "protocol/blocks/extents.py",
+    "lending/creditor.py", "lending/debtor.py", "lending/debts.py", "lending/ledger.py", "lending/settler.py",
 )  # fmt: skip
 
 

@@ -1,0 +1,191 @@
+"""The blocks of one instance: who has them, itself or others, by one call (rManager, arXiv 2401.02669 section 4.2).
+
+First come, first served; all that was asked for, or nothing; a refusal is final and is passed to nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .messages import (
+    Debt,
+    GiveBack,
+    Heartbeat,
+    LoanAsk,
+    LoanGranted,
+    LoanRefused,
+    Recall,
+    Renew,
+    Renewed,
+)
+
+FOR_EVER = float("inf")
+
+
+@dataclass(frozen=True)
+class LendingTerms:
+    """``cap``: blocks lent at most, ``debtor_cap``: to one debtor; ``threshold``: a debt worth a settlement."""
+
+    cap: int
+    debtor_cap: int
+    lease_s: float = 10.0
+    threshold: int = 1
+    place: str = ""
+    address: str = ""
+
+
+@dataclass
+class Lease:
+    """Blocks that ``debtor`` has until a time of the creditor's clock. ``recalled``: it is not renewed."""
+
+    number: int
+    debtor: str
+    blocks: list[int]
+    until: float
+    recalled: bool = False
+
+
+class Creditor:
+    """``busy``: why no new loan may be made now though there is room, "" = it may; for guests cost compute, too."""
+
+    def __init__(self, name: str, blocks: int, terms: LendingTerms, busy: Callable[[], str] = lambda: "") -> None:
+        self.name, self.terms, self.size = name, terms, blocks
+        self.leases: dict[int, Lease] = {}
+        self.refusals = 0
+        self._free = list(range(blocks - 1, -1, -1))
+        self._busy = busy
+        self._next = 0
+        self._beat = 0
+        self._frozen_until = 0.0
+        self._answered: dict[str, tuple[int, LoanGranted | LoanRefused]] = {}  # debtor -> its last ask
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def lent(self) -> int:
+        """Blocks that others have."""
+        return sum(len(x.blocks) for x in self.leases.values() if x.debtor != self.name)
+
+    def lent_to(self, debtor: str) -> int:
+        return sum(len(x.blocks) for x in self.leases.values() if x.debtor == debtor)
+
+    def take(self, ask: LoanAsk, now: float) -> LoanGranted | LoanRefused | None:
+        """Answer an ask, the local one of this instance too. None: an old ask that has come late."""
+        self.expire(now)
+        last, answer = self._answered.get(ask.debtor, (-1, None))
+        if ask.number <= last:
+            return answer if ask.number == last else None
+        why = self._why_not(ask.debtor, ask.blocks, now)
+        if why:
+            self.refusals += 1
+            refused = LoanRefused(number=ask.number, creditor=self.name, beat=self._beat, why=why)
+            self._answered[ask.debtor] = ask.number, refused
+            return refused
+        local = ask.debtor == self.name
+        until = FOR_EVER if local else now + self.terms.lease_s
+        blocks = [self._free.pop() for _ in range(ask.blocks)]
+        self.leases[self._next] = Lease(self._next, ask.debtor, blocks, until)
+        granted = LoanGranted(
+            number=ask.number, creditor=self.name, lease=self._next, blocks=ask.blocks, lease_s=self.terms.lease_s
+        )
+        self._next += 1
+        self._answered[ask.debtor] = ask.number, granted
+        return granted
+
+    def renew(self, message: Renew, now: float) -> Renewed:
+        """Debtors say what they have left, and have it for longer."""
+        self.expire(now)
+        kept = []
+        for held in message.leases:
+            lease = self._lease_of(message.debtor, held.lease)
+            if lease is None:
+                continue
+            self._shrink(lease, held.blocks)
+            if not lease.recalled and lease.blocks:
+                lease.until = max(lease.until, now + self.terms.lease_s)
+                kept.append(lease.number)
+        return Renewed(number=message.number, creditor=self.name, leases=tuple(kept), lease_s=self.terms.lease_s)
+
+    def give_back(self, message: GiveBack) -> int:
+        """How many blocks are free again by it."""
+        lease = self._lease_of(message.debtor, message.left.lease)
+        return 0 if lease is None else self._shrink(lease, message.left.blocks)
+
+    def recall(self, blocks: int) -> list[Recall]:
+        """What to tell debtors so that so many blocks come back, the newest loans first. Leases that are recalled
+        already count.
+        """
+        orders = []
+        for lease in sorted(self.leases.values(), key=lambda x: (not x.recalled, -x.number)):
+            if blocks <= 0:
+                break
+            if lease.debtor == self.name:
+                continue
+            lease.recalled = True
+            orders.append(Recall(creditor=self.name, lease=lease.number, blocks=len(lease.blocks)))
+            blocks -= len(lease.blocks)
+        return orders
+
+    def expire(self, now: float) -> list[Lease]:
+        """The leases that nobody has renewed in time; their blocks are free."""
+        over = [x for x in self.leases.values() if x.until <= now]
+        for lease in over:
+            self.end(lease.number)
+        return over
+
+    def end(self, number: int) -> None:
+        """A lease whose debtor is known to be gone."""
+        self._free += self.leases.pop(number).blocks
+
+    def freeze(self, until: float) -> None:
+        """No new loans until then: what debtors give back is for this instance alone."""
+        self._frozen_until = until
+
+    def heartbeat(self, now: float) -> Heartbeat:
+        """The next one."""
+        self.expire(now)
+        self._beat += 1
+        debtors = sorted({x.debtor for x in self.leases.values()} - {self.name})
+        room = 0 if self._busy() or now < self._frozen_until else min(self.free, self.terms.cap - self.lent)
+        return Heartbeat(
+            name=self.name,
+            number=self._beat,
+            free=max(0, room),
+            cap=self.terms.cap,
+            debtor_cap=self.terms.debtor_cap,
+            threshold=self.terms.threshold,
+            lent=tuple(Debt(d, self.lent_to(d)) for d in debtors),
+            place=self.terms.place,
+            address=self.terms.address,
+        )
+
+    def _why_not(self, debtor: str, blocks: int, now: float) -> str:
+        if blocks < 1:
+            return "nothing was asked for"
+        if blocks > self.free:
+            return f"{self.free} blocks are free"
+        if debtor == self.name:
+            return ""
+        if now < self._frozen_until:
+            return "debts are being settled"
+        if self.lent + blocks > self.terms.cap:
+            return f"{self.lent} of {self.terms.cap} blocks are lent"
+        if (had := self.lent_to(debtor)) + blocks > self.terms.debtor_cap:
+            return f"one debtor may have {self.terms.debtor_cap} blocks, and has {had}"
+        return self._busy()
+
+    def _lease_of(self, debtor: str, number: int) -> Lease | None:
+        lease = self.leases.get(number)
+        return lease if lease is not None and lease.debtor == debtor else None
+
+    def _shrink(self, lease: Lease, left: int) -> int:
+        count = max(0, len(lease.blocks) - left)
+        if count:
+            self._free += lease.blocks[left:]
+            del lease.blocks[left:]
+        if not lease.blocks:
+            self.leases.pop(lease.number, None)
+        return count

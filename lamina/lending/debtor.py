@@ -1,0 +1,280 @@
+"""What one instance has borrowed, and how it comes by more: it asks the ledger who may lend, then these in turn.
+
+A debtor counts a lease from the moment that it asked, a creditor from when it answered, and a debtor ends it a part
+earlier by its own clock: so whatever is lost or late, a creditor has no block back of which its debtor thinks that it
+has it still.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from .messages import (
+    Candidate,
+    Candidates,
+    Freeze,
+    Frozen,
+    GiveBack,
+    LeaseLeft,
+    LoanAsk,
+    LoanGranted,
+    LoanRefused,
+    Query,
+    Recall,
+    Refusing,
+    Renew,
+    Renewed,
+    Settle,
+    Thaw,
+)
+
+LEDGER = ""  # to whom messages for the ledger go; others go to an instance by its name
+SAFE = 0.9  # of a lease, by the debtor's clock, which may be slower than the creditor's
+RENEWALS = 3  # within a lease
+MOST_OPEN = 64  # renewals without an answer that are remembered
+Outgoing = tuple[str, msgspec.Struct]
+
+
+class BorrowingTerms(NamedTuple):
+    """``answer_s``: until somebody is thought not to answer; ``again_s``: between two queries."""
+
+    place: str = ""
+    answer_s: float = 1.0
+    again_s: float = 1.0
+
+
+@dataclass
+class Borrowed:
+    """Blocks of a lease of ``creditor``, until a time of the debtor's clock. ``recalled``: how many it wants back."""
+
+    creditor: str
+    lease: int
+    blocks: int
+    until: float
+    lease_s: float
+    recalled: int = 0
+
+
+@dataclass
+class _Search:
+    """For ``blocks``: who may still be asked, and who has been, by which ask."""
+
+    query: int
+    blocks: int
+    since: float
+    left: deque[Candidate] | None = None  # None: the ledger has not answered
+    asked: Candidate | None = None
+    ask: int = -1
+
+
+class _Open(NamedTuple):
+    """A renewal without an answer."""
+
+    creditor: str
+    sent_at: float
+    leases: tuple[int, ...]
+
+
+class _Settling(NamedTuple):
+    order: Freeze
+    until: float
+
+
+@dataclass
+class Debtor:
+    """``may_stage``: whether so many blocks could lie here for a while, in free space or swap."""
+
+    name: str
+    terms: BorrowingTerms
+    may_stage: Callable[[int], bool] = lambda blocks: True
+    wanted: int = 0  # blocks, more than it has
+    loans: dict[tuple[str, int], Borrowed] = field(default_factory=dict)  # by creditor and lease
+    addresses: dict[str, str] = field(default_factory=dict)  # of creditors, as the ledger has said
+    refusals: int = 0
+    _search: _Search | None = None
+    _search_at: float = 0.0
+    _renew_at: float = float("inf")
+    _open: dict[int, _Open] = field(default_factory=dict)
+    _settling: _Settling | None = None
+    _number: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Borrowed, all together."""
+        return sum(b.blocks for b in self.loans.values())
+
+    def owed_to(self, creditor: str) -> int:
+        """Blocks of its leases that go on."""
+        return sum(b.blocks for b in self.loans.values() if b.creditor == creditor and not b.recalled)
+
+    def frozen_until(self, now: float) -> float:
+        """Until when it neither borrows nor lends; 0.0: it does."""
+        return self._settling.until if self._settling is not None and now < self._settling.until else 0.0
+
+    def tick(self, now: float) -> list[Outgoing]:
+        """What is due: leases that end, renewals, answers that have not come, a query where blocks are wanted."""
+        self.expire(now)
+        out: list[Outgoing] = []
+        if now >= self._renew_at:
+            out += self._renew(now)
+        search = self._search
+        if search is not None and now - search.since > self.terms.answer_s:
+            out += self._next_ask(search, now) if search.left is not None else self._give_up(now)
+        return out + self._begin_search(now)
+
+    def hear(self, message: msgspec.Struct, now: float) -> list[Outgoing]:
+        """A message of the ledger or of a creditor."""
+        self.expire(now)
+        match message:
+            case Candidates():
+                return self._candidates(message, now)
+            case LoanGranted():
+                return self._granted(message, now)
+            case LoanRefused():
+                return self._refused(message, now)
+            case Renewed():
+                self._renewed(message)
+            case Recall():
+                if (loan := self.loans.get((message.creditor, message.lease))) is not None:
+                    loan.recalled = max(loan.recalled, min(message.blocks, loan.blocks))
+            case Freeze():
+                return self._freeze(message, now)
+            case Settle():
+                return self._settle(message, now)
+            case Thaw():
+                if self._settling is not None and self._settling.order.settlement == message.settlement:
+                    self._settling = None
+        return []
+
+    def give_back(self, creditor: str, lease: int, left: int) -> list[Outgoing]:
+        """Keep ``left`` blocks of a lease; 0 ends it."""
+        loan = self.loans[creditor, lease]
+        assert left <= loan.blocks
+        loan.recalled = max(0, loan.recalled - (loan.blocks - left))
+        loan.blocks = left
+        if not left:
+            del self.loans[creditor, lease]
+        return [(creditor, GiveBack(debtor=self.name, left=LeaseLeft(lease, left)))]
+
+    def expire(self, now: float) -> list[Borrowed]:
+        """Leases that could not be renewed in time: what lay there is lost."""
+        over = [b for b in self.loans.values() if b.until <= now]
+        for loan in over:
+            del self.loans[loan.creditor, loan.lease]
+        return over
+
+    def lost(self, creditor: str) -> list[Borrowed]:
+        """All that a creditor had lent, which is known to be gone."""
+        over = [b for b in self.loans.values() if b.creditor == creditor]
+        for loan in over:
+            del self.loans[loan.creditor, loan.lease]
+        return over
+
+    # How it comes by more:
+    def _begin_search(self, now: float) -> list[Outgoing]:
+        if self.wanted < 1 or self._search is not None or now < self._search_at or self.frozen_until(now):
+            return []
+        self._search = _Search(self._count(), self.wanted, now)
+        query = Query(debtor=self.name, number=self._search.query, blocks=self.wanted, place=self.terms.place)
+        return [(LEDGER, query)]
+
+    def _candidates(self, message: Candidates, now: float) -> list[Outgoing]:
+        search = self._search
+        if search is None or search.query != message.number or search.left is not None:
+            return []
+        search.left = deque(message.creditors)
+        self.addresses |= {c.name: c.address for c in message.creditors}
+        return self._next_ask(search, now)
+
+    def _next_ask(self, search: _Search, now: float) -> list[Outgoing]:
+        if not search.left or self.frozen_until(now):
+            return self._give_up(now)
+        search.asked, search.ask, search.since = search.left.popleft(), self._count(), now
+        blocks = max(1, min(search.blocks, search.asked.free))
+        return [(search.asked.name, LoanAsk(debtor=self.name, number=search.ask, blocks=blocks))]
+
+    def _give_up(self, now: float) -> list[Outgoing]:
+        self._search, self._search_at = None, now + self.terms.again_s
+        return []
+
+    def _granted(self, message: LoanGranted, now: float) -> list[Outgoing]:
+        key, search = (message.creditor, message.lease), self._search
+        if key in self.loans:
+            return []  # it has come twice
+        back: list[Outgoing] = [(message.creditor, GiveBack(debtor=self.name, left=LeaseLeft(message.lease, 0)))]
+        if search is None or search.asked is None or (search.ask, search.asked.name) != (message.number, key[0]):
+            return back  # nobody waits for it any more
+        self._search, self._search_at = None, now
+        until = search.since + SAFE * message.lease_s
+        if until <= now:
+            return back
+        self.loans[key] = Borrowed(*key, message.blocks, until, message.lease_s)
+        self._renew_at = min(self._renew_at, now + message.lease_s / RENEWALS)
+        self.wanted = max(0, self.wanted - message.blocks)
+        return self._begin_search(now)  # for the rest
+
+    def _refused(self, message: LoanRefused, now: float) -> list[Outgoing]:
+        told: list[Outgoing] = [(LEDGER, Refusing(creditor=message.creditor, beat=message.beat))]
+        search = self._search
+        if search is None or search.ask != message.number:
+            return told
+        self.refusals += 1
+        return told + self._next_ask(search, now)
+
+    # How it keeps it:
+    def _renew(self, now: float) -> list[Outgoing]:
+        out: list[Outgoing] = []
+        self._renew_at = min((now + b.lease_s / RENEWALS for b in self.loans.values()), default=float("inf"))
+        for creditor in sorted({b.creditor for b in self.loans.values()}):
+            held = tuple(LeaseLeft(b.lease, b.blocks) for b in self.loans.values() if b.creditor == creditor)
+            number = self._count()
+            self._open[number] = _Open(creditor, now, tuple(h.lease for h in held))
+            out.append((creditor, Renew(debtor=self.name, number=number, leases=held)))
+        while len(self._open) > MOST_OPEN:
+            del self._open[min(self._open)]
+        return out
+
+    def _renewed(self, message: Renewed) -> None:
+        """A lease that its creditor does not renew is wanted back, whole."""
+        asked = self._open.pop(message.number, None)
+        if asked is None or asked.creditor != message.creditor:
+            return
+        for lease in asked.leases:
+            if (loan := self.loans.get((message.creditor, lease))) is None:
+                continue
+            if lease in message.leases:
+                loan.until = max(loan.until, asked.sent_at + SAFE * message.lease_s)
+            else:
+                loan.recalled = loan.blocks
+
+    # How debts are settled:
+    def _freeze(self, order: Freeze, now: float) -> list[Outgoing]:
+        current = self._settling if self.frozen_until(now) else None
+        ready = (current is None or current.order.settlement == order.settlement) and (
+            self._search is None and self.owed_to(order.creditor) >= order.blocks and self.may_stage(order.blocks)
+        )
+        if ready:
+            self._settling = _Settling(order, now + order.freeze_s)
+        return [(LEDGER, Frozen(settlement=order.settlement, name=self.name, ready=ready))]
+
+    def _settle(self, order: Settle, now: float) -> list[Outgoing]:
+        settling = self._settling
+        if settling is None or settling.order.settlement != order.settlement or now >= settling.until:
+            return []
+        creditor, left, out = settling.order.creditor, settling.order.blocks, list[Outgoing]()
+        self._settling = settling._replace(order=msgspec.structs.replace(settling.order, blocks=0))  # it may come twice
+        for loan in [b for b in self.loans.values() if b.creditor == creditor and not b.recalled]:
+            count = min(left, loan.blocks)
+            if count:
+                out += self.give_back(creditor, loan.lease, loan.blocks - count)
+            left -= count
+        return out
+
+    def _count(self) -> int:
+        self._number += 1
+        return self._number

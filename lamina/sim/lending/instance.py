@@ -1,0 +1,101 @@
+"""An instance with data of its own, as blocks: at home as far as they fit, else on loan, else in swap."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import msgspec
+
+from lamina.lending.creditor import Creditor, LendingTerms
+from lamina.lending.debtor import BorrowingTerms, Debtor, Outgoing
+from lamina.lending.messages import GiveBack, LeaseLeft, LoanAsk, LoanGranted, Renew
+
+from .scenario import LendingScenario
+
+
+class SimInstance:
+    """The shipped policy of both sides, on data that is simulated. ``now``: by this instance's own clock."""
+
+    def __init__(
+        self, name: str, place: str, of: LendingScenario, now: Callable[[], float], rng: random.Random
+    ) -> None:
+        self.name, self.now, self.alive = name, now, True
+        self.data = 0  # blocks that it has, wherever
+        self.swapped = 0
+        self._recalls, self._rng = of.recalls, rng
+        self._asks = 0
+        terms = LendingTerms(of.cap, of.debtor_cap, of.lease_s, of.threshold, place)
+        self.creditor = Creditor(name, of.blocks, terms)
+        self.debtor = Debtor(name, BorrowingTerms(place, answer_s=0.5, again_s=0.4))
+
+    @property
+    def local(self) -> int:
+        return self.creditor.lent_to(self.name)
+
+    def want(self, data: int) -> list[Outgoing]:
+        """From now on it has so many blocks of data."""
+        self.data = data
+        return self.settle_down()
+
+    def tick(self) -> list[Outgoing]:
+        """Data on leases that have ended is computed again; what is recalled goes home, or to swap."""
+        now = self.now()
+        self.creditor.expire(now)
+        out = self.debtor.tick(now)
+        for loan in [b for b in self.debtor.loans.values() if b.recalled]:
+            out += self.debtor.give_back(loan.creditor, loan.lease, loan.blocks - loan.recalled)
+        return out + self.settle_down()
+
+    def hear(self, sender: str, message: msgspec.Struct) -> list[Outgoing]:
+        """What it says to a message."""
+        now, out = self.now(), list[Outgoing]()
+        if isinstance(message, LoanAsk):
+            if (answer := self.creditor.take(message, now)) is not None:
+                out.append((sender, answer))
+        elif isinstance(message, Renew):
+            out.append((sender, self.creditor.renew(message, now)))
+        elif isinstance(message, GiveBack):
+            self.creditor.give_back(message)
+        else:
+            out += self.debtor.hear(message, now)
+            self.creditor.freeze(self.debtor.frozen_until(now))
+        return out + self.settle_down()
+
+    def settle_down(self) -> list[Outgoing]:
+        """What has ended is free again: at home or on loan, by chance. New data goes home as far as there is room."""
+        out, now = list[Outgoing](), self.now()
+        self.debtor.expire(now)
+        home_first = self._rng.random() < 0.5
+        if home_first:
+            self._shrink_home()
+        spare = self.local + self.debtor.blocks - self.data
+        for loan in list(self.debtor.loans.values()):
+            count = min(spare, loan.blocks)
+            if count > 0:
+                out += self.debtor.give_back(loan.creditor, loan.lease, loan.blocks - count)
+                spare -= count
+        self._shrink_home()
+        self._grow_home(now)
+        self.swapped = self.data - self.local - self.debtor.blocks
+        self.debtor.wanted = self.swapped
+        if self._recalls and self.swapped and self.creditor.lent:
+            held = {lease.number: lease.debtor for lease in self.creditor.leases.values()}
+            out += [(held[order.lease], order) for order in self.creditor.recall(self.swapped)]
+        return out
+
+    def _shrink_home(self) -> None:
+        """Give its own leases of its own memory back as far as its data does not need them."""
+        spare = self.local + self.debtor.blocks - self.data
+        for lease in [x for x in self.creditor.leases.values() if x.debtor == self.name]:
+            if (count := min(spare, len(lease.blocks))) > 0:
+                left = LeaseLeft(lease.number, len(lease.blocks) - count)
+                self.creditor.give_back(GiveBack(debtor=self.name, left=left))
+                spare -= count
+
+    def _grow_home(self, now: float) -> None:
+        more = min(self.creditor.free, self.data - self.local - self.debtor.blocks)
+        if more > 0:
+            self._asks += 1
+            answer = self.creditor.take(LoanAsk(debtor=self.name, number=self._asks, blocks=more), now)
+            assert isinstance(answer, LoanGranted), "an instance has its own free blocks"

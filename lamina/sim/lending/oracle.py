@@ -1,0 +1,180 @@
+"""What must hold among instances that lend, whatever is lost, late or dead; by bookkeeping of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lamina.lending.ledger import LedgerEntry
+from lamina.lending.messages import (
+    MOST_CANDIDATES,
+    Candidates,
+    Freeze,
+    Heartbeat,
+    LoanAsk,
+    LoanGranted,
+    LoanRefused,
+    Query,
+    Refusing,
+    Settle,
+)
+
+from .instance import SimInstance
+from .scenario import LendingScenario
+
+
+class LendingOracle:
+    """Each method raises AssertionError, with what does not hold."""
+
+    def __init__(self, of: LendingScenario) -> None:
+        self._of = of
+        self._sent: dict[tuple[str, int], tuple[Heartbeat, int]] = {}  # and what had changed by then
+        self._changed: dict[str, int] = {}  # blocks that were lent or came back, of each creditor
+        self._lent: dict[str, dict[str, int]] = {}  # as it was when it was looked at last
+        self._newest: dict[str, int] = {}  # heartbeat that has come to the ledger
+        self._refused: dict[str, int] = {}
+        self._orders: dict[tuple[str, int], Freeze] = {}
+        self._answers: dict[tuple[str, str], tuple[int, object]] = {}  # by creditor and debtor: its last ask
+
+    # Of one instance, whenever something has happened there:
+    def instance(self, one: SimInstance, others: Mapping[str, SimInstance]) -> None:
+        self._memory(one)
+        self._data(one)
+        self._leases(one, others)
+
+    def _memory(self, one: SimInstance) -> None:
+        creditor = one.creditor
+        blocks = [b for lease in creditor.leases.values() for b in lease.blocks]
+        assert len(blocks) == len(set(blocks)), f"{one.name}: a block has two debtors"
+        assert len(blocks) + creditor.free == creditor.size, f"{one.name}: blocks are lost"
+        lent: dict[str, int] = {}
+        for lease in creditor.leases.values():
+            if lease.debtor != one.name:
+                lent[lease.debtor] = lent.get(lease.debtor, 0) + len(lease.blocks)
+        assert sum(lent.values()) <= self._of.cap, f"{one.name} lends {lent}, more than {self._of.cap}"
+        most = max(lent.values(), default=0)
+        assert most <= self._of.debtor_cap, f"{one.name}: one debtor has {most} blocks of {self._of.debtor_cap}"
+        before = self._lent.get(one.name, {})
+        moved = sum(abs(lent.get(d, 0) - before.get(d, 0)) for d in lent.keys() | before.keys())
+        self._changed[one.name] = self._changed.get(one.name, 0) + moved
+        self._lent[one.name] = lent
+
+    def _data(self, one: SimInstance) -> None:
+        places = one.local, one.debtor.blocks, one.swapped
+        assert sum(places) == one.data, (
+            f"{one.name} uses {one.data} blocks, and has at home, on loan, in swap: {places}"
+        )
+
+    def _leases(self, one: SimInstance, others: Mapping[str, SimInstance]) -> None:
+        """What a debtor thinks it has its creditor has not given to anybody else."""
+        now = one.now()
+        for loan in one.debtor.loans.values():
+            assert loan.until > now, (
+                f"{one.name} still has what {loan.creditor} lent it until {now - loan.until:g} s ago"
+            )
+            if (creditor := others.get(loan.creditor)) is not None:
+                self._same(one, loan.lease, loan.blocks, creditor)
+        for other in {x.debtor for x in one.creditor.leases.values()} | self._lent.get(one.name, {}).keys():
+            debtor = others.get(other)
+            if debtor is not None and debtor is not one:
+                self._believed(debtor, one)
+
+    def _believed(self, debtor: SimInstance, creditor: SimInstance) -> None:
+        for loan in debtor.debtor.loans.values():
+            if loan.creditor == creditor.name and loan.until > debtor.now():
+                self._same(debtor, loan.lease, loan.blocks, creditor)
+
+    def _same(self, debtor: SimInstance, number: int, blocks: int, creditor: SimInstance) -> None:
+        lease = creditor.creditor.leases.get(number)
+        has = len(lease.blocks) if lease is not None and lease.debtor == debtor.name else 0
+        assert has >= blocks, f"{debtor.name} thinks that it has {blocks} blocks of {creditor.name}, who lends it {has}"
+
+    def answered(self, one: SimInstance, ask: LoanAsk, fits: bool, answer: object) -> bool:
+        """First come, first served: whoever comes has what fits, at once, and nothing that does not. An ask that comes
+        twice has one answer. Whether it is a new one.
+        """
+        last, told = self._answers.get((one.name, ask.debtor), (-1, None))
+        if ask.number <= last:
+            assert ask.number < last or answer == told, f"{one.name}: {ask} has two answers, {told} and {answer}"
+            return False
+        expected = LoanGranted if fits else LoanRefused
+        assert isinstance(answer, expected), f"{one.name}: {ask} fits: {fits}; the answer is {answer}"
+        self._answers[one.name, ask.debtor] = ask.number, answer
+        return True
+
+    def fits(self, one: SimInstance, ask: LoanAsk) -> bool:
+        """Whether a loan has room, counted anew."""
+        now, creditor = one.now(), one.creditor
+        live = [x for x in creditor.leases.values() if x.until > now]
+        used = sum(len(x.blocks) for x in live)
+        lent = sum(len(x.blocks) for x in live if x.debtor != one.name)
+        had = sum(len(x.blocks) for x in live if x.debtor == ask.debtor)
+        of = self._of
+        room = min(of.blocks - used, of.cap - lent, of.debtor_cap - had)
+        return ask.blocks <= room and not one.debtor.frozen_until(now)
+
+    def ended(self, creditor: SimInstance, dead: str) -> None:
+        """A lease's time behind a debtor's end, and that of the messages that were on their way."""
+        had = creditor.creditor.lent_to(dead)
+        assert not had, f"{creditor.name} lends {had} blocks to {dead}, which is dead for longer than a lease"
+
+    # Of the ledger:
+    def beat(self, beat: Heartbeat) -> None:
+        """An instance sends this."""
+        self._sent[beat.name, beat.number] = beat, self._changed.get(beat.name, 0)
+
+    def came(self, message: Heartbeat | Refusing) -> None:
+        """To the ledger."""
+        if isinstance(message, Refusing):
+            self._refused[message.creditor] = max(message.beat, self._refused.get(message.creditor, -1))
+        else:
+            self._newest[message.name] = max(message.number, self._newest.get(message.name, 0))
+
+    def forgotten(self) -> None:
+        """The ledger begins anew."""
+        self._newest.clear()
+        self._refused.clear()
+
+    def entry(self, entry: LedgerEntry, others: Mapping[str, SimInstance]) -> None:
+        """It is wrong by what has changed since the last heartbeat, and by no more."""
+        beat, name = entry.beat, entry.beat.name
+        assert beat.number == self._newest[name], f"the ledger has an old heartbeat of {name}"
+        sent, before = self._sent[name, beat.number]
+        assert beat == sent, f"the ledger has made up {beat}"
+        if name in others:
+            had, has = {d.debtor: d.blocks for d in beat.lent}, self._lent.get(name, {})
+            wrong = sum(abs(had.get(d, 0) - has.get(d, 0)) for d in had.keys() | has.keys())
+            assert wrong <= self._changed.get(name, 0) - before, f"the ledger is wrong of {name} by {wrong} blocks"
+
+    def proposed(self, query: Query, answer: Candidates) -> None:
+        """At most three, none of whom has refused since its last heartbeat."""
+        names = [c.name for c in answer.creditors]
+        assert len(names) <= MOST_CANDIDATES, f"{len(names)} creditors for one query"
+        assert len({*names, query.debtor}) == len(names) + 1, f"{names} for {query.debtor}"
+        for name in names:
+            assert self._newest[name] > self._refused.get(name, -1), f"{name} has refused, and sent no heartbeat since"
+
+    # Of settlements:
+    def freezes(self, name: str, order: Freeze) -> None:
+        """An instance is told this."""
+        self._orders[name, order.settlement] = order
+
+    def settled(self, one: SimInstance, order: Settle, before: Mapping[str, int], owed: Mapping[str, int]) -> int:
+        """Debts to one creditor fall by what was agreed upon, or by all that is left, or stay; all others stay.
+        ``before``: creditor -> blocks; ``owed``: the same, of leases that go on. How many have gone home.
+        """
+        freeze, after = self._orders[one.name, order.settlement], debts_of(one)
+        fallen = {c: count - after.get(c, 0) for c, count in before.items() if count != after.get(c, 0)}
+        assert not fallen.keys() - {freeze.creditor}, f"{one.name} settles {freeze}, and gives {fallen} back"
+        given = fallen.get(freeze.creditor, 0)
+        assert given in (0, min(freeze.blocks, owed.get(freeze.creditor, 0))), (
+            f"{one.name} settles {freeze}, and gives {given} back"
+        )
+        return given
+
+
+def debts_of(one: SimInstance) -> dict[str, int]:
+    """Creditor -> blocks."""
+    debts: dict[str, int] = {}
+    for loan in one.debtor.loans.values():
+        debts[loan.creditor] = debts.get(loan.creditor, 0) + loan.blocks
+    return debts

@@ -1,0 +1,113 @@
+"""Leases, ledger and settlements on a virtual clock, over a network that delays, loses and doubles, with crashes; and
+mistakes in them, each of which is seen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lamina.lending import debtor, ledger
+from lamina.lending.creditor import Creditor
+from lamina.lending.debtor import Debtor
+from lamina.lending.ledger import DebtLedger, LedgerEntry
+from lamina.sim.lending.scenario import lending_scenario, rough
+from lamina.sim.lending.world import BrokenLendingError, check_lending
+
+SEEDS, SHARES = 160, 4  # perf/simulate_lending.py tries as many as one likes
+TRIED = 400  # until a mistake is seen
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_nothing_is_lent_twice_or_lost_whatever_fails(share: int) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(share, SEEDS, SHARES):
+        counts.update(check_lending(lending_scenario(seed))._asdict())
+    assert min(counts.values()) > 0, f"something never happened: {counts}"
+
+
+@pytest.mark.parametrize(("instances", "wild_s", "calm_s"), [(2, 9.0, 8.0), (100, 2.0, 4.0), (1000, 0.4, 1.5)])
+def test_from_two_to_a_thousand_instances(instances: int, wild_s: float, calm_s: float) -> None:
+    of = replace(lending_scenario(7, instances), wild_s=wild_s, calm_s=calm_s, crashes=2, ledger_crashes=0, loss=0.05)
+    assert check_lending(of).granted > 0
+
+
+def test_without_a_ledger_loans_go_on() -> None:
+    """It dies, and comes a second later, again and again: what is lent is renewed all the same."""
+    calm = replace(lending_scenario(3), loss=0.0, late_s=0.05, crashes=0, ledger_crashes=0)
+    often = replace(calm, ledger_crashes=6)
+    assert check_lending(often).granted > check_lending(calm).granted / 4
+
+
+def _old_heartbeats_too(self: DebtLedger, beat: Any, now: float) -> bool:
+    self.entries[beat.name] = LedgerEntry(beat, now)
+    return True
+
+
+def _keeps_late_grants(self: Debtor, message: Any, now: float) -> list[Any]:
+    key = message.creditor, message.lease
+    self.loans[key] = debtor.Borrowed(*key, message.blocks, now + debtor.SAFE * message.lease_s, message.lease_s)
+    return []
+
+
+def _settles_all(self: Debtor, order: Any, now: float) -> list[Any]:
+    return [x for b in list(self.loans.values()) for x in self.give_back(b.creditor, b.lease, 0)]
+
+
+def _no_cap(self: Creditor, debtor: str, blocks: int, now: float) -> str:
+    return "" if 0 < blocks <= self.free else "none is free"
+
+
+def _asks_anew(self: Creditor, ask: Any, now: float, take: Any = Creditor.take) -> Any:
+    self._answered.clear()
+    return take(self, ask, now)
+
+
+def _frees_and_keeps(self: Creditor, lease: Any, left: int) -> int:
+    count = max(0, len(lease.blocks) - left)
+    self._free += lease.blocks[left:]
+    return count
+
+
+def _renews_for_ever(self: Debtor, message: Any) -> None:
+    for loan in self.loans.values():
+        if loan.creditor == message.creditor:
+            loan.until += 2 * message.lease_s
+
+
+def _turns_away(self: Creditor, debtor: str, blocks: int, now: float, why: Any = Creditor._why_not) -> str:
+    return str(why(self, debtor, blocks, now) or ("it is not your turn" if debtor != self.name and blocks > 4 else ""))
+
+
+MISTAKES: dict[str, tuple[Any, str, Any]] = {
+    "a cap is forgotten": (Creditor, "_why_not", _no_cap),
+    "a debtor counts a lease for longer": (debtor, "SAFE", 3.0),
+    "an old heartbeat counts": (DebtLedger, "hear", _old_heartbeats_too),
+    "a refusal is forgotten": (DebtLedger, "refusal", lambda self, message: None),
+    "four are proposed": (ledger, "MOST_CANDIDATES", 4),
+    "leases never end": (Creditor, "expire", lambda self, now: []),
+    "a late grant is kept": (Debtor, "_granted", _keeps_late_grants),
+    "an ask that comes twice has two loans": (Creditor, "take", _asks_anew),
+    "blocks come back and stay lent": (Creditor, "_shrink", _frees_and_keeps),
+    "a renewal counts from its answer, and more": (Debtor, "_renewed", _renews_for_ever),
+    "who comes first is not served": (Creditor, "_why_not", _turns_away),
+    "a freeze does not hold": (Creditor, "freeze", lambda self, until: None),
+    "a settlement gives all back": (Debtor, "_settle", _settles_all),
+    "a debtor keeps what has ended": (Debtor, "expire", lambda self, now: []),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*MISTAKES[mistake])
+    with pytest.raises(BrokenLendingError):
+        _try_seeds()
+
+
+def _try_seeds() -> None:
+    for seed in range(TRIED):
+        check_lending(lending_scenario(seed))
+        check_lending(rough(lending_scenario(seed)))
