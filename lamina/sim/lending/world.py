@@ -139,7 +139,7 @@ class LendingWorld:
             self._send(one.name, to, message)
 
     def _crash(self) -> None:
-        if not self.instances:
+        if len(self.instances) < 2:
             return
         one = self._rng.choice(sorted(self.instances.values(), key=lambda x: x.name))
         one.alive = False
