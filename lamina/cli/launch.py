@@ -34,6 +34,8 @@ COMMANDS = {
         "have no new sequence begin on one memory worker of a running server; or let them again",
     ),
     "worker": ("worker", "look after one worker of a driver that runs with --launcher static"),
+    "ledger": ("lending.ledger", "keep or show the ledger of memory that deployments lend each other"),
+    "lend": ("lending.lend", "lend this host's memory to engines elsewhere, by the ledger"),
     "cluster": ("cluster", "start, show and end a Ray cluster for workers on several hosts"),
     "plan": ("plan", "say which devices to buy for a trace of requests, and whether to split at all"),
     "simulate": ("simulate", "conduct a trace of prompts over prefill workers on a virtual clock"),

@@ -183,7 +183,12 @@ class ComputeServer(ModelServer):
         terms = netstack.Terms(outbound=outbound, inbound=inbound, name=start.name)
         links, bounds = list[MemoryLink](), list[Bound]()
         connects = [
-            partial(fabric.connect, at.url, replace(terms, peer=at.name), timeout_s=start.deadlines.start_timeout_s)
+            partial(
+                fabric.connect,
+                at.url,
+                replace(terms, peer=at.name, key=at.key),
+                timeout_s=start.deadlines.start_timeout_s,
+            )
             for at in meeting.memory
         ]
         for worker, connect in enumerate(connects):

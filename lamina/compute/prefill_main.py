@@ -77,7 +77,7 @@ class PrefillServer(ModelServer):
         join = Join(view=meeting.view, number=start.topology.replicas + start.number, layers=cut.layers)
         for worker, there in enumerate(meeting.memory):
             limit_s = start.deadlines.start_timeout_s
-            channel = fabric.connect(there.url, replace(terms, peer=there.name), timeout_s=limit_s)
+            channel = fabric.connect(there.url, replace(terms, peer=there.name, key=there.key), timeout_s=limit_s)
             links.append(MemoryLink(channel, worker, start.deadlines.step_timeout_s, self.trace))
             bounds.append(links[-1].join(join))
         return links, bounds

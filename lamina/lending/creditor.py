@@ -53,6 +53,7 @@ class Creditor:
         self.name, self.terms, self.size = name, terms, blocks
         self.leases: dict[int, Lease] = {}
         self.refusals = 0
+        self.in_use: set[int] = set()  # leases whose blocks a guest has: they end with that, and not by their time
         self._free = list(range(blocks - 1, -1, -1))
         self._busy = busy
         self._next = 0
@@ -131,7 +132,7 @@ class Creditor:
 
     def expire(self, now: float) -> list[Lease]:
         """The leases that nobody has renewed in time; their blocks are free."""
-        over = [x for x in self.leases.values() if x.until <= now]
+        over = [x for x in self.leases.values() if x.until <= now and x.number not in self.in_use]
         for lease in over:
             self.end(lease.number)
         return over
@@ -139,6 +140,7 @@ class Creditor:
     def end(self, number: int) -> None:
         """A lease whose debtor is known to be gone."""
         self._free += self.leases.pop(number).blocks
+        self.in_use.discard(number)
 
     def freeze(self, until: float) -> None:
         """No new loans until then: what debtors give back is for this instance alone."""
@@ -186,6 +188,6 @@ class Creditor:
         if count:
             self._free += lease.blocks[left:]
             del lease.blocks[left:]
-        if not lease.blocks:
-            self.leases.pop(lease.number, None)
+        if not lease.blocks and lease.number in self.leases:
+            self.end(lease.number)
         return count

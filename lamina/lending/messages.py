@@ -21,6 +21,30 @@ Text = Annotated[str, msgspec.Meta(max_length=256)]
 Seconds = Annotated[float, msgspec.Meta(gt=0.0, le=86400.0)]
 
 
+class LendingHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """Whoever comes -> the ledger or a creditor, first. Answered by LendingWelcome."""
+
+    version: int = VERSION
+
+
+class LendingWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    """``error``: why the one who came is of no use; the link ends behind it."""
+
+    version: int = VERSION
+    error: Text = ""
+
+
+class GuestEnded(msgspec.Struct, frozen=True, kw_only=True, tag="guest-ended"):
+    """Creditor -> debtor: the memory worker of a lease has ended, and the lease with it."""
+
+    lease: Number
+    fate: Text
+
+
+class AskDebts(msgspec.Struct, frozen=True, tag="ask-debts"):
+    """Anybody -> ledger. Answered by DebtsAre."""
+
+
 class Debt(msgspec.Struct, frozen=True, array_like=True):
     """What ``debtor`` has of the creditor that says so."""
 
@@ -53,7 +77,6 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     lent: Debts = ()
     place: Text = ""  # parts by "/", the widest first: zone/rack/host
     address: Text = ""  # where debtors come, HOST:PORT
-    version: int = VERSION
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True, tag="query"):
@@ -63,7 +86,6 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, tag="query"):
     number: Number
     blocks: Count
     place: Text = ""
-    version: int = VERSION
 
 
 class Candidate(msgspec.Struct, frozen=True, array_like=True):
@@ -85,7 +107,6 @@ class LoanAsk(msgspec.Struct, frozen=True, kw_only=True, tag="loan-ask"):
     debtor: Name
     number: Number  # higher than of any ask of this debtor before
     blocks: Count
-    version: int = VERSION
 
 
 class LoanGranted(msgspec.Struct, frozen=True, kw_only=True, tag="loan-granted"):
@@ -175,6 +196,34 @@ class Thaw(msgspec.Struct, frozen=True, kw_only=True, tag="thaw"):
     settlement: Number
 
 
-ToLedger = Heartbeat | Query | Refusing | Frozen
-ToCreditor = LoanAsk | Renew | GiveBack
-ToDebtor = Candidates | LoanGranted | LoanRefused | Renewed | Recall | Freeze | Settle | Thaw
+class LenderRow(msgspec.Struct, frozen=True, array_like=True):
+    """An instance, as the ledger knows it."""
+
+    name: Name
+    place: Text
+    address: Text
+    free: Count
+    cap: Count
+    lent: Debts
+    refusing: bool  # until its next heartbeat
+    silent_s: float  # since its last heartbeat
+
+
+class DebtCycle(msgspec.Struct, frozen=True, array_like=True):
+    """Instances each of which could give so many blocks back to the next one."""
+
+    members: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MOST_NAMES)]
+    blocks: Count
+
+
+class DebtsAre(msgspec.Struct, frozen=True, kw_only=True, tag="debts-are"):
+    """Ledger -> who asked."""
+
+    lenders: Annotated[tuple[LenderRow, ...], msgspec.Meta(max_length=MOST_NAMES)]
+    cycles: Annotated[tuple[DebtCycle, ...], msgspec.Meta(max_length=MOST_NAMES)]
+
+
+ToLedger = LendingHello | Heartbeat | Query | Refusing | Frozen | AskDebts
+OfLedger = LendingWelcome | Candidates | Freeze | Settle | Thaw | DebtsAre
+ToCreditor = LendingHello | LoanAsk | Renew | GiveBack
+OfCreditor = LendingWelcome | LoanGranted | LoanRefused | Renewed | Recall | GuestEnded

@@ -89,8 +89,9 @@ class Mover:
         name = order.peers[order.me].name
         inbox = Geometry(slots=SLOTS, slot_bytes=max(SLOT_BYTES, self._largest_block()))
         for peer in sorted(p for p in peers if p < order.me):
-            terms = Terms(outbound=inbox, inbound=inbox, name=name, peer=order.peers[peer].name)
-            self._links[peer] = fabric.reach(order.peers[peer].url, terms, timeout_s=order.timeout_s)
+            there = order.peers[peer]
+            terms = Terms(outbound=inbox, inbound=inbox, name=name, peer=there.name, key=there.key)
+            self._links[peer] = fabric.reach(there.url, terms, timeout_s=order.timeout_s)
         due = {order.peers[p].name: p for p in peers if p > order.me}
         while due:
             channel = fabric.accept(door, order.timeout_s)

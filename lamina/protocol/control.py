@@ -130,10 +130,11 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where a worker listens, and the name that it proves there."""
+    """Where a worker listens, and the name that it proves there. ``key``: by which, where it has not the others'."""
 
     url: str
     name: str
+    key: bytes = b""
 
 
 class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
@@ -318,9 +319,11 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 class ControlLink:
     """One end of the link. ``send`` is safe from any thread; one thread receives."""
 
-    def __init__(self, sock: socket.socket, messages: Any) -> None:
-        """``messages`` is the union of message types that this end accepts; anything else closes the link."""
-        self._sock = sock
+    def __init__(self, sock: socket.socket, messages: Any, most_bytes: int = MAX_FRAME) -> None:
+        """``messages`` is the union of message types that this end accepts; anything else closes the link, and so does
+        one of more than ``most_bytes``.
+        """
+        self._sock, self._most_bytes = sock, most_bytes
         self._sock.setblocking(True)
         self._lock = threading.Lock()
         self._encoder = msgspec.msgpack.Encoder()
@@ -350,7 +353,7 @@ class ControlLink:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
-        if length > MAX_FRAME:
+        if length > self._most_bytes:
             raise LinkBrokenError(f"control link: frame of {length} bytes")
         try:
             return self._decoder.decode(self._read(length, deadline))

@@ -37,6 +37,7 @@ class Terms:
     epoch: int = 0
     name: str = ""  # of the connector
     peer: str = ""  # of the listener that the connector wants
+    key: bytes = field(default=b"", repr=False, compare=False)  # of that listener, where it is not the fabric's own
 
     def __post_init__(self) -> None:
         if not 0 <= self.epoch < 1 << (64 - EPOCH_SHIFT):

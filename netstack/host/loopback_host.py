@@ -243,5 +243,7 @@ class LoopbackFabric(BaseFabric):
         if listener is None:
             raise ChannelError(f"{url}: connect: nobody listens there in this process")
         gpu = self.gpu if self.gpu == listener.gpu else None
-        link = listener.call(self._key, partial(self._link, terms.outbound, terms.inbound, gpu), terms, timeout_s)
+        link = listener.call(
+            terms.key or self._key, partial(self._link, terms.outbound, terms.inbound, gpu), terms, timeout_s
+        )
         return self.channel(link, 0, url, terms)

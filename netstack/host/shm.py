@@ -57,7 +57,9 @@ class ShmFabric(BaseFabric):
         sock = dial(socket.AF_UNIX, f"\0{place}", url, timeout_s)
         try:
             _check_user(sock)
-            return self._meet(sock, url, run(sock, offer(self._key, hello), url, deadline=deadline), deadline)
+            return self._meet(
+                sock, url, run(sock, offer(terms.key or self._key, hello), url, deadline=deadline), deadline
+            )
         except BaseException:
             sock.close()
             raise

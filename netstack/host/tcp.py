@@ -64,7 +64,7 @@ class TcpFabric(BaseFabric):
         hello = Hello(**vars(terms), scheme=self.scheme, cipher=self._cipher(host, f"{url}: connect"))
         sock = dial(family, (host, port), url, timeout_s)
         try:
-            session = run(sock, offer(self._key, hello), url, deadline=deadline)
+            session = run(sock, offer(terms.key or self._key, hello), url, deadline=deadline)
             return self._connected(sock, url, session, deadline)
         except BaseException:
             sock.close()

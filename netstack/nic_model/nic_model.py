@@ -55,7 +55,7 @@ class NicModelFabric(BaseFabric):
                 raise ValueError(f"{url}: slot_bytes is at most {SLOT_BYTES_MOST} here, not {geometry.slot_bytes}")
         sock = dial(socket.AF_INET, place, url, timeout_s)
         try:
-            session = run(sock, offer(self._key, hello), url, deadline=deadline)
+            session = run(sock, offer(terms.key or self._key, hello), url, deadline=deadline)
             try:
                 channel = self._channel(sock, url, session, listening=False)
             except (OSError, ValueError) as error:

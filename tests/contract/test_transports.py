@@ -501,6 +501,20 @@ def test_wrong_key_is_refused_and_the_listener_survives(fabric: Fabric) -> None:
     assert receive(accepted.join())[2] == b"friend"
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_key_of_one_listener_alone_may_be_named(transport: str) -> None:
+    terms = Terms(outbound=SMALL, inbound=SMALL, key=KEY)
+    assert "kkk" not in repr(terms), "no text has it"
+    with scheme_of(transport) as scheme:
+        fabrics = [open_or_skip(scheme, key, gpu_of(transport)) for key in (KEY, b"x" * 32)]
+        listener = fabrics[0].listen()
+        accepted = Task(lambda: listener.accept(timeout_s=LONG_S))
+        send(fabrics[1].connect(listener.url, terms, timeout_s=SOON_S), b"guest")
+        assert receive(accepted.join())[2] == b"guest"
+        for fabric in fabrics:
+            fabric.close()
+
+
 def test_accept_times_out_and_tells_of_the_refused(fabric: Fabric) -> None:
     listener = fabric.listen()
     with pytest.raises(netstack.ChannelTimeout, match="accept"):

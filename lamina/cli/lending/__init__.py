@@ -1,0 +1,1 @@
+"""Sub-commands of memory that deployments lend each other."""

@@ -1,0 +1,116 @@
+"""``lamina-launch ledger serve|show``: who lends whom how much memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from lamina.fleet.lending.ledger_service import LedgerService
+from lamina.fleet.lending.links import LEDGER_NAME, key_of, open_link, parse_place
+from lamina.lending.messages import AskDebts, DebtsAre, LenderRow, OfLedger
+from lamina.protocol.control import LinkClosedError
+
+SHOW_S = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this sub-command."""
+    parser.add_argument("order", choices=("serve", "show"), help="serve: be the ledger; show: what it knows")
+    parser.add_argument("place", metavar="HOST:PORT", help="where it listens; port 0 = any free one")
+    parser.add_argument(
+        "--silent-s", type=float, default=5.0, help="serve: an instance without a heartbeat for so long is dead (5)"
+    )
+    parser.add_argument("--watch", type=float, default=0.0, metavar="S", help="show: again every S seconds")
+    parser.add_argument("--dry-run", action="store_true", help="check the flags, say what would be done, and exit")
+    parser.add_argument("--json", action="store_true", help="show: as JSON, a line each time")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0; raises ValueError for bad input, OSError where it cannot listen, or is not there."""
+    if not 0.5 <= args.silent_s <= 3600.0:
+        raise ValueError(f"--silent-s must be 0.5 to 3600 seconds, not {args.silent_s:g}")
+    if args.watch < 0.0:
+        raise ValueError(f"--watch must be a number of seconds, not {args.watch:g}")
+    place, key = parse_place(args.place, "HOST:PORT"), key_of("the ledger")
+    if args.dry_run:
+        print(f"would {args.order} the ledger at {args.place}")
+        return 0
+    return _serve(place, key, args.silent_s) if args.order == "serve" else _show(place, key, args.watch, args.json)
+
+
+def _serve(place: tuple[str, int], key: bytes, silent_s: float) -> int:
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    service = LedgerService(place, key, silent_s)
+    try:
+        print(f"the ledger is at {service.address}", flush=True)
+        service.serve(threading.Event())
+    finally:
+        service.close()
+    return 0
+
+
+def _show(place: tuple[str, int], key: bytes, watch_s: float, as_json: bool) -> int:
+    link = open_link(place, key, OfLedger, name=f"show-{secrets.token_hex(4)}", peer=LEDGER_NAME, what="ledger")
+    try:
+        while True:
+            link.send(AskDebts())
+            answer = link.recv(SHOW_S)
+            assert isinstance(answer, DebtsAre)
+            print(json.dumps(facts_of(answer)) if as_json else table_of(answer), flush=True)
+            if not watch_s:
+                return 0
+            threading.Event().wait(watch_s)
+    except (TimeoutError, LinkClosedError) as error:
+        raise OSError(f"the ledger has gone: {error}") from None
+    finally:
+        link.close()
+
+
+def facts_of(answer: DebtsAre) -> dict[str, Any]:
+    """Blocks of 1 MiB."""
+    return {
+        "creditors": [
+            {
+                "name": row.name,
+                "place": row.place,
+                "address": row.address,
+                "free": row.free,
+                "lent": lent_of(row),
+                "cap": row.cap,
+                "debtors": {d.debtor: d.blocks for d in row.lent},
+                "refusing": row.refusing,
+                "silent_s": row.silent_s,
+            }
+            for row in answer.lenders
+        ],
+        "remote_share": remote_share(answer.lenders),
+        "cycles": [{"members": list(c.members), "blocks": c.blocks} for c in answer.cycles],
+    }
+
+
+def lent_of(row: LenderRow) -> int:
+    """Blocks."""
+    return sum(d.blocks for d in row.lent)
+
+
+def remote_share(rows: Sequence[LenderRow]) -> float:
+    """Of all that could be lent, the part that is."""
+    cap = sum(row.cap for row in rows)
+    return round(sum(map(lent_of, rows)) / cap, 4) if cap else 0.0
+
+
+def table_of(answer: DebtsAre) -> str:
+    """For people: MiB."""
+    lines = [f"{'creditor':40} {'free':>8} {'lent':>8} {'cap':>8}  debtors"]
+    for row in answer.lenders:
+        debtors = ", ".join(f"{d.debtor} {d.blocks}" for d in row.lent) or "-"
+        state = " (refuses until its next heartbeat)" if row.refusing else ""
+        lines.append(f"{row.name:40} {row.free:8} {lent_of(row):8} {row.cap:8}  {debtors}{state}")
+    lines.append(f"{remote_share(answer.lenders):.0%} of what could be lent is lent")
+    lines += [f"cycle of {c.blocks} MiB: {' -> '.join([*c.members, c.members[0]])}" for c in answer.cycles]
+    return "\n".join(lines)

@@ -1,0 +1,220 @@
+"""A creditor as a process: it lends memory of its host, and runs a memory worker for each lease.
+
+A guest has its control link from the debtor, who gives it a key for that lease alone; of the cluster's key it knows
+nothing. Its memory is its process's: when a lease ends, the process does, and the kernel gives its pages to nobody
+before they are wiped. A debtor that is gone is known by its link's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgspec
+
+from lamina.fleet.launchers.local import in_words, supervised
+from lamina.lending.creditor import Creditor, LendingTerms
+from lamina.lending.messages import (
+    MOST_BLOCKS,
+    GiveBack,
+    GuestEnded,
+    LeaseLeft,
+    LoanAsk,
+    LoanGranted,
+    OfLedger,
+    Renew,
+    ToCreditor,
+)
+from lamina.netstack.contract.key import KEY, KEY_FILE
+from lamina.protocol.control import ControlLink, LinkClosedError
+
+from .links import LEDGER_NAME, LendingDoor, Place, open_link
+
+log = logging.getLogger(__name__)
+BLOCK_BYTES = 1 << 20  # of a block that is lent
+TICK_S = 0.1
+BEAT_S = 1.0
+CLAIM_S = 10.0  # for a debtor to come for its guest
+END_S = 1.0  # for a guest to end by itself, once its debtor has told it to
+UNKEYED = {KEY: "", KEY_FILE: ""}
+
+
+class GuestProcess(NamedTuple):
+    """A lease's memory worker. ``life_line``: a descriptor that ends with this process."""
+
+    process: subprocess.Popen[bytes]
+    life_line: int
+
+
+def guest_name(lease: int, debtor: str) -> str:
+    """Of the connection by which a debtor comes for the guest of a lease."""
+    return f"g{lease}:{debtor}"
+
+
+class LendService:
+    """``threads``: of each guest, 0 = as many as there are cores."""
+
+    def __init__(
+        self,
+        place: Place,
+        ledger: Place,
+        key: bytes,
+        name: str,
+        blocks: int,
+        terms: LendingTerms,
+        *,
+        threads: int = 0,
+        busy: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Raises OSError where it cannot listen or there is no ledger, ValueError where that refuses."""
+        self.name, self._ledger_at, self._key, self._threads = name, ledger, key, threads
+        self._ledger: ControlLink | None = self._reach_ledger()
+        self._lock = threading.RLock()
+        self._guests: dict[int, GuestProcess] = {}
+        self._awaited: dict[str, tuple[int, float]] = {}  # by the name of its connection: lease, and until when
+        self._debtors: dict[str, ControlLink] = {}
+        self._beat_at = 0.0
+        self.creditor = Creditor(name, blocks, terms, busy)
+        self._door = LendingDoor(place, key, name, ToCreditor, self._attend, self._claim)
+        self.address = self._door.address
+        self.creditor.terms = replace(terms, address=self.address)
+
+    def serve(self, over: threading.Event) -> None:
+        """Until ``over``: ends leases by their time, and sends heartbeats."""
+        while not over.wait(TICK_S):
+            now = time.monotonic()
+            self._end_overdue(now)
+            if now >= self._beat_at:
+                self._beat_at = now + BEAT_S
+                self._beat(now)
+
+    def recall(self, blocks: int) -> None:
+        """Ask debtors for so many blocks: their leases are not renewed."""
+        with self._lock:
+            orders = [(self.creditor.leases[o.lease].debtor, o) for o in self.creditor.recall(blocks)]
+        for debtor, order in orders:
+            self._tell(debtor, order)
+
+    def close(self) -> None:
+        """End all guests."""
+        self._door.close()
+        for lease in list(self._guests):
+            self._end(lease)
+        if self._ledger is not None:
+            self._ledger.close()
+
+    # Debtors:
+    def _attend(self, name: str, link: ControlLink) -> None:
+        """One debtor, until its link ends, and all its leases with it."""
+        with self._lock:
+            if name in self._debtors:
+                return
+            self._debtors[name] = link
+        try:
+            while True:
+                self._hear(name, link, link.recv())
+        finally:
+            with self._lock:
+                del self._debtors[name]
+                leases = [x.number for x in self.creditor.leases.values() if x.debtor == name]
+            for lease in leases:
+                self._end(lease)
+
+    def _hear(self, name: str, link: ControlLink, message: Any) -> None:
+        now = time.monotonic()
+        if getattr(message, "debtor", name) != name:
+            raise LinkClosedError(f"{name} speaks for {message.debtor}")
+        if isinstance(message, LoanAsk):
+            with self._lock:
+                answer = self.creditor.take(message, now)
+                if isinstance(answer, LoanGranted):
+                    self._awaited[guest_name(answer.lease, name)] = answer.lease, now + CLAIM_S
+                    log.info("lease %d: %d MiB to %s", answer.lease, answer.blocks, name)
+            if answer is not None:
+                link.send(answer)
+        elif isinstance(message, Renew):
+            whole = tuple(LeaseLeft(x.lease, MOST_BLOCKS) for x in message.leases)  # a guest gives nothing back in part
+            with self._lock:
+                renewed = self.creditor.renew(msgspec.structs.replace(message, leases=whole), now)
+            link.send(renewed)
+        elif isinstance(message, GiveBack) and not message.left.blocks:
+            self._end(message.left.lease, debtor=name)
+
+    def _tell(self, debtor: str, message: msgspec.Struct) -> None:
+        link = self._debtors.get(debtor)
+        if link is not None:
+            with contextlib.suppress(LinkClosedError):
+                link.send(message)
+
+    # Guests:
+    def _claim(self, name: str, sock: Any, keys: bytes) -> bool:
+        """A debtor comes for the guest of its lease: that process has this connection from now on."""
+        with self._lock:
+            awaited = self._awaited.pop(name, None)
+            if awaited is None or awaited[0] not in self.creditor.leases:
+                return False
+            lease = awaited[0]
+            with sock:
+                process, life_line = supervised("memory", sock, keys, self._threads, **UNKEYED)
+            self._guests[lease] = GuestProcess(process, life_line)
+            self.creditor.in_use.add(lease)
+        threading.Thread(target=self._watch, args=(lease, process), name=f"lamina-guest-{lease}", daemon=True).start()
+        return True
+
+    def _watch(self, lease: int, process: subprocess.Popen[bytes]) -> None:
+        fate = in_words(process.wait())
+        with self._lock:
+            guest = self._guests.pop(lease, None)
+            debtor = self.creditor.leases[lease].debtor if lease in self.creditor.leases else ""
+            if debtor:
+                self.creditor.end(lease)
+        if guest is not None:
+            os.close(guest.life_line)
+        log.info("lease %d: its memory worker %s", lease, fate)
+        if debtor:
+            self._tell(debtor, GuestEnded(lease=lease, fate=fate))
+
+    def _end(self, lease: int, debtor: str = "") -> None:
+        """Its blocks are free once its process is gone."""
+        with self._lock:
+            held = self.creditor.leases.get(lease)
+            if held is None or (debtor and held.debtor != debtor):
+                return
+            guest = self._guests.get(lease)
+            if guest is None:
+                self.creditor.end(lease)
+                return
+        try:
+            guest.process.wait(END_S if debtor else 0.0)
+        except subprocess.TimeoutExpired:
+            guest.process.kill()
+
+    def _end_overdue(self, now: float) -> None:
+        with self._lock:
+            late = [lease for lease, until in self._awaited.values() if until <= now]
+            self._awaited = {n: x for n, x in self._awaited.items() if x[1] > now}
+            over = [x.number for x in self.creditor.leases.values() if x.until <= now]
+        for lease in {*late, *over}:
+            self._end(lease)
+
+    # The ledger:
+    def _beat(self, now: float) -> None:
+        try:
+            self._ledger = self._ledger or self._reach_ledger()
+            with self._lock:
+                message = self.creditor.heartbeat(now)
+            self._ledger.send(message)
+        except (OSError, ValueError, LinkClosedError):  # it comes back, or another one does
+            if self._ledger is not None:
+                self._ledger.close()
+            self._ledger = None
+
+    def _reach_ledger(self) -> ControlLink:
+        return open_link(self._ledger_at, self._key, OfLedger, name=self.name, peer=LEDGER_NAME, what="ledger")

@@ -1,0 +1,217 @@
+"""A debtor's links: one to the ledger, one to each creditor, on a thread of its own that asks, renews and gives back.
+
+What a debtor has is decided by lamina.lending.debtor; here its messages go out, and each lease gets the control link of
+its memory worker. Whoever uses these workers is told by the end of that link that one is lost.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from lamina.fleet.launchers.remote_worker import any_port, connect
+from lamina.lending.debtor import LEDGER, Borrowed, BorrowingTerms, Debtor, Outgoing
+from lamina.lending.messages import GuestEnded, OfCreditor, OfLedger
+from lamina.netstack import ChannelError
+from lamina.protocol.control import ControlLink, LinkClosedError
+from lamina.protocol.sealed import SealedSocket
+
+from .lend_service import BLOCK_BYTES, guest_name
+from .links import LEDGER_NAME, Place, open_link, parse_place
+
+log = logging.getLogger(__name__)
+TICK_S = 0.05
+AGAIN_S = 1.0  # between tries to reach a ledger that has gone
+REACH_S = 2.0
+LEASE_KEY_BYTES = 32
+
+
+class GuestWorker:
+    """The memory worker of a lease, as its debtor sees it. ``key``: a fresh one, which its peers must prove."""
+
+    role, pid, stopped = "memory", 0, False
+
+    def __init__(self, loan: Borrowed, host: str, sock: SealedSocket, links: LoanLinks) -> None:
+        self.loan, self.sock, self.index = loan, sock, -1
+        self.place = "" if ipaddress.ip_address(host).is_loopback else any_port(host)
+        self.key = secrets.token_bytes(LEASE_KEY_BYTES)
+        self.nbytes = loan.blocks * BLOCK_BYTES
+        self.lost = ""  # how it ended
+        self._links = links
+
+    @property
+    def recalled(self) -> bool:
+        """Whether its creditor wants it back."""
+        return self.loan.recalled > 0
+
+    def fate(self) -> str | None:
+        return (self.lost and f"on loan from {self.loan.creditor} {self.lost}") or None
+
+    def join(self, timeout_s: float) -> None:
+        """Its memory goes back; nobody waits for it."""
+        self._links.give_back(self)
+
+
+class LoanLinks:
+    """``arrived``: guests that nobody has taken yet. All methods are safe from any thread, and wait for nobody."""
+
+    def __init__(self, ledger: Place, key: bytes, name: str, place: str = "") -> None:
+        """Raises OSError where there is no ledger, ValueError where that refuses."""
+        self.name, self._ledger_at, self._key = name, ledger, key
+        self.arrived: deque[GuestWorker] = deque()
+        self._lock = threading.RLock()
+        self._debtor = Debtor(name, BorrowingTerms(place))
+        self._guests: dict[tuple[str, int], GuestWorker] = {}
+        self._inbox: queue.SimpleQueue[tuple[str, ControlLink, Any]] = queue.SimpleQueue()
+        self._links: dict[str, ControlLink] = {}
+        self._ledger_tried = 0.0
+        self._over = threading.Event()
+        self._links[LEDGER] = self._open(LEDGER)
+        self._thread = threading.Thread(target=self._run, name="lamina-loans", daemon=True)
+        self._thread.start()
+
+    def want(self, blocks: int) -> None:
+        """So many more than there are, or are on their way."""
+        with self._lock:
+            self._debtor.wanted = blocks
+
+    @property
+    def borrowed(self) -> int:
+        """Blocks."""
+        with self._lock:
+            return self._debtor.blocks
+
+    @property
+    def refusals(self) -> int:
+        return self._debtor.refusals
+
+    @property
+    def by_creditor(self) -> dict[str, int]:
+        """Blocks."""
+        with self._lock:
+            counts: dict[str, int] = {}
+            for loan in self._debtor.loans.values():
+                counts[loan.creditor] = counts.get(loan.creditor, 0) + loan.blocks
+            return counts
+
+    def give_back(self, guest: GuestWorker) -> None:
+        """End its lease. Idempotent."""
+        key = guest.loan.creditor, guest.loan.lease
+        with self._lock:
+            self._guests.pop(key, None)
+            out = self._debtor.give_back(*key, 0) if key in self._debtor.loans else []
+        self._send(out)
+
+    def close(self) -> None:
+        """End all leases, by the end of their links. Idempotent."""
+        self._over.set()
+        self._thread.join(REACH_S)
+        for link in list(self._links.values()):
+            link.close()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            try:
+                peer, link, message = self._inbox.get(timeout=TICK_S)
+            except queue.Empty:
+                peer, link, message = "", None, None
+            out = list[Outgoing]()
+            with self._lock:
+                now = time.monotonic()
+                if message is not None and self._links.get(peer) is link:
+                    out += self._hear(peer, message, now)
+                out += self._debtor.tick(now)
+            self._send(out)
+            self._meet_guests()
+            self._part()
+
+    def _hear(self, peer: str, message: Any, now: float) -> list[Outgoing]:
+        if isinstance(message, Exception):
+            del self._links[peer]
+            if peer != LEDGER:
+                self._debtor.lost(peer)
+            return []
+        if isinstance(message, GuestEnded):
+            self._debtor.loans.pop((peer, message.lease), None)
+            if (guest := self._guests.get((peer, message.lease))) is not None:
+                guest.lost = message.fate
+            return []
+        if getattr(message, "creditor", peer) != peer:
+            return []
+        return self._debtor.hear(message, now)
+
+    # Guests:
+    def _meet_guests(self) -> None:
+        """The control links of memory workers of new leases."""
+        with self._lock:
+            new = [(key, loan) for key, loan in self._debtor.loans.items() if key not in self._guests]
+        for key, loan in new:
+            try:
+                place = parse_place(self._debtor.addresses[loan.creditor], "a creditor's address")
+                name = guest_name(loan.lease, self.name)
+                sock = connect(*place, self._key, REACH_S, name=name, peer=loan.creditor)
+            except (OSError, ChannelError, ValueError) as error:
+                log.warning("no memory worker of %s: %s", loan.creditor, error)
+                with self._lock:
+                    out = self._debtor.give_back(*key, 0) if key in self._debtor.loans else []
+                self._send(out)
+                continue
+            guest = GuestWorker(loan, place[0], sock, self)
+            log.info("borrowed %d MiB of %s", loan.blocks, loan.creditor)
+            with self._lock:
+                self._guests[key] = guest
+            self.arrived.append(guest)
+
+    def _part(self) -> None:
+        """From guests whose leases have ended: their users see it by the end of the link."""
+        with self._lock:
+            over = [key for key in self._guests if key not in self._debtor.loans]
+            guests = [self._guests.pop(key) for key in over]
+        for guest in guests:
+            guest.lost = guest.lost or "ended with its lease"
+            with suppress(OSError):
+                guest.sock.shutdown(socket.SHUT_RDWR)
+
+    # Links:
+    def _send(self, out: list[Outgoing]) -> None:
+        for to, message in out:
+            with suppress(OSError, ValueError, LinkClosedError):  # who does not get it is asked again, or another one
+                self._link_to(to).send(message)
+
+    def _link_to(self, peer: str) -> ControlLink:
+        with self._lock:
+            link = self._links.get(peer)
+        if link is None:
+            link = self._open(peer)
+            with self._lock:
+                self._links[peer] = link
+        return link
+
+    def _open(self, peer: str) -> ControlLink:
+        if peer == LEDGER:
+            if (now := time.monotonic()) - self._ledger_tried < AGAIN_S:
+                raise OSError("the ledger has gone")
+            self._ledger_tried = now
+            link = open_link(self._ledger_at, self._key, OfLedger, name=self.name, peer=LEDGER_NAME, what="ledger")
+        else:
+            place = parse_place(self._debtor.addresses[peer], "a creditor's address")
+            link = open_link(place, self._key, OfCreditor, name=self.name, peer=peer, what="creditor")
+        threading.Thread(target=self._read, args=(peer, link), name="lamina-loan-link", daemon=True).start()
+        return link
+
+    def _read(self, peer: str, link: ControlLink) -> None:
+        try:
+            while True:
+                self._inbox.put((peer, link, link.recv()))
+        except (LinkClosedError, msgspec.MsgspecError) as error:
+            self._inbox.put((peer, link, error))

@@ -1,0 +1,244 @@
+"""The ledger, creditors and debtors over real links, with real memory workers as guests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lamina.cli.launch import main
+from lamina.fleet.lending import links
+from lamina.fleet.lending.ledger_service import LedgerService
+from lamina.fleet.lending.lend_service import LendService
+from lamina.fleet.lending.links import open_link
+from lamina.fleet.lending.loan_links import GuestWorker, LoanLinks
+from lamina.lending.creditor import LendingTerms
+from lamina.lending.messages import AskDebts, DebtsAre, LoanAsk, LoanGranted, OfCreditor, OfLedger
+from lamina.protocol.control import ControlLink, LinkClosedError, MemoryReady, StartMemory
+
+KEY = b"k" * 32
+HERE = "127.0.0.1", 0
+SOON_S = 30.0
+
+
+def until(true: Callable[[], Any], what: str) -> Any:
+    deadline, wait = time.monotonic() + SOON_S, threading.Event()
+    while not (value := true()):
+        assert time.monotonic() < deadline, what
+        wait.wait(0.01)
+    return value
+
+
+class Street:
+    """A ledger, and whoever lends and borrows by it; all ends with the test."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack, self._over = stack, threading.Event()
+        with socket.create_server(HERE) as free:
+            self.place = "127.0.0.1", free.getsockname()[1]
+        self.ledger = self.open_ledger()
+
+    def open_ledger(self) -> LedgerService:
+        service: LedgerService = self._run(LedgerService(self.place, KEY))
+        return service
+
+    def _run(self, service: Any) -> Any:
+        thread = threading.Thread(target=service.serve, args=(self._over,))
+        thread.start()
+        self._stack.callback(thread.join)
+        self._stack.callback(service.close)
+        self._stack.callback(self._over.set)
+        return service
+
+    def creditor(self, name: str, blocks: int, **terms: Any) -> LendService:
+        own = LendingTerms(**{"cap": blocks, "debtor_cap": blocks, **terms})
+        service: LendService = self._run(LendService(HERE, self.place, KEY, name, blocks, own, threads=1))
+        until(lambda: name in self.shown(), f"{name} is not known")
+        return service
+
+    def debtor(self, name: str) -> LoanLinks:
+        debtor = LoanLinks(self.place, KEY, name)
+        self._stack.callback(debtor.close)
+        return debtor
+
+    def shown(self) -> dict[str, Any]:
+        link = open_link(self.place, KEY, OfLedger, name="show", peer=links.LEDGER_NAME, what="ledger")
+        link.send(AskDebts())
+        answer: DebtsAre = link.recv(SOON_S)
+        link.close()
+        return {row.name: row for row in answer.lenders}
+
+
+@pytest.fixture
+def street() -> Iterator[Street]:
+    with ExitStack() as stack:
+        yield Street(stack)
+
+
+def guest_of(debtor: LoanLinks) -> GuestWorker:
+    until(lambda: debtor.arrived, "nobody has lent anything")
+    return debtor.arrived.popleft()
+
+
+def pid_of(service: LendService) -> int:
+    (guest,) = until(service._guests.values, "the guest does not start")
+    return guest.process.pid
+
+
+def test_a_guest_is_a_memory_worker_with_a_key_of_its_own_and_none_of_the_cluster(
+    street: Street, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAMINA_CLUSTER_KEY", KEY.hex())
+    service, debtor = street.creditor("c", 8), street.debtor("d")
+    debtor.want(5)
+    guest = guest_of(debtor)
+    assert (guest.nbytes, service.creditor.lent_to("d"), len(guest.key)) == (5 << 20, 5, 32)
+    environment = Path(f"/proc/{pid_of(service)}/environ").read_bytes()
+    assert KEY.hex().encode() not in environment
+    link = ControlLink(guest.sock, MemoryReady)
+    link.send(StartMemory(scheme="shm", address="", name="g", key=guest.key, threads=1))
+    assert link.recv(SOON_S).url.startswith("shm://")
+    debtor.give_back(guest)
+    until(lambda: service.creditor.free == 8, "the blocks do not come back")
+    with pytest.raises(LinkClosedError):
+        link.recv(SOON_S)
+
+
+def test_two_debtors_race_for_one_creditor_and_one_is_refused(street: Street) -> None:
+    """The ledger has said the same to both, and stands still from then on."""
+    service, first, second = street.creditor("c", 8), street.debtor("d1"), street.debtor("d2")
+    monkey = street.ledger._ledger
+    right = monkey.answer
+    monkey.answer = lambda query, now: (setattr(monkey.entries["c"], "promised", 0), right(query, now))[1]
+    for debtor in (first, second):
+        debtor.want(6)
+    lent = until(lambda: first.arrived or second.arrived, "nobody gets anything")
+    until(lambda: first.refusals + second.refusals, "nobody is refused")
+    assert service.creditor.lent == 6
+    winner = first if lent is first.arrived else second
+    winner.give_back(winner.arrived.popleft())
+    loser = second if winner is first else first
+    assert guest_of(loser).nbytes == 6 << 20
+
+
+@pytest.mark.parametrize("end", ["debtor", "guest", "creditor"])
+def test_whoever_dies_ends_the_lease_and_no_other(end: str, street: Street) -> None:
+    service, other = street.creditor("c", 8), street.creditor("e", 3)
+    debtor, beside = street.debtor("d"), street.debtor("b")
+    debtor.want(8)
+    guest = guest_of(debtor)
+    beside.want(3)
+    kept = guest_of(beside)
+    began = time.monotonic()
+    if end == "debtor":
+        debtor.close()
+    elif end == "guest":
+        os.kill(pid_of(service), signal.SIGKILL)
+    else:
+        service.close()
+    until(lambda: service.creditor.free == 8 if end != "creditor" else guest.fate(), "the lease goes on")
+    assert time.monotonic() - began < SOON_S
+    if end != "debtor":
+        assert "on loan from c" in str(until(guest.fate, "the debtor does not know"))
+    assert kept.fate() is None
+    assert other.creditor.lent == 3
+
+
+def test_without_the_ledger_leases_are_renewed_and_new_loans_wait(street: Street) -> None:
+    service, debtor = street.creditor("c", 8, lease_s=1.0), street.debtor("d")
+    debtor.want(3)
+    guest = guest_of(debtor)
+    street.ledger.close()
+    lease = next(iter(service.creditor.leases.values()))
+    first = lease.until
+    debtor.want(2)
+    until(lambda: lease.until > first + 1.0, "it is not renewed")
+    assert guest.fate() is None
+    assert not debtor.arrived
+    street.open_ledger()
+    assert guest_of(debtor).nbytes == 2 << 20
+
+
+def test_a_recall_is_told_and_not_renewed(street: Street) -> None:
+    service, debtor = street.creditor("c", 8, lease_s=1.0), street.debtor("d")
+    debtor.want(3)
+    guest = guest_of(debtor)
+    service.recall(1)
+    until(lambda: guest.recalled, "the debtor is not told")
+    until(lambda: service.creditor.free == 8, "a debtor that does not heed it keeps the memory")
+    assert until(guest.fate, "the debtor does not know")
+
+
+def test_nobody_speaks_for_another(street: Street) -> None:
+    service = street.creditor("c", 8)
+    at = "127.0.0.1", int(service.address.rpartition(":")[2])
+    link = open_link(at, KEY, OfCreditor, name="liar", peer="c", what="creditor")
+    link.send(LoanAsk(debtor="d", number=1, blocks=2))
+    with pytest.raises(LinkClosedError):
+        link.recv(SOON_S)
+    assert service.creditor.lent == 0
+    honest = open_link(at, KEY, OfCreditor, name="d", peer="c", what="creditor")
+    honest.send(LoanAsk(debtor="d", number=1, blocks=2))
+    assert isinstance(honest.recv(SOON_S), LoanGranted)
+    honest.close()
+    until(lambda: service.creditor.free == 8, "the link's end does not end the lease")
+
+
+def test_show_tells_who_has_what(
+    street: Street, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAMINA_CLUSTER_KEY", KEY.hex())
+    street.creditor("c", 8)
+    debtor = street.debtor("d")
+    debtor.want(5)
+    guest_of(debtor)
+    until(lambda: street.shown()["c"].lent, "the ledger does not know")
+    assert main(["ledger", "show", street.ledger.address, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (row,) = told["creditors"]
+    assert (row["free"], row["lent"], row["cap"], row["debtors"]) == (3, 5, 8, {"d": 5})
+    assert (told["remote_share"], told["cycles"]) == (0.625, [])
+    assert main(["ledger", "show", street.ledger.address]) == 0
+    assert "d 5" in capsys.readouterr().out
+
+
+BAD = {
+    "--lend must be above 0 and at most 1": ["--lend", "1.5"],
+    "--lend-memory": ["--lend-memory", "900000GiB"],
+    "HOST:PORT": ["--address", "nowhere"],
+    "--lease-s": ["--lease-s", "0"],
+    "there is no ledger at 127.0.0.1:9": ["--ledger", "127.0.0.1:9", "--lend-memory", "2MiB"],
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_is_one_line(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAMINA_CLUSTER_KEY", KEY.hex())
+    assert main(["lend", "--ledger", "127.0.0.1:9", *BAD[words]]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_another_key_or_version_is_one_line(
+    street: Street, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LAMINA_CLUSTER_KEY", raising=False)
+    show = ["ledger", "show", street.ledger.address]
+    assert main(show) == 2
+    assert "LAMINA_CLUSTER_KEY_FILE" in capsys.readouterr().err
+    monkeypatch.setenv("LAMINA_CLUSTER_KEY", "ab" * 32)
+    assert main(show) == 2
+    assert "refuses this process" in capsys.readouterr().err
+    monkeypatch.setenv("LAMINA_CLUSTER_KEY", KEY.hex())
+    monkeypatch.setattr(links, "VERSION", 7)
+    with pytest.raises(ValueError, match="speaks version 7 .* show version 1: install the same Lamina"):
+        open_link(street.place, KEY, OfLedger, name="show", peer=links.LEDGER_NAME, what="ledger")
