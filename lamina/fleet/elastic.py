@@ -78,10 +78,13 @@ class Elastic:
         self._moves: list[tuple[Member, Recut]] = []  # of the change that is under way, without what is kept
         self._moved_bytes = 0
         self._outcome: Changed | None = None
+        self._told = True  # whether somebody wants it
         self._gone: dict[Member, float] = {}  # who was dismissed, and when it is to have ended
 
-    def plan(self, count: int) -> Change:
-        """``count`` memory workers. Raises ValueError where they cannot be, NotInPlaceError."""
+    def plan(self, count: int, replaced: Sequence[int] = ()) -> Change:
+        """``count`` memory workers. ``replaced``: of as many as there are, who goes and has another one in its place.
+        Raises ValueError where they cannot be, NotInPlaceError.
+        """
         topology, binds = self._cohort.topology, self._cohort.binds
         self._check_in_place()
         if count < 1 or count % topology.tensor_parallel_size:
@@ -95,15 +98,17 @@ class Elastic:
         more = sum(bind.kv_bytes for rank in by_rank for bind in rank) - sum(map(sum, had))
         # Those that stay hold a layer twice while it moves.
         more += sum(b.kv_bytes // len(b.layers) for rank in by_rank for b in rank[: len(had[0])])
+        more += sum(by_rank[w % len(by_rank)][w // len(by_rank)].kv_bytes for w in replaced)  # it has its own till then
         if not self._config.launching.elsewhere and more > (free := self._free()):
             raise ValueError(too_little(more, free))
         number = topology.tensor_parallel_size
         ranks = [together(_bounds(rank), lambda w, r=r: w * number + r) for r, rank in enumerate(by_rank)]  # type: ignore[misc]
         return Change(wanted, by_rank, of_all_ranks(ranks))
 
-    def begin(self, change: Change, leaving: Sequence[int] = ()) -> None:
-        """Start who is to come; nobody waits for them. ``leaving``: memory workers that go, else the last ones do.
-        Raises ValueError, NotInPlaceError, OSError.
+    def begin(self, change: Change, leaving: Sequence[int] = (), *, told: bool = True) -> None:
+        """Start who is to come; nobody waits for them. ``leaving``: memory workers that go, else the last ones do;
+        where as many are to be as there are, others come in their places. ``told``: whether ``take_outcome`` is to say
+        what became of it. Raises ValueError, NotInPlaceError, OSError.
         """
         there, count = self._members.memory, change.topology.memory_workers
         gone, size = list(leaving) or list(range(count, len(there))), change.topology.tensor_parallel_size
@@ -111,20 +116,27 @@ class Elastic:
             raise ValueError("memory workers come or go already: wait until they have")
         if len(there) - len(gone) > count or not set(gone) <= set(range(len(there))):
             raise ValueError(f"memory workers {gone} are to go, of {len(there)}, and {count} are to stay")
-        stay = staying(there, gone, size)
-        if not self._cohort.may_have(max(count, len(there))):  # who is to go may die, and be replaced, before
+        fresh = gone if count == len(there) else range(len(staying(there, gone, size)), count)
+        most = len(there) + len(fresh) if count == len(there) else max(count, len(there))
+        if not self._cohort.may_have(most):  # who is to go may die, and be replaced, before
             raise NotInPlaceError("its launcher starts no more workers while others run")
-        self._change, self._going = change, gone
+        self._change, self._going, self._told = change, gone, told
         self._deadline = self._clock() + self._config.deadlines.start_timeout_s
         try:
-            for index in range(len(stay), count):
+            for index in fresh:
                 self._coming[self._cohort.start_beside("memory", index)] = ""
         except (OSError, ValueError) as error:
             self._give_up(str(error))
             raise
-        self._preparing = {m: change.binds[i % size][i // size] for i, m in enumerate([*stay, *self._coming])}
-        for member in stay:
+        after = seated(there, gone, list(self._coming), size)
+        self._preparing = {m: change.binds[i % size][i // size] for i, m in enumerate(after)}
+        for member in (m for m in after if m not in self._coming):
             self._tell(member, MakeRoom(self._preparing[member]))
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a change was asked for that is not over."""
+        return bool(self._change or self._moves or self._paused_at)
 
     @property
     def preparing(self) -> bool:
@@ -157,9 +169,9 @@ class Elastic:
         change, before = self._change, self._members.memory
         self._change, self._paused_at, self._moved_bytes = None, paused_at, 0
         self._leaving, size = [before[i] for i in self._going], change.topology.tensor_parallel_size
-        stay = staying(before, self._going, size)
-        after = stay + list(self._coming)
-        self._cohort.may_have(len(after), [before.index(m) for m in stay])
+        after = seated(before, self._going, list(self._coming), size)
+        stay = [before.index(m) for m in after if m not in self._coming]
+        self._cohort.may_have(len(after), stay if len(after) != len(before) else ())
         partitions = [bind.partition for bind in self._cohort.binds]
         for member in before:
             self._members.remove(member)
@@ -222,17 +234,22 @@ class Elastic:
     def end(self) -> None:
         """All have met anew."""
         if self._paused_at:
-            self._outcome = Changed("", self._clock() - self._paused_at, self._moved_bytes)
-            self._paused_at = 0.0
+            changed = Changed("", self._clock() - self._paused_at, self._moved_bytes)
+            log.info("KV has moved: %d bytes, %.3f s", changed.moved_bytes, changed.pause_s)
+            self._outcome, self._paused_at = changed if self._told else None, 0.0
 
     def take_outcome(self) -> Changed | None:
         """Of the last change, once it is over, and once only."""
+        self.reap()
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    def reap(self) -> None:
+        """Wait for the processes of those that have gone; who takes long ends by force."""
         now = self._clock()
         for member in [m for m, due in self._gone.items() if now > due or m.handle.fate() is not None]:
             member.handle.join(0.0)
             del self._gone[member]
-        outcome, self._outcome = self._outcome, None
-        return outcome
 
     def close(self) -> None:
         """End all who are not members. Idempotent."""
@@ -327,7 +344,7 @@ class Elastic:
         for member in self._members.memory:
             self._tell(member, MakeRoom(None))
         self._change, self._going, self._coming, self._preparing = None, [], {}, {}
-        self._outcome = Changed(why)
+        self._outcome = Changed(why) if self._told else None
 
     def _dismiss(self, members: Iterable[Member]) -> None:
         """Have them end; nobody waits until their memory is the host's again."""
@@ -335,6 +352,16 @@ class Elastic:
             self._tell(member, Stop())
             member.link.close()
             self._gone[member] = self._clock() + JOIN_S
+
+
+def seated(there: Sequence[Member], gone: Collection[int], coming: Sequence[Member], size: int) -> list[Member]:
+    """Of memory workers ``there`` and those that come, who there is to be, in order: as many as go take their places,
+    else see ``staying``.
+    """
+    if len(coming) == len(gone):
+        new = iter(coming)
+        return [next(new) if i in gone else member for i, member in enumerate(there)]
+    return staying(there, gone, size) + list(coming)
 
 
 def staying(there: Sequence[Member], gone: Collection[int], size: int) -> list[Member]:

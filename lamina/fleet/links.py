@@ -21,7 +21,7 @@ from lamina.protocol.control import (
     StepDone,
     Trace,
 )
-from lamina.protocol.recut import Recutted, RoomMade
+from lamina.protocol.recut import Leaving, Recutted, RoomMade
 from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import StoredPages, Transferred
 
@@ -30,6 +30,7 @@ from .launchers import WorkerHandle
 FROM_WORKERS = (
     MemoryReady | Loaded | ComputeReady | Progress | StepDone | Stats | ClockTime | Rate | Trace
     | Halted | Broken | Failed | StoredPages | Transferred | Scored | RoomMade | Recutted
+    | Leaving
 )  # fmt: skip
 
 

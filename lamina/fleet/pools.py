@@ -25,6 +25,7 @@ from .cohort import Cohort
 from .counters import Counters
 from .elastic import Elastic
 from .members import JOIN_AFTER_LOSS_S, JOIN_S, BadInputError, LostError, Member, Members
+from .notices import Notices
 from .supervise import Supervisor
 from .tiers import num_reports
 
@@ -50,6 +51,7 @@ class Pools:
         self._cohort = Cohort(config, self._members, on_progress, trace=self.tracer.on, clock=clock)
         self._supervisor = Supervisor(config, self._members, self._cohort, clock)
         self.elastic = Elastic(config, self._members, self._cohort, clock)
+        self._notices = Notices(self._members, self.elastic)
         self._loss: LostError | None = None  # that is to be made good
         self.recovering = False  # whether one is being made good
         self._meanwhile: Callable[[], None] = lambda: None
@@ -148,6 +150,8 @@ class Pools:
         start = self.tracer.recorder.now()
         done: StepDone | Transferred | Scored | None = None
         with self._lock:
+            if self._loss is None:
+                self._notices.heed()
             if self._loss is None and not self.elastic.due():
                 with self._or_note():
                     done = self._next_done()
@@ -162,6 +166,7 @@ class Pools:
                 self._supervisor.tend_spares()
                 with self._or_note():
                     self._members.check()
+                    self._notices.heed()
             return None if self._loss is None and not self.elastic.due() else self._halt()
 
     def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:

@@ -32,7 +32,8 @@ from lamina.protocol.control import (
     Stop,
 )
 from lamina.protocol.plan import Bind, ProtocolError
-from lamina.protocol.recut import MakeRoom, Recut, Recutted, RoomMade
+from lamina.protocol.recut import Leaving, MakeRoom, Recut, Recutted, RoomMade
+from lamina.workers.process import on_notice
 from lamina.workers.service import WorkerService
 from lamina.workers.view import ViewDoor
 
@@ -45,6 +46,12 @@ FROM_DRIVER = StartMemory | Connect | Halt | MakeRoom | Recut | AskStats | AskCl
 def serve_memory(sock: socket.socket) -> None:
     """Serve one driver, over its control socket, until the link ends or says Stop."""
     link = ControlLink(sock, FROM_DRIVER)
+
+    def leave() -> None:
+        with suppress(LinkClosedError):
+            link.send(Leaving())
+
+    on_notice(leave)
     try:
         start = link.recv()
     except LinkClosedError:

@@ -19,6 +19,12 @@ from .placement import Place, Placement
 from .plan import Bind, Keep
 
 
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """Memory worker -> driver, at any time: somebody wants this process to end soon, with SIGTERM. It serves until it
+    is told to stop, or is killed.
+    """
+
+
 class MakeRoom(msgspec.Struct, frozen=True, tag="make-room"):
     """Driver -> memory worker, at any time: a Recut to ``bind`` may come; have memory ready. None: it does not come.
     Answered by RoomMade, but for None.

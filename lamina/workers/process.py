@@ -56,8 +56,24 @@ def run_process(control_fd: int, serve: Callable[[socket.socket], None], life_li
     serve(sock)
 
 
+def on_notice(call: Callable[[], None]) -> None:
+    """Have SIGTERM call ``call``, and not end this process, for a worker that has something to give away first. For the
+    main thread, before it makes others; in a process whose main thread it is not SIGTERM stays what it is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # no wait of any thread is broken off by it
+
+    def watch() -> None:
+        while signal.sigwait([signal.SIGTERM]):
+            call()
+
+    threading.Thread(target=watch, name="lamina-notice", daemon=True).start()
+
+
 def _exit_when_orphaned(watched: list[int]) -> None:
     """``watched``: the control link first."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # the main thread's, which may await it
     poll = select.poll()
     for fd in watched:
         poll.register(fd, select.POLLRDHUP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,19 @@ PROMPTS = [[7 + i % 200 for i in range(n)] for n in (3, 140, 290)]
 
 
 def open_llm(path: Path, **options: Any) -> LLM:
-    return LLM(str(path), memory_workers=2, deterministic=True, prefill_chunk=64, kv_memory="20MiB", **options)
+    chosen = {"memory_workers": 2, "deterministic": True, "prefill_chunk": 64, "kv_memory": "20MiB", **options}
+    return LLM(str(path), **chosen)
 
 
 def change(llm: LLM, count: int, leaving: Sequence[int] = ()) -> None:
     wanted = llm.pools.elastic.plan(count)
     llm.engine.check_room(wanted.capacity)
     llm.pools.elastic.begin(wanted, leaving)
+
+
+def wait_for_room(llm: LLM) -> None:
+    while llm.pools.elastic._change and not llm.pools.elastic.due():
+        llm.pools._members.check()
 
 
 def steps(llm: LLM, outputs: dict[int, Any]) -> Iterator[Changed | None]:
@@ -49,8 +56,7 @@ def run(llm: LLM, sizes: Sequence[tuple[int, list[int]]] = ()) -> tuple[list[Any
         if left and not busy and len(outputs) == len(ids):
             change(llm, *left.pop(0))
             busy = True
-            while llm.pools.elastic._change and not llm.pools.elastic.due():
-                llm.pools._members.check()
+            wait_for_room(llm)
     llm.engine.settle()
     llm.engine._ledger.check_integrity()
     return [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids], found
@@ -204,3 +210,40 @@ def test_what_cannot_be_is_refused_and_nothing_changes(tiny_lm: Path) -> None:
     for words, options in ways.items():
         with LLM(str(tiny_lm), transport="loopback", **options) as llm, pytest.raises(NotInPlaceError, match=words):
             llm.pools.elastic.plan(3)
+
+
+@pytest.mark.parametrize(("workers", "partition"), [(1, "head"), (2, "request")])
+def test_one_that_is_told_to_end_gives_its_kv_to_another_first(workers: int, partition: str, tiny_lm: Path) -> None:
+    options = {"partition": partition, "transport": "shm", "max_recoveries": 0}
+    with open_llm(tiny_lm, memory_workers=workers, **options) as llm:
+        wanted, _ = run(llm)
+        rows, before = counts(llm, "compute", "rows"), llm.pools.pids
+        told, first = before["memory-0"], llm.pools._members.memory[0]
+        ids, outputs = [llm.engine.add(p, PARAMS) for p in PROMPTS], dict[int, Any]()
+        for _ in steps(llm, outputs):
+            if len(outputs) == len(ids) and llm.pools.pids == before:
+                os.kill(told, signal.SIGTERM)  # again and again, as some do
+            wait_for_room(llm)
+        found = [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids]
+        assert found == wanted
+        assert [name for name, pid in llm.pools.pids.items() if pid != before[name]] == ["memory-0"]
+        first.handle.join(30.0)
+        assert not Path(f"/proc/{told}").exists()
+        assert counts(llm, "memory", "moved_bytes")
+        assert counts(llm, "compute", "rows") - rows < rows + llm.engine.config.batching.max_num_seqs * 2
+
+
+def test_one_that_cannot_be_replaced_stays_until_it_ends(tiny_lm: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with open_llm(tiny_lm, transport="shm", memory_weights="measured") as llm:
+        told = llm.pools.pids["memory-1"]
+        os.kill(told, signal.SIGTERM)
+        while "keeps its KV until it ends" not in caplog.text:
+            llm.engine.look()
+        assert llm.generate([PROMPTS[0]], PARAMS)[0].outputs[0].finish_reason == "length"
+        assert llm.pools.pids["memory-1"] == told
+
+
+def test_sigterm_stays_that_of_a_process_whose_memory_worker_is_a_thread(tiny_lm: Path) -> None:
+    with open_llm(tiny_lm, transport="loopback"):
+        assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        assert "lamina-notice" not in {thread.name for thread in threading.enumerate()}

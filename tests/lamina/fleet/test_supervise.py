@@ -15,6 +15,7 @@ from lamina.engine.wire import ViewChanged, WorkerError
 from lamina.fleet.cohort import Cohort
 from lamina.fleet.elastic import Elastic, staying
 from lamina.fleet.members import LostError, Members
+from lamina.fleet.notices import Notices
 from lamina.fleet.pools import Pools
 from lamina.fleet.recoveries import RECENT_S
 from lamina.fleet.supervise import Supervisor
@@ -430,6 +431,7 @@ def pools_of(run: Run) -> Pools:
     pools._members, pools._cohort, pools._supervisor = run.members, run.cohort, run.supervisor
     pools._config, pools._clock, pools._lock = run.config, run.world.clock, threading.Lock()
     pools.elastic = Elastic(run.config, run.members, run.cohort, run.world.clock)
+    pools._notices = Notices(run.members, pools.elastic)
     pools._loss, pools.recovering, pools._meanwhile = None, False, lambda: None
     pools._batches, pools.tracer, pools.ready = 3, Tracer(""), run.ready
     pools._expect_nothing()
