@@ -19,7 +19,7 @@ VARIABLES = {
     "LAMINA_NIC_MODEL": "1: the transport nic-model, a NIC in software, may be used: within one host, for tests",
     "LAMINA_MLX5_MODEL": "what LAMINA_NIC_MODEL was called before: it opens nothing, a refusal names the new one",
     "LAMINA_EMULATE": "times of other devices, for compute workers and the attention `emulate`; see lamina.emulate",
-    "LAMINA_EMULATE_MEDIUM": "delays and faults of the medium `emulated`, for tests; see lamina.kv.media.emulated",
+    "LAMINA_EMULATE_MEDIUM": "delays and faults of host memory beside the pool; see lamina.kv.media.emulated",
     "LAMINA_RDMA_DEVICE": "the RDMA device of the transport verbs: NAME, NAME:PORT or NAME:PORT:GID_INDEX",
     "LAMINA_RDMA_TRAFFIC_CLASS": "the traffic class of RoCE packets, 0 to 255: DSCP * 4 + ECN; default: 0",
     "LAMINA_RDMA_SERVICE_LEVEL": "the service level of InfiniBand packets, of RoCE the priority, 0 to 15; default: 0",

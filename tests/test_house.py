@@ -53,7 +53,8 @@ NETWORK_STOREYS = (
 HOUSES = {"lamina": STOREYS, "netstack": NETWORK_STOREYS}
 FACES = ("__init__", "__main__")
 POLICY = (
-    "engine/scheduler.py", "engine/prefill.py", "engine/rounds/steps.py", "engine/sequence.py",
+    "engine/scheduler.py", "engine/prefill.py", "engine/rounds/steps.py", "engine/rounds/early.py",
+    "engine/sequence.py",
     "engine/rounds/pipeline.py", "engine/tuning/tuner.py", "engine/tuning/laws.py", "engine/blocks/tier.py",
     "engine/blocks/newcomers.py", "engine/blocks/prefixes.py", "engine/blocks/room.py",
     "engine/blocks/relief.py", "engine/blocks/sure.py", "engine/blocks/swaps.py", "engine/timing.py", "engine/draws.py",
@@ -70,7 +71,7 @@ POLICY = (
     "engine/blocks/loans.py", "protocol/loans.py", "engine/conductor/__init__.py", "engine/conductor/choice.py",
     "engine/conductor/directory.py", "engine/conductor/estimate.py", "engine/conductor/lines.py",
     "engine/conductor/overload.py", "engine/conductor/squares.py", "engine/conversations/overflow.py",
-    "kv/windows.py", "protocol/blocks/after_op.py", "protocol/blocks/extents.py",
+    "kv/windows.py", "kv/gate.py", "protocol/blocks/after_op.py", "protocol/blocks/extents.py",
     "lending/creditor.py", "lending/debtor.py", "lending/debts.py", "lending/ledger.py", "lending/settler.py",
 )  # fmt: skip
 

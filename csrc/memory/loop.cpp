@@ -43,12 +43,13 @@ Loop::Stage Loop::behind(Stage stage) const {
   return Stage::kBegin;
 }
 
-Result Loop::run(double patience_s, std::uint64_t overdue) {
+Result Loop::run(double patience_s, std::uint64_t overdue, std::size_t limit) {
   patience_s_ = patience_s;
   for (std::size_t i = 0; i < links.size(); ++i)
     if (links[i].calls->engine->stopped()) return {Outcome::kOver, i, Role::receiver, Status::stopped};
   const std::size_t turns = store.layers.size() * steps_.size();
   while (turn_ < turns) {
+    if (turn_ >= limit) return {Outcome::kPause};
     if (stage_ == Stage::kBegin && overdue && now_ns() >= overdue) return {Outcome::kPause};
     const Result result = run_stage(spans.on || stage_ >= Stage::kStored ? now_ns() : 0);
     if (result.outcome == Outcome::kSentHalf) stage_ = Stage::kWrite;  // once it is resumed

@@ -123,8 +123,8 @@ class Loop {
 
   void begin(std::vector<const Step*> steps);
   // Goes on where it was, until something unusual; each wait takes `patience_s` at most, and where `overdue` is over,
-  // which is no time if 0, it pauses before the next turn. Throws std::bad_alloc.
-  Result run(double patience_s, std::uint64_t overdue);
+  // which is no time if 0, it pauses before the next turn; so it does before turn `limit`. Throws std::bad_alloc.
+  Result run(double patience_s, std::uint64_t overdue, std::size_t limit);
   // What the last run has sent half.
   Status resume(std::size_t link);
   std::size_t turn() const { return turn_; }

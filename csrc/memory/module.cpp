@@ -135,10 +135,11 @@ bool resume(Loop& loop, std::size_t link) {
   return true;
 }
 
-// run(patience_s, overdue_s)
+// run(patience_s, overdue_s, limit)
 PyObject* loop_run(PyObject* object, PyObject* args) {
   double patience_s, overdue_s;
-  if (!PyArg_ParseTuple(args, "dd", &patience_s, &overdue_s)) return nullptr;
+  Py_ssize_t limit;
+  if (!PyArg_ParseTuple(args, "ddn", &patience_s, &overdue_s, &limit)) return nullptr;
   Loop& loop = *loop_of(object)->loop;
   std::size_t entered = 0;
   while (entered < loop.links.size() && loop.links[entered].calls->enter(loop.links[entered].calls->channel)) ++entered;
@@ -148,7 +149,7 @@ PyObject* loop_run(PyObject* object, PyObject* args) {
     const std::uint64_t now = now_ns(), overdue = overdue_s > 0 ? deadline_in(overdue_s, now) : overdue_s < 0 ? 0 : now;
     Py_BEGIN_ALLOW_THREADS;
     try {
-      result = loop.run(patience_s, overdue);
+      result = loop.run(patience_s, overdue, std::size_t(limit));
     } catch (const std::bad_alloc&) {
       good = false;
     }

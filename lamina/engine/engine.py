@@ -10,27 +10,29 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from lamina.observe.trace import OFF, Event, Recorder
-from lamina.protocol.control import ALL_BANNED, ComputeReady, Draw, Drawn, RunRound, RunStep, StepDone
+from lamina.protocol.control import ComputeReady, Draw, Drawn, RunRound, RunStep, StepDone
 from lamina.protocol.groups import Capacity
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.plan import Keep
 from lamina.protocol.sparse_ops import Scored
-from lamina.protocol.tiers import Transferred
+from lamina.protocol.tiers import GateOpened, Transferred
 from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes, SamplingParams, Told
 
-from .checks import NOT_FINITE, check_ids, check_session, is_sparse, kv_form, too_long, why_banned
+from .blocks.tier import Moved
+from .checks import check_ids, check_session, is_sparse, kv_form, too_long
 from .configured import blocks_of, check_room, scheduler_of
 from .conversations.overflow import overflow_of
 from .conversations.sessions import SessionName
 from .draws import draw_of, scores_of, seed_of
 from .kept import KeptKV
-from .request import Request, extend
+from .request import Request
+from .rounds.early import EarlyDraws
 from .rounds.steps import ScheduledStep
 from .sequence import Sequence
-from .text import OPEN_BYTES, Pieces, Spell, TextStream, spelled
+from .text import Pieces, Spell, TextStream
 from .timing import Timing
 from .tuning.tuner import Tuner
-from .wire import Clock, ViewChanged, Wire
+from .wire import Clock, Done, ViewChanged, Wire
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Engine:
         self._overflow = overflow_of(config.overflow, self.info.max_model_len, stripe)
         self._timing = Timing(self.scheduler.swaps) if self.scheduler.swaps else None
         self._steps: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
+        self._early = EarlyDraws()
         self._next_round = 0
         self.idle = False  # whether the last pass of the loop found nothing to do: what is left waits for its caller
         self._requests: dict[int, Request] = {}
@@ -129,7 +132,7 @@ class Engine:
             request.output.prompt_logprobs, sequence.num_scored = None, len(sequence.prompt) - 1
         for token, logprobs in zip(told.tokens, told.logprobs or [[]] * len(told.tokens), strict=True):
             sequence.num_drawing += 1
-            self._append(request, sequence, Drawn(sequence.id, token, logprobs))
+            request.append(sequence, Drawn(sequence.id, token, logprobs))
 
     def check(self, prompt: list[int], params: SamplingParams, session: SessionName | None = None) -> None:
         """Raises ValueError, in one line, for a prompt or parameters that cannot be served."""
@@ -274,6 +277,7 @@ class Engine:
             if scores is not None:
                 request.sequences[0].num_scored = len(scores) - 1
         steps, self._steps = self._steps, {}
+        self._early.forget()
         if self._timing:
             self._timing.forget()
         kept = KeptKV(self._ledger, self.info.holders, change.kept)
@@ -287,21 +291,27 @@ class Engine:
         """Raises ValueError where memory workers of ``capacity`` have no room for the KV of all that runs."""
         check_room(self.scheduler, msgspec.structs.replace(self.info, **capacity._asdict()))
 
-    def _take(self, done: StepDone | Transferred | Scored | ViewChanged | None) -> list[RequestOutput]:
+    def _take(self, done: Done | ViewChanged | None) -> list[RequestOutput]:
         if isinstance(done, ViewChanged):
             return self._change(done)
-        return self._moved(done) if isinstance(done, Transferred | Scored) else self._postprocess(done)
+        return self._postprocess(done) if isinstance(done, StepDone | None) else self._moved(done)
 
-    def _moved(self, said: Transferred | Scored) -> list[RequestOutput]:
-        """A memory worker has saved, loaded or scored KV, or has not; the requests that ended by that."""
+    def _moved(self, said: Transferred | GateOpened | Scored) -> list[RequestOutput]:
+        """A memory worker has saved, loaded or scored KV, or has not; the requests that got tokens or ended by that."""
         transfer = self.scheduler.moved(said)
-        if self._timing and transfer is not None and transfer.loaded is not None:
+        if transfer is None or transfer.loaded is None:
+            return self._failed(transfer) if transfer is not None and transfer.error else []
+        if self._timing:
             self._timing.loaded(transfer.loaded, self._clock())
-        if transfer is None or not transfer.error:
-            return []
+        counts = self._early.end(transfer.loaded, failed=bool(transfer.error))
+        return self._failed(transfer) if transfer.error else self._draw(counts)
+
+    def _failed(self, transfer: Moved) -> list[RequestOutput]:
         log.warning("%s", transfer.error)
         request = self._requests.get(transfer.loaded.request_id) if transfer.loaded else None
         if transfer.loaded is None or request is None or self.config.tier.kv_load_failure_policy == "recompute":
+            if request is not None:
+                request.output.num_cached_tokens = None  # to be told anew
             return []
         request.output.outputs[transfer.loaded.output.index].blame = Blame.SERVER
         request.end(transfer.loaded, "error", transfer.error)
@@ -318,7 +328,7 @@ class Engine:
             outputs.append(request.output)
         return outputs
 
-    def _run(self, steps: list[ScheduledStep]) -> StepDone | Transferred | Scored | ViewChanged | None:
+    def _run(self, steps: list[ScheduledStep]) -> Done | ViewChanged | None:
         """Send a round off; then wait for the next step that is done, unless another round can be queued first."""
         if steps:
             self.wire.submit(RunRound(round=self._next_round, steps=[self._prepare(s) for s in steps]))
@@ -354,47 +364,32 @@ class Engine:
         if done is None:
             return []
         step, now = self._steps.pop((done.batch, done.step)), self._clock()
-        touched = {}
         for sequence, drawn in zip(step.scores, done.drawn, strict=False):
             if request := self._requests.get(sequence.request_id):
                 request.add_score(drawn)
-        for sequence, drawn in zip(step.draws, done.drawn[len(step.scores) :], strict=True):
-            request = self._requests.get(sequence.request_id)
-            if sequence.finished or request is None:
-                sequence.num_drawing -= 1  # a row that turned out to be one too many
-                continue
-            self._append(request, sequence, drawn)
-            touched[sequence.request_id] = request
+        outputs = self._draw(zip(step.draws, done.drawn[len(step.scores) :], strict=True))
         finished = self.scheduler.complete(step)
         if finished and self._timing:
             self._timing.done(step.plan.step, finished, now)
         if finished and self._tuner and self._tuner.observe(finished):
             self.follow(self._tuner)
+        return outputs
+
+    def _draw(self, each: Iterable[tuple[Sequence, Drawn]]) -> list[RequestOutput]:
+        """Take drawn tokens in; the requests that got some."""
+        touched = {}
+        for sequence, drawn in each:
+            if self._early.take(sequence, drawn):
+                continue
+            request = self._requests.get(sequence.request_id)
+            if sequence.finished or request is None:
+                sequence.num_drawing -= 1  # a row that turned out to be one too many
+                continue
+            request.append(sequence, drawn)
+            touched[sequence.request_id] = request
         return self._ended(touched.values())
 
     def follow(self, tuner: Tuner) -> None:
         """Have it say how many batches take turns."""
         self._tuner, self.info.summary["plan"] = tuner, tuner.reason
         self.scheduler.regroup(tuner.n)
-
-    def _append(self, request: Request, sequence: Sequence, drawn: Drawn) -> None:
-        output, text = sequence.output, request.texts[sequence.output.index]
-        if sequence.held:
-            request.logits = drawn.logits
-            sequence.wait()
-            return
-        if drawn.token < 0:
-            banned = drawn.token == ALL_BANNED
-            why = why_banned(sequence.params, sequence.num_outputs) if banned else NOT_FINITE
-            output.blame = Blame.CLIENT if banned else Blame.SERVER
-            sequence.num_drawing -= 1
-            request.end(sequence, "error", why)
-            level = logging.INFO if banned else logging.ERROR  # a client's, or the model's
-            log.log(level, "request %d ends behind %d tokens: %s", sequence.request_id, sequence.num_outputs, why)
-            return
-        sequence.append(drawn.token)
-        output.token_ids.append(drawn.token)
-        if output.logprobs is not None:
-            output.logprobs.append(spelled(drawn.logprobs, sequence.tokens[-1 - OPEN_BYTES : -1], request.spell))
-        if text is not None:
-            extend(text, sequence, drawn.token)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from lamina.protocol.control import Drawn
-from lamina.request import RequestOutput
+import logging
 
+from lamina.protocol.control import ALL_BANNED, Drawn
+from lamina.request import Blame, RequestOutput
+
+from .checks import NOT_FINITE, why_banned
 from .sequence import Sequence
 from .text import OPEN_BYTES, Spell, TextStream, spelled
+
+log = logging.getLogger(__name__)
 
 
 class Request:
@@ -37,6 +42,29 @@ class Request:
                 text.finish(search=False)
                 sequence.output.text = text.text
 
+    def append(self, sequence: Sequence, drawn: Drawn) -> None:
+        """Take the token that was drawn for a sequence, or the reason why there is none."""
+        output, text = sequence.output, self.texts[sequence.output.index]
+        if sequence.held:
+            self.logits = drawn.logits
+            sequence.wait()
+            return
+        if drawn.token < 0:
+            banned = drawn.token == ALL_BANNED
+            why = why_banned(sequence.params, sequence.num_outputs) if banned else NOT_FINITE
+            output.blame = Blame.CLIENT if banned else Blame.SERVER
+            sequence.num_drawing -= 1
+            self.end(sequence, "error", why)
+            level = logging.INFO if banned else logging.ERROR  # a client's, or the model's
+            log.log(level, "request %d ends behind %d tokens: %s", sequence.request_id, sequence.num_outputs, why)
+            return
+        sequence.append(drawn.token)
+        output.token_ids.append(drawn.token)
+        if output.logprobs is not None:
+            output.logprobs.append(spelled(drawn.logprobs, sequence.tokens[-1 - OPEN_BYTES : -1], self.spell))
+        if text is not None:
+            _extend(text, sequence, drawn.token)
+
     def add_score(self, drawn: Drawn) -> None:
         """The log-probability of the prompt's next token has come."""
         scores, prompt = self.output.prompt_logprobs, self.output.prompt_token_ids
@@ -44,7 +72,7 @@ class Request:
             scores.append(spelled(drawn.logprobs, prompt[max(0, len(scores) - OPEN_BYTES) : len(scores)], self.spell))
 
 
-def extend(text: TextStream, sequence: Sequence, token: int) -> None:
+def _extend(text: TextStream, sequence: Sequence, token: int) -> None:
     """A token that stopped the sequence has no text of its own; a stop string overrules an end by length."""
     output, search = sequence.output, sequence.num_outputs >= sequence.params.min_tokens
     stop = None if output.finish_reason == "stop" else text.push(token, search=search)

@@ -11,7 +11,7 @@ import msgspec
 
 from lamina.protocol.plan import Keep, SequenceOp, StepPlan, Truncate
 from lamina.protocol.sparse_ops import Scored
-from lamina.protocol.tiers import Transferred
+from lamina.protocol.tiers import GateOpened, Transferred
 
 from .blocks.evictions import Evictions, row_ops
 from .blocks.leaves import Leaves
@@ -143,8 +143,7 @@ class Scheduler:
     @property
     def moving(self) -> bool:
         """Whether KV is being saved, loaded or scored."""
-        moves, scores = self.tier and self.tier.moving, self.evictions and self.evictions.waiting
-        return bool(moves or scores)
+        return bool((self.tier and self.tier.moving) or (self.evictions and self.evictions.waiting))
 
     @property
     def awaits_transfer(self) -> bool:
@@ -152,16 +151,16 @@ class Scheduler:
         waits = (s.num_loading or s.awaits_scores or s.wants_rows for s in self._running)
         return self.moving and (self.num_waiting > 0 or any(waits))
 
-    def moved(self, said: Transferred | Scored) -> Moved | None:
-        """A memory worker has ended a transfer. What has become of all of its sequence, if it was the last. Or it has
-        told how much the blocks of one are attended.
+    def moved(self, said: Transferred | GateOpened | Scored) -> Moved | None:
+        """A memory worker has ended a transfer, loaded enough for first rows, or told how much blocks are attended.
+        What has become of all of a sequence, if that was its last transfer.
         """
-        if isinstance(said, Scored):
-            if self.evictions:
-                self.evictions.report(said)
-            return None
-        transfer = self.tier.report(said) if self.tier else None
-        if transfer is not None and transfer.loaded is not None:
+        if isinstance(said, Scored) and self.evictions:
+            self.evictions.report(said)
+        if isinstance(said, GateOpened) and self.tier:
+            self.tier.open(said)
+        transfer = self.tier.report(said) if self.tier and isinstance(said, Transferred) else None
+        if transfer and transfer.loaded:
             self._forget_swapped(transfer.loaded)
         return transfer
 

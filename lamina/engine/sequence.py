@@ -36,8 +36,9 @@ class Sequence:
     dense: bool = False  # its rows attend all of its KV where those of others attend some
     scores: BlockScores | None = None  # of a sparse one that has had rows, under this id
     awaits_scores: bool = False  # so it has no rows before memory workers have told and its blocks are dropped
-    num_loading: int = 0  # whose KV is being loaded; it has no rows before that is done
+    num_loading: int = 0  # whose KV is being loaded; before that is done it has no rows, or its first ones alone
     num_drawing: int = 0  # tokens being drawn by steps in flight
+    num_spoiled: int = 0  # tokens that steps in flight draw from KV that was not there: they count for nothing
     prefill_worker: int | None = None  # that computes its prompt; it has no rows of its own before that is done
     outlived: bool = False  # a reset of what prompts find: its KV is for nobody else
     num_prefilling: int = 0  # chunks there whose K and V are not stored yet
@@ -75,12 +76,14 @@ class Sequence:
 
     @property
     def wants_rows(self) -> bool:
-        """False while a prefill worker has it, its KV is being loaded or its blocks are scored, once the last token
-        that it may have is known or being drawn, and where its next token is not drawn but chosen, until it is.
+        """False while a prefill worker has it, its blocks are scored or its KV is being loaded, but for its first rows
+        once there is enough of that; once the last token that it may have is known or being drawn, and where its next
+        token is not drawn but chosen, until it is.
         """
         promised = len(self.tokens) + self.num_drawing
         ended = self.finished or promised >= self.max_len or (self.held and self.num_drawing > 0)
-        waits = self.prefill_worker is not None or self.num_loading > 0 or self.awaits_scores
+        loads = self.num_loading > 0 and self.num_scheduled != self.num_loading
+        waits = self.prefill_worker is not None or loads or self.awaits_scores
         return not ended and not waits and self.num_scheduled < promised
 
     @property
@@ -92,6 +95,12 @@ class Sequence:
         """The tokens of scheduled rows; -1 where the step before draws it."""
         known = self.tokens[first : first + count]
         return known if len(known) == count else known + [-1] * (count - len(known))
+
+    def begin_at(self, valid: int) -> None:
+        """So many tokens of what was to be loaded are there, and no more. What rows have seen of it counts not."""
+        self.num_scheduled = self.num_cached = valid
+        self.num_spoiled, self.num_drawing = self.num_spoiled + self.num_drawing, 0
+        self.num_told = -1
 
     def append(self, token: int) -> None:
         """Take a drawn token and decide whether it ends the sequence by token or by length."""
@@ -126,7 +135,7 @@ class Sequence:
         whole = self.prefill_worker is None and kept >= self.num_cached  # others may hold the blocks that it began with
         whole = whole and not self.sparse  # what it has lost is needed to compute the rest again
         self.num_scheduled = min(self.num_scheduled, kept) if whole else 0
-        self.num_drawing = self.num_prefilling = self.num_loading = 0
+        self.num_drawing = self.num_prefilling = self.num_loading = self.num_spoiled = 0
         self.outdated = False
         self.prefill_worker = None
 

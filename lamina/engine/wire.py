@@ -11,7 +11,9 @@ from lamina.protocol.control import ComputeReady, RunRound, StepDone
 from lamina.protocol.groups import Capacity
 from lamina.protocol.plan import Keep
 from lamina.protocol.sparse_ops import Scored
-from lamina.protocol.tiers import Transferred
+from lamina.protocol.tiers import GateOpened, Transferred
+
+Done = StepDone | Transferred | GateOpened | Scored  # a step, a transfer, enough of one, scores
 
 
 class WorkerError(RuntimeError):
@@ -45,10 +47,10 @@ class Wire(Protocol):
         """Queue a chunk of a prompt for a prefill worker; a RunRound of one step. Else as ``submit``."""
         ...
 
-    def wait(self) -> StepDone | Transferred | Scored | ViewChanged:
+    def wait(self) -> Done | ViewChanged:
         """The next step that is done, of compute or prefill workers, or the next transfer that has ended on a memory
-        worker, or what one tells of scores; some must be in flight. Raises WorkerError when a worker is lost and cannot
-        be replaced.
+        worker or has enough there, or what one tells of scores; some must be in flight. Raises WorkerError when a
+        worker is lost and cannot be replaced.
         """
         ...
 

@@ -23,13 +23,13 @@ from lamina.protocol.control import (
 )
 from lamina.protocol.recut import Leaving, Recutted, RoomMade
 from lamina.protocol.sparse_ops import Scored
-from lamina.protocol.tiers import StoredPages, Transferred
+from lamina.protocol.tiers import GateOpened, StoredPages, Transferred
 
 from .launchers import WorkerHandle
 
 FROM_WORKERS = (
     MemoryReady | Loaded | ComputeReady | Progress | StepDone | Stats | ClockTime | Rate | Trace
-    | Halted | Broken | Failed | StoredPages | Transferred | Scored | RoomMade | Recutted
+    | Halted | Broken | Failed | StoredPages | Transferred | GateOpened | Scored | RoomMade | Recutted
     | Leaving
 )  # fmt: skip
 

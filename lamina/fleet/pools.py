@@ -11,14 +11,14 @@ from typing import Any
 
 from msgspec import structs
 
-from lamina.engine.wire import Clock, ViewChanged, WorkerError
+from lamina.engine.wire import Clock, Done, ViewChanged, WorkerError
 from lamina.observe.collect import ROUND_TRIPS, Tracer
 from lamina.observe.trace import Event, Recorder
 from lamina.protocol.control import AskClock, AskStats, ClockTime, ComputeReady, RunRound, Stats, StepDone
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.plan import Keep
 from lamina.protocol.sparse_ops import Scored
-from lamina.protocol.tiers import Transferred
+from lamina.protocol.tiers import GateOpened, Transferred
 
 from .arrivals import Arrivals
 from .cohort import Cohort
@@ -143,12 +143,12 @@ class Pools:
             self._moved_at = self._clock()
         self._reports += reports
 
-    def wait(self) -> StepDone | Transferred | Scored | ViewChanged:
+    def wait(self) -> Done | ViewChanged:
         """The next step, transfer or score that has ended, or the loss of a worker. Raises WorkerError when one cannot
         be replaced.
         """
         start = self.tracer.recorder.now()
-        done: StepDone | Transferred | Scored | None = None
+        done: Done | None = None
         with self._lock:
             if self._loss is None:
                 self._notices.heed()
@@ -227,11 +227,12 @@ class Pools:
         finally:
             self.recovering = False
 
-    def _next_done(self) -> StepDone | Transferred | Scored:
+    def _next_done(self) -> Done:
         while (done := self._arrivals.take()) is None:
             done = self._receive()
-            if isinstance(done, Transferred | Scored):
-                self._reports, self._moved_at = self._reports - 1, self._clock()
+            if isinstance(done, Transferred | GateOpened | Scored):
+                self._reports -= not isinstance(done, GateOpened)  # whose transfer goes on
+                self._moved_at = self._clock()
                 return done
             if done.batch >= self._batches:  # of a prefill worker, whose only link keeps the order
                 break
@@ -248,7 +249,7 @@ class Pools:
         if self._reports:
             owing = owing + self._members.memory
         said = f"for {what} (--step-timeout-s {limit:g})"
-        return self._members.wait_for(owing, StepDone | Transferred | Scored, limit + GRACE_S, said)
+        return self._members.wait_for(owing, Done, limit + GRACE_S, said)
 
     def _note(self, done: StepDone) -> None:
         """Steps of compute workers must not hide that a prefill worker hangs. One that has answered does not, however

@@ -21,10 +21,10 @@ class Loop:
     def begin(self, steps: tuple[RoundStep, ...]) -> None:
         """The next round is theirs. They stay until the one behind it."""
 
-    def run(self, patience_s: float, overdue_s: float) -> int:
-        """Go on until the round is done (0), until nothing has come for ``patience_s`` or the next turn begins behind
-        ``overdue_s`` (< 0: never) (1), or until a message came that is not the one that is due (2): the channel's next
-        ``wait_signal`` has it. The GIL is released. Raises what the channels' own calls do.
+    def run(self, patience_s: float, overdue_s: float, limit: int) -> int:
+        """Go on until the round is done (0), until nothing has come for ``patience_s``, the next turn begins behind
+        ``overdue_s`` (< 0: never) or is turn ``limit`` (1), or until a message came that is not the one that is due
+        (2): the channel's next ``wait_signal`` has it. The GIL is released. Raises what the channels' own calls do.
         """
 
     def at(self) -> tuple[int, int]:

@@ -107,13 +107,14 @@ class PoolAtoms:
             copies |= _named(heads, atoms)
         return copies
 
-    def room(self, at: Located) -> dict[Atom, memoryview]:
-        """Buffers for the page's atoms, as far as they are kept here."""
-        return {atom: data for heads, _, atoms in self._room(at) for atom, data in _named(heads, atoms).items()}
+    def room(self, at: Located, layers: range | None = None) -> dict[Atom, memoryview]:
+        """Buffers for the page's atoms, as far as they are kept here. ``layers``: of these alone."""
+        rooms = self._room(at, layers)
+        return {atom: data for heads, _, atoms in rooms for atom, data in _named(heads, atoms).items()}
 
-    def put(self, at: Located, atoms: Mapping[Atom, memoryview]) -> None:
+    def put(self, at: Located, atoms: Mapping[Atom, memoryview], layers: range | None = None) -> None:
         """Fill the page's blocks with ``atoms``, of ``room``."""
-        for heads, ids, room in self._room(at):
+        for heads, ids, room in self._room(at, layers):
             for row, atom in zip(room, _atoms(heads), strict=True):
                 row[:] = np.frombuffer(atoms[atom], np.uint8)
             for part, new in zip(heads.parts, _split(heads, room, at.tokens), strict=True):
@@ -127,11 +128,11 @@ class PoolAtoms:
                         here = part[block, :, : rows.shape[1]]
                         here.copy_(fresh.view(here.shape))
 
-    def _room(self, at: Located) -> Iterator[tuple[_PieceHeads, tuple[int, ...], Numbers]]:
+    def _room(self, at: Located, layers: range | None = None) -> Iterator[tuple[_PieceHeads, tuple[int, ...], Numbers]]:
         """Each piece that the page has here, its blocks, and bytes for its atoms, [heads, bytes]."""
         for heads in self._heads:
             ids = at.blocks[heads.group]
-            if ids is not None:
+            if ids is not None and (layers is None or heads.layer in layers):
                 yield heads, ids, np.empty((heads.num, heads.form.nbytes(at.tokens)), np.uint8)
 
 

@@ -141,6 +141,8 @@ class Session:
         layers = self._device_layers or self._host_layers()
         while True:
             steps = self._round(layers)
+            if layers is self._device_layers:
+                self._await_loads(steps)
             layers.run(steps)
             for scored in (x for step in steps for x in step.scoring.answers()):
                 self.report(scored)
@@ -148,7 +150,18 @@ class Session:
     def _host_layers(self) -> Layers:
         replicas = self._channels[: self._store.bind.replicas]
         form = NativeLayers if can_be_native(self._store, replicas) else HostLayers
-        return form(replicas, self._inbox, self._store, self._grants, self._meter, self._trace)
+        loads = self.transfers.loads if self.transfers else None
+        return form(replicas, self._inbox, self._store, self._grants, self._meter, self._trace, loads)
+
+    def _await_loads(self, steps: Sequence[Step]) -> None:
+        """Kernels wait for no layer: all that they will see has to be there."""
+        loads = self.transfers.loads if self.transfers else None
+        if loads is None:
+            return
+        for step in steps:
+            while not loads.wait(loads.needed_by(step.plan), len(self._store.layers) - 1, self._grants.patience_s):
+                self._grants.take()
+            loads.settle()
 
     def _round(self, layers: Layers) -> list[Step]:
         """Begin the steps of the next round; those that have rows."""

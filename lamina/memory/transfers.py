@@ -1,10 +1,10 @@
 """Pages on their way between a memory worker's pool and the medium beside it, while rounds go on.
 
-A plan says what is saved and what is loaded. Two threads do it, so that a load, for which a request waits, never waits
-for what is being saved; a third one brings pages nearer that will be loaded (fetches.py). A load fills blocks that
-nobody reads: until its end is reported, its sequence has no rows and keeps its blocks. A save reads blocks that may go
-at any time: the plan that frees them has the pages copied first that still lie there, so that no step waits for a
-medium. Blocks are touched under a lock, for the time of a copy. The end of a view takes back what has not begun, and
+A plan says what is saved and what is loaded. Two threads do it, so that a load (loads.py), for which a request waits,
+never waits for what is being saved; a third one brings pages nearer that will be loaded (fetches.py). A load fills
+blocks that nobody reads before: until its end is reported, its sequence keeps them. A save reads blocks that may go at
+any time: the plan that frees them has the pages copied first that still lie there, so that no step waits for a medium.
+Blocks are touched under a lock, for the time of a copy. The end of a view takes back what has not begun, and
 leaves a call that the medium does not answer to itself; nothing of it comes into the pool or into the medium any more.
 """
 
@@ -19,8 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from lamina.kv.media import AtomLostError, Medium, MediumError
+from lamina.kv.media import Medium, MediumError
 from lamina.kv.pages import DECODE, PAGE, PROMPT, TENANT_BYTES, Atom, Page, Recipe
+from lamina.observe.trace import OFF, Recorder
 from lamina.protocol.blocks.tables import PlanError
 from lamina.protocol.control import LinkClosedError
 from lamina.protocol.placement import Place
@@ -36,15 +37,15 @@ from lamina.protocol.plan import (
     Import,
     ProtocolError,
     Prune,
-    Rows,
     Shift,
     StepPlan,
     Truncate,
 )
-from lamina.protocol.tiers import Transferred
+from lamina.protocol.tiers import GateOpened, Transferred
 
 from .atoms import Located, PoolAtoms
 from .fetches import Fetches
+from .loads import EndedImport, Loads
 from .meter import Meter
 from .store import Store
 
@@ -58,7 +59,7 @@ OF_PROMPTS = Recipe(PROMPT)
 
 @dataclass(eq=False)
 class _Task:
-    op: Export | Import
+    op: Export
     at: list[Located | None]  # by page
     written: bool = True  # whether the pool has all tokens that are to be saved
     left: set[int] = field(default_factory=set)  # pages that are to be read from the pool
@@ -72,11 +73,12 @@ class Transfers:
         self,
         medium: Medium,
         store: Store,
-        report: Callable[[Transferred], None],
+        report: Callable[[Transferred | GateOpened], None],
         meter: Meter,
         view: int = 0,
         rank: int = 0,
         recipe: Recipe = OF_PROMPTS,
+        trace: Recorder = OFF,
     ) -> None:
         """``report`` is called from threads of its own, and may raise what says that nobody listens any more.
         ``recipe``: of pages of prompts.
@@ -85,19 +87,16 @@ class Transfers:
         self._atoms, self._recipe = PoolAtoms(store, rank), recipe
         self._fetches = Fetches(medium, self._atoms, meter)
         self._last = -1  # the number of the last transfer that was begun
-        self._open: dict[type, list[_Task]] = {Import: [], Export: []}  # not settled
-        self._ended: deque[tuple[_Task, int]] = deque()  # not settled, with its tokens
-        self._queues: dict[type, SimpleQueue[_Task | Drop | None]] = {Import: SimpleQueue(), Export: SimpleQueue()}
+        self.loads = Loads(medium, store, self._atoms, meter, self._opened, self._loaded, trace)
+        self._open: list[_Task] = []  # saves that are not settled
+        self._ended: deque[_Task] = deque()  # the same
+        self._queue: SimpleQueue[_Task | Drop | None] = SimpleQueue()
         self._most_copied, self._copied = max(LEAST_COPIED, store.bound.kv_bytes // COPY_SHARE), 0  # bytes
-        self._lock = threading.Lock()  # of the blocks under transfer, the tasks' copies, and the end
+        self._lock = threading.Lock()  # of the blocks that are saved, the tasks' copies, and the end
         self._gives_back = any(store.tables.windows)  # blocks, as rows go on
         self._cancelled = False
-        self._threads = [
-            threading.Thread(target=self._run, args=each, name=f"lamina-{each[1]}", daemon=True)
-            for each in ((Import, "load"), (Export, "save"))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._run, name="lamina-save", daemon=True)
+        self._thread.start()
 
     def pages(self, most: int) -> list[bytes]:
         """Keys of the pages of which the medium has all that this worker can need, ``most`` at most: those that were
@@ -138,21 +137,19 @@ class Transfers:
             if isinstance(op, Export):
                 self._add(saves.pop(0))
             elif isinstance(op, Drop):
-                self._queues[Export].put(op)
+                self._queue.put(op)
             elif isinstance(op, Expect):
                 self._fetches.add(op)
             elif isinstance(op, Free | Truncate):
                 self._copy(op.sequence, op.length if isinstance(op, Truncate) else 0)
         self._store.make_ready()  # before anything is loaded there
-        for op in plan.ops:
-            if isinstance(op, Import):
-                pages = (self._locate(op, number, op.place) for number in range(len(op.keys)))
-                self._add(_Task(op, list(pages)))
+        self._last = max([self._last, *(op.id for op in plan.ops if isinstance(op, Import))])
+        self.loads.add(plan)
 
     def _add(self, task: _Task) -> None:
         self._last = max(self._last, task.op.id)
-        self._open[type(task.op)].append(task)
-        self._queues[type(task.op)].put(task)
+        self._open.append(task)
+        self._queue.put(task)
 
     def _save_of(self, op: Export) -> _Task:
         store = self._store
@@ -161,13 +158,14 @@ class Transfers:
         pages = [self._locate(op, number, place) for number in range(len(op.keys))]
         return _Task(op, pages, written, set(range(len(pages))) if written else set())
 
-    def _locate(self, op: Export | Import, number: int, place: Place) -> Located | None:
+    def _locate(self, op: Export, number: int, place: Place) -> Located | None:
         return self._atoms.locate(op.sequence, op.first + number * PAGE, place, min(PAGE, op.count - number * PAGE))
 
     def _check(self, plan: StepPlan) -> None:
-        loading = {task.op.sequence for task in self._open[Import]}
+        begun = self.loads.sequences
+        loading = set(begun)
         saving = dict[int, int]()  # sequence -> tokens, up to the end of what is saved
-        for task in self._open[Export]:
+        for task in self._open:
             saving[task.op.sequence] = max(saving.get(task.op.sequence, 0), task.op.first + task.op.count)
         last = self._last
         self._fetches.check([op for op in plan.ops if isinstance(op, Expect)])
@@ -177,7 +175,8 @@ class Transfers:
             if isinstance(op, Export | Import):
                 if op.id <= last:
                     raise ProtocolError(f"transfer {op.id} comes behind transfer {last}")
-                if op.sequence in loading or (op.sequence in saving and isinstance(op, Import)):
+                under_way = {*begun, *saving} if isinstance(op, Import) else loading
+                if op.sequence in under_way:
                     raise PlanError(f"sequence {op.sequence} is loaded or saved twice")
                 last = op.id
                 if isinstance(op, Import):
@@ -193,7 +192,7 @@ class Transfers:
                     f"sequence {op.sequence} is granted K and V, or loses some, while it is loaded or saved"
                 )
         for row in plan.rows:
-            if row.sequence in loading:
+            if row.sequence in loading and (row.sequence not in begun or self.loads.is_shut(row.sequence)):
                 raise PlanError(f"sequence {row.sequence} has rows in step {plan.step} while it is loaded")
             if row.first < saving.get(row.sequence, 0) or (row.sequence in saving and self._gives_back):
                 raise PlanError(f"sequence {row.sequence} has rows in step {plan.step} where it is saved")
@@ -202,7 +201,7 @@ class Transfers:
         """Take the pages of ``sequence`` out of its blocks, of which those behind its ``first`` tokens go, as far as
         there is memory for them.
         """
-        for task in self._open[Export]:
+        for task in self._open:
             if task.op.sequence != sequence or not task.left:
                 continue
             with self._lock:
@@ -217,86 +216,69 @@ class Transfers:
 
     def settle(self) -> None:
         """Take in what has ended: rows may see what was loaded."""
+        self.loads.settle()
         while self._ended:
-            task, tokens = self._ended.popleft()
-            if isinstance(task.op, Import) and tokens:
-                self._store.written.done([Rows(task.op.sequence, task.op.first, tokens)])
-            self._open[type(task.op)].remove(task)
+            self._open.remove(self._ended.popleft())
 
     def end(self, *, finish: bool = False) -> None:
         """Take back what has not begun; END_S at most. ``finish``: save first what is to be saved, for LAST_S at
         most.
         """
-        for queue in self._queues.values():
-            queue.put(None)
+        self.loads.cancel()
+        self._queue.put(None)
         if finish:
-            self._threads[1].join(LAST_S)
+            self._thread.join(LAST_S)
         with self._lock:
             self._cancelled = True
         limit = time.monotonic() + END_S
-        for thread in self._threads:
+        for thread in (self.loads.thread, self._thread):
             thread.join(max(0.0, limit - time.monotonic()))
             if thread.is_alive():
                 log.warning("a medium does not answer: %s is left to itself", thread.name)
         self._fetches.end(max(0.0, limit - time.monotonic()))
         self.settle()
 
-    def _run(self, kind: type, name: str) -> None:
-        while (task := self._queues[kind].get()) is not None and not self._cancelled:
+    def _run(self) -> None:
+        while (task := self._queue.get()) is not None and not self._cancelled:
             if isinstance(task, Drop):
                 with suppress(MediumError):
                     self._medium.drop(task.keys)
                 continue
             start = time.perf_counter()
             try:
-                done, gone, error = self._load(task) if kind is Import else self._save(task)
+                done, gone, error = self._save(task)
             except Exception as e:  # whatever it is, nobody must wait for ever
-                log.exception("a transfer has failed")
+                log.exception("a save has failed")
                 done, gone, error = 0, [], f"{type(e).__name__}: {e}"
-            self._finish(task, name, done, gone, error, time.perf_counter() - start)
+            self._meter.add("save_s", time.perf_counter() - start)
+            self._saved(task, done, gone, error)
 
-    def _finish(self, task: _Task, name: str, done: int, gone: list[bytes], error: str, seconds: float) -> None:
+    def _saved(self, task: _Task, done: int, gone: list[bytes], error: str) -> None:
         with self._lock:
             if self._cancelled:
                 return
-            self._ended.append((task, min(done * PAGE, task.op.count)))
-        self._meter.add(f"{name}_s", seconds)
+            self._ended.append(task)
+        self._tell(task.op, done, gone, error)
+
+    def _opened(self, op: Import) -> None:
+        with suppress(LinkClosedError):
+            self._report(GateOpened(view=self._view, id=op.id))
+
+    def _loaded(self, load: EndedImport) -> None:
+        self._fetches.go_on()
+        self._tell(load.op, load.pages, load.gone, load.error)
+
+    def _tell(self, op: Export | Import, done: int, gone: list[bytes], error: str) -> None:
         self._meter.add("kv_failed_transfers", bool(error))
         gone = gone + self._fetches.gone()
-        if isinstance(task.op, Import):
-            self._fetches.go_on()
         with suppress(LinkClosedError):
-            self._report(Transferred(view=self._view, id=task.op.id, pages=done, gone=gone, error=error))
-
-    def _load(self, task: _Task) -> tuple[int, list[bytes], str]:
-        """Pages from the first one on that are in the pool now, and why not all. The deepest is read first: so it is
-        the first that gives way.
-        """
-        done, gone, error = len(task.at), list[bytes](), ""
-        for number, at in reversed(list(enumerate(task.at))):
-            try:
-                if at is None:
-                    raise MediumError("the plan holds no blocks for it")
-                room = self._atoms.room(at)
-                if room:
-                    self._medium.read(task.op.keys[number], room)
-                    with self._lock:
-                        if self._cancelled:
-                            break
-                        self._atoms.put(at, room)
-                    self._meter.add("kv_loaded_bytes", sum(x.nbytes for x in room.values()))
-            except (MediumError, ValueError) as e:
-                done, error = number, f"page {task.op.first // PAGE + number} was not loaded: {e}"
-                if isinstance(e, AtomLostError):  # whoever asks again is not to fail, too
-                    gone.append(task.op.keys[number])
-        with suppress(MediumError):
-            self._medium.drop(gone)
-        return done, gone, error
+            self._report(Transferred(view=self._view, id=op.id, pages=done, gone=gone, error=error))
 
     def _save(self, task: _Task) -> tuple[int, list[bytes], str]:
-        """As ``_load``, and who has given way for them."""
+        """Pages from the first one on that are in the medium now, who has given way for them, and why not all are. The
+        deepest is written first: so it is the first that gives way.
+        """
         op, gone = task.op, list[bytes]()
-        assert isinstance(op, Export)
         if not task.written:
             return 0, gone, f"{op.count} tokens of sequence {op.sequence} are to be saved, and were not written"
         done, error = len(task.at), ""
@@ -341,3 +323,5 @@ def _check(op: Export | Import | Drop | Expect) -> None:
     pages = -(-op.count // PAGE)
     if not 1 <= len(op.keys) <= MOST_PAGES or len(op.keys) != pages or op.first < 0 or op.first % PAGE:
         raise ProtocolError(f"transfer {op.id}: {len(op.keys)} pages of {op.count} tokens from position {op.first} on")
+    if isinstance(op, Import) and not 0 <= op.spare_s < float("inf"):
+        raise ProtocolError(f"transfer {op.id}: rows that are computed for {op.spare_s} s")

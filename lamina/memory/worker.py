@@ -25,7 +25,7 @@ from lamina.protocol.control import Connect
 from lamina.protocol.plan import Bind, ProtocolError
 from lamina.protocol.recut import Recut
 from lamina.protocol.sparse_ops import Scored
-from lamina.protocol.tiers import MOST_LISTED, StoredPages, TierPlace, Transferred
+from lamina.protocol.tiers import MOST_LISTED, GateOpened, StoredPages, TierPlace, Transferred
 from lamina.workers.devices import CPU, FREE_PART
 from lamina.workers.view import ViewDoor, ViewFabric, ViewListener
 
@@ -46,7 +46,7 @@ class MemoryWorker:
         device: torch.device = CPU,
         trace: Recorder = OFF,
         share: float = FREE_PART,
-        report: Callable[[StoredPages | Transferred | Scored], None] = lambda message: None,
+        report: Callable[[StoredPages | Transferred | GateOpened | Scored], None] = lambda message: None,
     ) -> None:
         """``share``: see Store. ``report``: to the driver, from any thread."""
         self.device, self._share, self._report = device, share, report
@@ -233,7 +233,8 @@ class MemoryWorker:
             self.close()
             self._medium, self._tier = open_medium(tier.medium, _place(tier)), tier
         recipe = Recipe(PROMPT, tier.chunk, build_id(), tier.ranks)
-        self._transfers = Transfers(self._medium, store, self._report, self._meter, view, tier.rank, recipe)
+        said, meter, trace = self._report, self._meter, self._trace
+        self._transfers = Transfers(self._medium, store, said, meter, view, tier.rank, recipe, trace)
         try:
             keys = self._transfers.pages(MOST_LISTED)
         except MediumError as e:

@@ -14,11 +14,11 @@ from typing import Any
 from .trace import ENGINE, ClockOffset, Event, Recording, Span
 
 FORMAT = 1
-LANES = ("work", "messages", "waiting")
+LANES = ("work", "messages", "waiting", "pages")
 MESSAGES = {Event.SEND_PLAN, Event.SEND_Q, Event.SEND_KV, Event.RECEIVE_O, Event.SEND_O}
 WAITING = {
     Event.WAIT_DONE, Event.WAIT_STEP, Event.WAIT_O, Event.WAIT_PLAN, Event.WAIT_Q, Event.WAIT_KV, Event.RESERVE,
-    Event.WAIT_STORED,
+    Event.WAIT_STORED, Event.WAIT_LAYER,
 }  # fmt: skip
 NAMES = {
     Event.SCHEDULE: "schedule",
@@ -43,6 +43,8 @@ NAMES = {
     Event.WAIT_STORED: "wait until stored",
     Event.GRANT: "grant",
     Event.RESERVE: "wait for a slot",
+    Event.LOAD: "load",
+    Event.WAIT_LAYER: "wait for a layer",
 }
 _UNITS = {Event.SLICE: "rows", Event.SCHEDULE: "pairs"}
 _FLOW = {Event.SEND_Q: "s", Event.STORED: "t", Event.SEND_O: "t", Event.RECEIVE_O: "f"}
@@ -50,7 +52,7 @@ _FLOW = {Event.SEND_Q: "s", Event.STORED: "t", Event.SEND_O: "t", Event.RECEIVE_
 
 def lane(event: Event) -> int:
     """Index into LANES."""
-    return 1 if event in MESSAGES else 2 if event in WAITING else 0
+    return 3 if event is Event.LOAD else 1 if event in MESSAGES else 2 if event in WAITING else 0
 
 
 def name(span: Span) -> str:

@@ -15,7 +15,7 @@ from .trace import ENGINE, Event, Span
 # state -> in words. HOST is what is left: Python between the recorded spans, and time that the system gave to others.
 BUSY, WAIT_Q, WAIT_KV, WAIT_O, NETWORK = "busy", "wait_q", "wait_kv", "wait_o", "network"
 IMBALANCE, SCHEDULER, SAMPLING, HOST, IDLE = "imbalance", "scheduler", "sampling", "host", "idle"
-GRANT, GAP = "grant", "gap"
+GRANT, GAP, LOADING = "grant", "gap", "loading"
 STATES = {
     BUSY: "busy",
     WAIT_Q: "waiting for Q",
@@ -27,6 +27,7 @@ STATES = {
     SAMPLING: "sampling",
     GRANT: "storing K, V of prefill workers",
     GAP: "waiting for a gap in decoding",
+    LOADING: "waiting for KV to be loaded",
     HOST: "between spans",
     IDLE: "no request",
 }
@@ -140,6 +141,7 @@ def _memory(index: Index, device: str, compute: Mapping[str, States], start: flo
     claims = [
         (BUSY, index.time(device, *_ATTENTION)),
         (GRANT, index.time(device, Event.GRANT)),
+        (LOADING, index.time(device, Event.WAIT_LAYER)),
         (SCHEDULER, index.time(device, Event.PLAN)),
         (NETWORK, index.time(device, Event.SEND_O, Event.RESERVE)),
     ]

@@ -52,6 +52,8 @@ class Event(enum.IntEnum):
     NEW = 26  # memory: attention over the step's own tokens, and the merge
     SEND_O = 27
     GRANT = 28  # memory: K and V of a prefill worker, to their blocks
+    LOAD = 29  # memory: pages' K and V of some layers, the first of which is ``layer``, from beside the pool to blocks
+    WAIT_LAYER = 31  # memory: until stored K and V of a layer are loaded
     RESERVE = 30  # any sender: until a slot of the peer's inbox is free
 
 

@@ -45,11 +45,3 @@ def stored_cost(memory_bytes: float, disk_bytes: float, prices: SessionPrices) -
 def computed_cost(tokens: float, tokens_per_s: float, prices: SessionPrices) -> float:
     """Dollars for computing so many tokens again, where a GPU computes so many of a prompt in a second."""
     return tokens / tokens_per_s / HOUR_S * prices.gpu
-
-
-def buffer_bytes(rate: float, load_s: float, prefill_s: float) -> float:
-    """S_buf: what has to be there of a turn's history before its first row runs, so that no layer waits for its own:
-    what the load takes longer than the computation of the new tokens beside it (section 3.2.1). ``rate``: bytes a
-    second; ``load_s``, ``prefill_s``: of the whole history, and of all new tokens.
-    """
-    return max(0.0, rate * (load_s - prefill_s))

@@ -174,10 +174,9 @@ class Export(msgspec.Struct, frozen=True, array_like=True, tag="export"):
 
 
 class Import(msgspec.Struct, frozen=True, array_like=True, tag="import"):
-    """Hold blocks as Rows do, for pages that memory workers load from the medium; the last one may be partial. Until
-    every memory worker has reported the end of the transfer, the sequence must have no rows and no other transfer, and
-    must not be freed, truncated or forked.
-    """
+    """Hold blocks as Rows do, for pages that memory workers load from the medium; the last may be partial. Until all
+    have reported its end, the sequence must not be freed, truncated, forked or loaded twice, and has rows once all have
+    opened their gates: when what is to come takes no longer than ``spare_s``, which its first rows take; 0: never."""
 
     sequence: int
     id: int
@@ -185,6 +184,7 @@ class Import(msgspec.Struct, frozen=True, array_like=True, tag="import"):
     count: int
     keys: list[bytes]
     place: Place = FIRST
+    spare_s: float = 0.0
 
     @property
     def rows(self) -> Rows:

@@ -51,6 +51,15 @@ class Transferred(msgspec.Struct, frozen=True, kw_only=True, tag="transferred"):
     error: str = ""
 
 
+class GateOpened(msgspec.Struct, frozen=True, kw_only=True, tag="gate-opened"):
+    """Memory worker -> driver: so much of what transfer ``id`` loads is there that rows of its sequence may come. Its
+    end is told of as ever, and may be that not all could be loaded: then these rows saw what was never there.
+    """
+
+    view: int
+    id: int
+
+
 class TierFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the driver knows of the pages beside the pools, when all have met. ``secret``, ``identity``, ``era``: of
     their keys; ``page``: tokens; ``pages``, ``rooms``: what each memory worker has told; ``medium``: the name of where

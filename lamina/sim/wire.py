@@ -6,11 +6,11 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from lamina.engine.wire import ViewChanged
+from lamina.engine.wire import Done, ViewChanged
 from lamina.fleet.arrivals import Arrivals
 from lamina.protocol.control import ComputeReady, RunRound, StepDone
 from lamina.protocol.plan import Drop, Export, Fork, Grant, Import, Keep, New, Rows
-from lamina.protocol.tiers import TierFacts, Transferred
+from lamina.protocol.tiers import GateOpened, TierFacts, Transferred
 from lamina.sampling.history import Histories
 
 from .clock import VirtualClock
@@ -59,7 +59,7 @@ class SimWire:
         self._grants: list[dict[tuple[int, int], Grant]] = [{} for _ in self.memory]  # by prefill worker and step
         self._told: list[tuple[Worker, StepDone]] = []  # on their way to the driver
         self._inbox: list[StepDone] = []
-        self._moved: deque[Transferred] = deque()
+        self._moved: deque[Transferred | GateOpened] = deque()
         self._arrivals = Arrivals()
 
     def _ready(self) -> ComputeReady:
@@ -101,7 +101,7 @@ class SimWire:
         self._chunks[worker].append(Chunk(run, worker))
         self._compute_next(worker)
 
-    def wait(self) -> StepDone | Transferred | ViewChanged:
+    def wait(self) -> Done | ViewChanged:
         while True:
             if self._noticed or self.elastic.due:
                 return self._halt()
@@ -312,7 +312,15 @@ class SimWire:
 
     def _transfer(self, number: int, op: Export | Import) -> None:
         if self._lives("memory", number):
-            self._later(self._moved.append, self.memory[number].transfer(op, self._rng))
+            self._later(self._report, op, self.memory[number].transfer(op, self._rng))
+
+    def _report(self, op: Export | Import, said: Transferred) -> None:
+        """Of a load whose rows may come early the end is told later, perhaps that it has failed."""
+        if isinstance(op, Import) and op.spare_s and not any(self.layout.windows):
+            self._moved.append(GateOpened(view=0, id=op.id))
+            self._later(self._moved.append, said)
+        else:
+            self._moved.append(said)
 
     def _tell(self, who: Worker, done: StepDone) -> None:
         self._told.append((who, done))

@@ -13,15 +13,13 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
 from lamina.config import changed, flat
-from lamina.engine.wire import ViewChanged, Wire, WorkerError
+from lamina.engine.wire import Done, ViewChanged, Wire, WorkerError
 from lamina.kv.stored import dequantise, is_scaled, quantise, stored_dtype
 from lamina.llm import LLM
 from lamina.models.load import load
-from lamina.protocol.control import ComputeReady, RunRound, StepDone
+from lamina.protocol.control import ComputeReady, RunRound
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.plan import Keep
-from lamina.protocol.sparse_ops import Scored
-from lamina.protocol.tiers import Transferred
 from lamina.request import RequestOutput, SamplingParams
 
 from .agreement import ERROR_ALLOWED, Agreement, compare
@@ -196,7 +194,7 @@ class RecordedWire:
                 number = {r.sequence: self._arrived.setdefault(r.sequence, len(self._arrived)) for r in plan.rows}
                 self.plans.append((plan.batch, tuple((number[r.sequence], r.first, r.count) for r in plan.rows)))
 
-    def wait(self) -> StepDone | Transferred | Scored | ViewChanged:
+    def wait(self) -> Done | ViewChanged:
         return self._wire.wait()
 
     def look(self) -> ViewChanged | None:

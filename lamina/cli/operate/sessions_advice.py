@@ -85,7 +85,8 @@ def _capacity(args: argparse.Namespace, context: int, demand: SessionNeeds) -> l
 
 def _again(args: argparse.Namespace, context: int, demand: SessionNeeds) -> list[list[str]]:
     """What computing anew takes, of a session at its longest."""
-    from lamina.planner.sessions import buffer_bytes, computed_cost
+    from lamina.kv.gate import buffer_bytes
+    from lamina.planner.sessions import computed_cost
 
     prices, rows = prices_of(args), list[list[str]]()
     rows.append(["computed again", duration(context / args.prefill_rate), f"of a GPU for {context} tokens"])

@@ -221,7 +221,16 @@ class Newcomers:
             self._tier.num_queried += sequence.num_promised - sequence.num_scheduled
         if self._tier and load:
             sequence.num_loading = load.length
-            batch.ops += self._tier.load(sequence, load)
+            batch.ops += self._tier.load(sequence, load, self._spare_s(sequence, load))
+
+    def _spare_s(self, sequence: Sequence, load: Load) -> float:
+        """Seconds for which its first rows behind a load will be computed; 0 where they wait for its end: nothing is
+        known yet, or they are not this batch's.
+        """
+        apart = sequence.sparse or sequence.prefill_worker is not None
+        if self._swaps is None or apart:
+            return 0.0
+        return self._swaps.compute_s(self._cuts.piece(sequence, self._cuts.chunk, load.length))
 
     def _make_way(
         self, batches: Several[Batch], batch: Batch, sequence: Sequence, hit: Hit | Load | None, left: list[int]

@@ -239,7 +239,8 @@ class Prefixes:
 
     def _has(self, number: int, length: int) -> bool:
         """Whether KV of so many tokens is there once the plans of this round come."""
-        return number in self._retained or self._known[number].sequence.num_scheduled >= length
+        sequence = self._known[number].sequence
+        return number in self._retained or (sequence.num_scheduled >= length and not sequence.num_loading)
 
     def _pages(self, tokens: list[int], stop: int) -> Iterator[Page]:
         """Those that are whole in the first ``stop`` tokens."""

@@ -37,7 +37,7 @@ class Swaps:
         self._always, self._never = mode == "swap" or (mode == "auto" and fixed), mode == "recompute"
         self._kept: dict[Sequence, _Swapped] = {}
         self._load_s: float | None = None  # of a token
-        self._compute_s: float | None = None  # the same
+        self._compute_s: float | None = None  # the same, to be computed
         self.num_saved = 0  # sequences
 
     def computed(self, tokens: int, seconds: float) -> None:
@@ -47,6 +47,10 @@ class Swaps:
     def loaded(self, tokens: int, seconds: float) -> None:
         """Tokens came from a medium after so long."""
         self._load_s = _mixed(self._load_s, seconds / tokens)
+
+    def compute_s(self, tokens: int) -> float:
+        """How long tokens of a prompt will take; 0: nothing is known yet."""
+        return tokens * (self._compute_s or 0.0)
 
     @property
     def worth_it(self) -> bool:

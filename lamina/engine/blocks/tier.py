@@ -21,7 +21,7 @@ from lamina.kv.keys import page_key
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import MOST_PAGES, Drop, Export, Import, SequenceOp, Transfer
-from lamina.protocol.tiers import TierFacts, Transferred
+from lamina.protocol.tiers import GateOpened, TierFacts, Transferred
 
 from .ahead import Ahead, Load
 from .page_keys import PageKeys
@@ -54,6 +54,7 @@ class _Loading:
     sequence: Sequence
     wanted: Load
     left: int  # transfers under way
+    shut: int  # gates that are to open before its first rows
     valid: int  # tokens that are there, as far as is known
     error: str = ""
 
@@ -172,15 +173,15 @@ class Tier:
         """Whether some page of a sequence is on its way to a medium."""
         return number in self._saving
 
-    def load(self, sequence: Sequence, wanted: Load) -> list[Import]:
-        """Begin: the sequence has its number and its place."""
+    def load(self, sequence: Sequence, wanted: Load, spare_s: float = 0.0) -> list[Import]:
+        """Begin: the sequence has its number and its place. ``spare_s``: for which its first rows will be computed."""
         keys, ops = list(wanted.keys), list[Import]()
         for low in range(0, len(keys), MOST_PAGES):
             some = keys[low : low + MOST_PAGES]
             first = low * self.page
             count = min(len(some) * self.page, wanted.length - first)
-            ops.append(Import(sequence.id, UNNUMBERED, first, count, some, sequence.place))
-        self._loading[sequence.id] = _Loading(sequence, wanted, len(ops), wanted.length)
+            ops.append(Import(sequence.id, UNNUMBERED, first, count, some, sequence.place, spare_s))
+        self._loading[sequence.id] = _Loading(sequence, wanted, len(ops), len(ops) * self._num_workers, wanted.length)
         return ops
 
     def fill(self, running: Iterable[Sequence]) -> list[Export]:
@@ -240,6 +241,15 @@ class Tier:
             saving.place = sequence.place  # which may know more runs by now
             self._gone -= page_keys
         return ops
+
+    def open(self, said: GateOpened) -> None:
+        """A memory worker has enough of a load. Once all have, the sequence may have its first rows; those behind them
+        wait for the load's end.
+        """
+        loading = self._loading[self._moving[said.id].op.sequence]
+        loading.shut -= 1
+        if not loading.shut:
+            loading.sequence.num_scheduled = loading.sequence.num_cached = loading.wanted.length
 
     def report(self, said: Transferred) -> Moved | None:
         """A memory worker has ended a transfer; None while others of its sequence are under way."""
@@ -303,8 +313,9 @@ class Tier:
             return None
         del self._loading[op.sequence]
         sequence, valid = loading.sequence, loading.valid
-        valid = valid if valid == loading.wanted.length else valid // self.whole * self.whole
-        sequence.num_scheduled = sequence.num_cached = valid
+        if loading.shut or valid < loading.wanted.length:
+            valid = valid if valid == loading.wanted.length else valid // self.whole * self.whole
+            sequence.begin_at(valid)
         sequence.num_loading = 0
         self.num_hit += 0 if loading.wanted.own else valid
         return Moved(sequence, op.sequence, loading.error)

@@ -1,10 +1,12 @@
-"""Host memory behind a script of delays and faults, for tests of whoever uses a medium.
+"""Host memory behind a script of delays and faults: for tests of whoever uses a medium, and as a slower medium.
 
-The script is JSON in the variable LAMINA_EMULATE_MEDIUM, a list of what happens to which calls:
+The script is JSON in the variable LAMINA_EMULATE_MEDIUM, a list of what happens to which calls; where it is set, host
+memory is this:
 
     [{"call": "read", "after": 2, "times": 1, "fault": "lost"}, {"call": "write", "delay_s": 0.01}]
 
-The first line makes the third read raise AtomLostError, the second one makes all writes take longer. Faults: ``lost``
+The first line makes the third read raise AtomLostError, the second one makes all writes take longer. ``byte_s``:
+seconds for each byte that is read or written. Faults: ``lost``
 AtomLostError, ``full`` NoRoomError, ``broken`` MediumError, and ``flip``, which a medium must never do: a read returns
 a wrong bit as if it were right.
 """
@@ -20,11 +22,10 @@ from typing import Literal
 
 import msgspec
 
-from lamina.kv.media import AtomLostError, Bytes, HeldPage, MediumError, MediumPlace, NoRoomError
+from lamina.kv.media import EMULATE_VARIABLE, AtomLostError, Bytes, HeldPage, MediumError, MediumPlace, NoRoomError
 from lamina.kv.media.host import HostMedium
 from lamina.kv.pages import Atom, Page
 
-VARIABLE = "LAMINA_EMULATE_MEDIUM"
 _ERRORS = {"lost": AtomLostError, "full": NoRoomError, "broken": MediumError}
 
 
@@ -35,6 +36,7 @@ class Happening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     after: int = 0
     times: int | None = None  # None = to all from there on
     delay_s: float = 0.0
+    byte_s: float = 0.0
     fault: Literal["", "lost", "full", "broken", "flip"] = ""
 
     def meets(self, call: str, number: int) -> bool:
@@ -58,12 +60,12 @@ class Emulated:
 
     def write(self, page: Page, atoms: Mapping[Atom, Bytes]) -> None:
         """Write to host memory, late or not at all where the script says so."""
-        self._happen("write")
+        self._happen("write", sum(memoryview(data).nbytes for data in atoms.values()))
         self._inner.write(page, atoms)
 
     def read(self, key: bytes, into: Mapping[Atom, bytearray | memoryview]) -> None:
         """Read from host memory; the script may delay it, let it fail or flip one bit."""
-        flip = self._happen("read")
+        flip = self._happen("read", sum(memoryview(buffer).nbytes for buffer in into.values()))
         self._inner.read(key, into)
         if flip and into:
             memoryview(next(iter(into.values()))).cast("B")[0] ^= 1
@@ -109,24 +111,24 @@ class Emulated:
         """Give up the host memory."""
         self._inner.close()
 
-    def _happen(self, call: str) -> bool:
+    def _happen(self, call: str, nbytes: int = 0) -> bool:
         """Delay and raise as the script says; returns whether a bit is to be flipped."""
         with self._lock:
             number = self._calls[call]
             self._calls[call] += 1
         met = [each for each in self._script if each.meets(call, number)]
-        if delay_s := sum(each.delay_s for each in met):
+        if delay_s := sum(each.delay_s + each.byte_s * nbytes for each in met):
             time.sleep(delay_s)
         faults = [each.fault for each in met if each.fault]
         if faults and faults[0] in _ERRORS:
-            raise _ERRORS[faults[0]](f"{VARIABLE}: {call} {number} is {faults[0]}")
+            raise _ERRORS[faults[0]](f"{EMULATE_VARIABLE}: {call} {number} is {faults[0]}")
         return bool(faults)
 
 
 def open_medium(place: MediumPlace) -> Emulated:
     """An empty one. Raises ValueError, also for a script that cannot be read."""
     try:
-        script = msgspec.json.decode(os.environ.get(VARIABLE) or "[]", type=list[Happening])
+        script = msgspec.json.decode(os.environ.get(EMULATE_VARIABLE) or "[]", type=list[Happening])
     except msgspec.MsgspecError as e:
-        raise ValueError(f"{VARIABLE}: {e}") from None
+        raise ValueError(f"{EMULATE_VARIABLE}: {e}") from None
     return Emulated(place, script)

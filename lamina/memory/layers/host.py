@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lamina.memory.grants import Grants
 from lamina.memory.inbox import RoundInbox
+from lamina.memory.loads import Loads
 from lamina.memory.meter import Meter
 from lamina.memory.step import Step, Stored
 from lamina.memory.store import Store
@@ -31,9 +32,11 @@ class HostLayers:
         grants: Grants,
         meter: Meter,
         trace: Recorder,
+        loads: Loads | None = None,
     ) -> None:
-        """``channels``: of all replicas, whose messages come by ``inbox``."""
+        """``channels``: of all replicas, whose messages come by ``inbox``. ``loads``: whose layers rows may need."""
         self._channels, self._inbox, self._store, self._grants = channels, inbox, store, grants
+        self._loads = loads
         self._meter, self._trace = meter, trace
 
     def run(self, steps: Sequence[Step]) -> None:
@@ -41,10 +44,27 @@ class HostLayers:
         last = len(self._store.layers) - 1
         for layer in range(last + 1):
             for step in steps:
+                self._await_loads(step, layer)
                 self._turn(step, layer)
                 self._meter.add("turns", 1)
                 if layer == last:
-                    self._store.written.done(step.plan.rows)
+                    self._written(step)
+
+    def _await_loads(self, step: Step, layer: int) -> None:
+        """Until what the rows of ``step`` see in ``layer`` is loaded."""
+        needed = self._loads.needed_by(step.plan) if self._loads else []
+        if self._loads is None or not needed:
+            return
+        start = self._trace.now()
+        while not self._loads.wait(needed, layer, self._grants.patience_s):
+            self._grants.take()
+        self._trace.add(Event.WAIT_LAYER, start, step.plan, layer)
+
+    def _written(self, step: Step) -> None:
+        """All layers of ``step`` are."""
+        if self._loads is not None:
+            self._loads.settle()  # else its rows would count before what they are behind
+        self._store.written.done(step.plan.rows)
 
     def _turn(self, step: Step, layer: int) -> None:
         """Q in, attend the stored tokens; KV in, attend the new ones; O out, then write KV, while the next slice runs.

@@ -59,16 +59,35 @@ class NativeLayers(HostLayers):
         loop, grants = self._loop, self._grants
         loop.begin(tuple(self._native(step) for step in steps))
         try:
-            while (came := loop.run(grants.patience_s, grants.overdue_s if grants.open else -1.0)) != DONE:
+            while (came := self._go_on(steps)) != DONE:
                 if came == PAUSE:
                     grants.take()
+                    self._await_turn(steps)
                 else:
                     self._take_other(steps)
         finally:
             turns = self._count(steps)
             loop.begin(())  # which holds on to those steps, and they to it
             for step in steps[: max(0, turns - (len(self._store.layers) - 1) * len(steps))]:
-                self._store.written.done(step.plan.rows)
+                self._written(step)
+
+    def _go_on(self, steps: Sequence[Step]) -> int:
+        """As Loop.run, up to the first turn whose stored K and V are still to be loaded."""
+        limit = len(self._store.layers) * len(steps)
+        for number, step in enumerate(steps):
+            for load in self._loads.needed_by(step.plan) if self._loads else ():
+                limit = min(limit, load.layers * len(steps) + number)
+        grants = self._grants
+        return self._loop.run(grants.patience_s, grants.overdue_s if grants.open else -1.0, limit)
+
+    def _await_turn(self, steps: Sequence[Step]) -> None:
+        """A while, if the turn needs what is still to be loaded."""
+        layer, number = divmod(self._loop.at()[0], len(steps))
+        needed = self._loads.needed_by(steps[number].plan) if self._loads else []
+        if self._loads is not None and any(load.layers <= layer for load in needed):
+            start = self._trace.now()
+            self._loads.wait(needed, layer, self._grants.patience_s)
+            self._trace.add(Event.WAIT_LAYER, start, steps[number].plan, layer)
 
     @cached_property
     def _loop(self) -> Loop:

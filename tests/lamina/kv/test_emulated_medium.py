@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from lamina.kv.media import AtomLostError, Medium, MediumError, MediumPlace, NoRoomError, open_medium
-from lamina.kv.media.emulated import VARIABLE
+from lamina.kv.media import EMULATE_VARIABLE, AtomLostError, Medium, MediumError, MediumPlace, NoRoomError, open_medium
 from lamina.kv.pages import PAGE, Atom, Page, Recipe
 
 WHAT = Page(b"k" * 32, 0, PAGE, b"t" * 16, Recipe("prompt"))
@@ -19,7 +18,7 @@ WHAT = Page(b"k" * 32, 0, PAGE, b"t" * 16, Recipe("prompt"))
 @pytest.fixture
 def opener(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Medium]:
     def open_one(*script: dict[str, Any]) -> Medium:
-        monkeypatch.setenv(VARIABLE, json.dumps(script))
+        monkeypatch.setenv(EMULATE_VARIABLE, json.dumps(script))
         return open_medium("emulated", MediumPlace(1000))
 
     return open_one
@@ -40,7 +39,7 @@ def test_faults_of_some_calls(opener: Callable[..., Medium]) -> None:
     medium.write(WHAT, {Atom(0, 0): b"data"})
     assert get(medium) == b"data"
     for _ in range(2):
-        with pytest.raises(AtomLostError, match=f"{VARIABLE}: read [12] is lost"):
+        with pytest.raises(AtomLostError, match=f"{EMULATE_VARIABLE}: read [12] is lost"):
             get(medium)
     assert [get(medium) for _ in range(3)] == [b"data", b"eata", b"eata"]
     with pytest.raises(MediumError, match="drop 0 is broken"):
@@ -60,5 +59,5 @@ def test_delays(opener: Callable[..., Medium]) -> None:
 
 @pytest.mark.parametrize("script", [{"call": "erase"}, {"call": "read", "fault": "fire"}, {"call": "read", "often": 3}])
 def test_a_script_that_cannot_be_read(opener: Callable[..., Medium], script: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=VARIABLE):
+    with pytest.raises(ValueError, match=EMULATE_VARIABLE):
         opener(script)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lamina.cli.launch import main
+from lamina.kv.gate import buffer_bytes
 from lamina.planner.model_facts import paper_models
-from lamina.planner.sessions import SessionPrices, buffer_bytes, computed_cost, needs, stored_cost
+from lamina.planner.sessions import SessionPrices, computed_cost, needs, stored_cost
 
 GIB = 1 << 30
 PAPER = SessionPrices()

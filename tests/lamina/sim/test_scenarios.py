@@ -17,6 +17,8 @@ from lamina.engine.blocks.tier import Tier
 from lamina.engine.engine import Engine
 from lamina.engine.kept import KeptKV
 from lamina.engine.prefill import Prefill
+from lamina.engine.request import Request
+from lamina.engine.rounds.early import EarlyDraws
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.protocol.blocks.pool import BlockPool
@@ -67,9 +69,9 @@ def test_what_is_kept_beside_the_pools_changes_nothing(monkeypatch: pytest.Monke
     """But that tokens are loaded, and not computed."""
     loads, right = list[int](), Tier.load
 
-    def load(self: Tier, sequence: Sequence, length: int) -> Any:
-        loads.append(length)
-        return right(self, sequence, length)
+    def load(self: Tier, sequence: Sequence, wanted: Any, spare_s: float) -> Any:
+        loads.append(wanted.length)
+        return right(self, sequence, wanted, spare_s)
 
     monkeypatch.setattr(Tier, "load", load)
     for seed in range(0, SEEDS, 6):
@@ -133,20 +135,16 @@ def scores_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was done before a loss is added once more."""
-    right = Engine._change
+    right, right_append = Engine._change, Request.append
+
+    def twice(self: Request, sequence: Sequence, drawn: Any) -> None:
+        right_append(self, sequence, drawn)
+        sequence.output.token_ids.append(drawn.token)
 
     def wrong(self: Engine, change: Any) -> Any:
-        right_append = self._append
-
-        def twice(request: Any, sequence: Sequence, drawn: Any) -> None:
-            right_append(request, sequence, drawn)
-            sequence.output.token_ids.append(drawn.token)
-
-        self._append = twice  # type: ignore[method-assign]
-        try:
+        with pytest.MonkeyPatch.context() as meanwhile:
+            meanwhile.setattr(Request, "append", twice)
             return right(self, change)
-        finally:
-            del self._append  # type: ignore[attr-defined]
 
     monkeypatch.setattr(Engine, "_change", wrong)
 
@@ -181,10 +179,10 @@ def rows_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose KV is being loaded has rows at once."""
     right = Tier.load
 
-    def wrong(self: Tier, sequence: Sequence, length: int) -> Any:
-        found = right(self, sequence, length)
-        sequence.num_loading, sequence.num_scheduled = 0, length
-        return found
+    def wrong(self: Tier, sequence: Sequence, wanted: Any, spare_s: float) -> Any:
+        ops = right(self, sequence, wanted, spare_s)
+        sequence.num_loading, sequence.num_scheduled = 0, wanted.length
+        return ops
 
     monkeypatch.setattr(Tier, "load", wrong)
 
@@ -248,6 +246,7 @@ MISTAKES = {
         lambda self, of, right=Swaps.find: (load := right(self, of)) and load._replace(length=load.length - 1),
     ),
     "KV that is being loaded": rows_too_early,
+    "KV that was not loaded behind an open gate": replacing(EarlyDraws, "take", lambda self, sequence, drawn: False),
     "KV that was not loaded": replacing(
         Tier, "report", lambda self, said, right=Tier.report: right(self, msgspec.structs.replace(said, pages=64))
     ),

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_peer import bind, shape
 
-from lamina.kv.media import Medium, MediumPlace, open_medium
+from lamina.kv.media import AtomLostError, Medium, MediumPlace, open_medium
 from lamina.kv.pages import PAGE, SCALE_BYTES, Atom, AtomForm
+from lamina.memory import loads as loads_module
 from lamina.memory.atoms import PoolAtoms
 from lamina.memory.meter import Meter
 from lamina.memory.store import Store
@@ -40,7 +41,7 @@ from lamina.protocol.plan import (
     StepPlan,
     Truncate,
 )
-from lamina.protocol.tiers import Transferred
+from lamina.protocol.tiers import GateOpened, Transferred
 from lamina.workers.process import ORPHAN_EXIT_S
 
 CPU, WAIT_S = torch.device("cpu"), 30.0
@@ -187,7 +188,7 @@ class Bench:
 
     def __init__(self, medium: Medium | Gate) -> None:
         (self.store,) = stores("head", (1.0,), block_size=32)
-        self.said: SimpleQueue[Transferred] = SimpleQueue()
+        self.said: SimpleQueue[Transferred | GateOpened] = SimpleQueue()
         self.transfers = Transfers(medium, self.store, self.said.put, Meter(), view=3)
         self._step = 100
 
@@ -201,7 +202,15 @@ class Bench:
         self.transfers.begin(new)
 
     def report(self) -> Transferred:
-        return self.said.get(timeout=WAIT_S)
+        said = self.said.get(timeout=WAIT_S)
+        assert isinstance(said, Transferred)
+        return said
+
+    def opened(self) -> int:
+        """The load whose gate is open now."""
+        said = self.said.get(timeout=WAIT_S)
+        assert isinstance(said, GateOpened)
+        return said.id
 
 
 def save(number: int = 0, count: int = PAGES) -> Export:
@@ -325,8 +334,8 @@ def test_what_was_freed_is_wiped_before_anything_is_loaded_there(bench: Bench, m
     bench.do(save())
     bench.report()
     wiped = list[tuple[int, int]]()
-    begun = bench.transfers._open
-    monkeypatch.setattr(bench.store, "make_ready", lambda: wiped.append((len(begun[Import]), len(begun[Export]))))
+    loads, saves = bench.transfers.loads.sequences, bench.transfers._open
+    monkeypatch.setattr(bench.store, "make_ready", lambda: wiped.append((len(loads), len(saves))))
     bench.do(Export(1, 1, 0, PAGE, KEYS[:1], b"t" * 16), Free(1), New(2), load(2))
     assert wiped == [(0, 1)]
     assert {bench.report().id, bench.report().id} == {1, 2}
@@ -554,7 +563,7 @@ def test_nothing_is_written_behind_the_end_of_a_view() -> None:
     before = rows_of(bench.store, 2)
     bench.transfers.end()
     gate.may_go.set()
-    for thread in bench.transfers._threads:
+    for thread in (bench.transfers.loads.thread, bench.transfers._thread):
         thread.join(WAIT_S)
         assert not thread.is_alive()
     assert bench.said.empty(), "of a view that is over nothing is told"
@@ -607,3 +616,148 @@ def test_what_cannot_be_is_refused(bench: Bench, wrong: Export | Import) -> None
 def test_tokens_that_a_sequence_has_not_are_not_saved(bench: Bench) -> None:
     with pytest.raises(PlanError, match="cannot save"):
         bench.do(Export(1, 0, PAGES * PAGE, PAGE, KEYS[:1], b"t" * 16))
+
+
+def early(number: int = 1, spare_s: float = 1e6) -> Import:
+    """A load whose first rows are computed for so long that its gate opens behind one layer."""
+    return Import(2, number, 0, PAGES * PAGE, KEYS, spare_s=spare_s)
+
+
+class LayerGate:
+    """A medium whose reads of layers from ``stop`` on wait until they may go on, or raise."""
+
+    def __init__(self, inner: Medium, stop: int = 1) -> None:
+        self.inner, self.stop, self.may_go = inner, stop, threading.Event()
+        self.lost = b""
+
+    def read(self, key: bytes, into: Mapping[Atom, Any]) -> None:
+        if any(atom.layer >= self.stop for atom in into):
+            assert self.may_go.wait(WAIT_S)
+            if key == self.lost:
+                raise AtomLostError("gone")
+        self.inner.read(key, into)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@pytest.fixture
+def by_layer() -> Any:
+    """Three pages are saved, and the first layer of them can be read."""
+    gate = LayerGate(medium())
+    bench = Bench(gate)
+    fill(bench.store, 1, Place(), 1)
+    bench.do(save())
+    bench.report()
+    yield bench, gate
+    gate.may_go.set()
+    bench.transfers.end()
+
+
+ROW = Rows(2, PAGES * PAGE, 1)
+
+
+def test_rows_may_come_once_the_gate_is_open(by_layer: tuple[Bench, LayerGate]) -> None:
+    bench, gate = by_layer
+    loads = bench.transfers.loads
+    bench.do(New(2), early())
+    assert bench.opened() == 1
+    with pytest.raises(PlanError, match="forked while it is loaded"):
+        bench.do(Fork(9, 2, PAGE))
+    bench.do(ROW)
+    (load,) = needed = loads.needed_by(plan(ROW))
+    assert loads.wait(needed, 0, 0.0), "the first layer is there"
+    assert not loads.wait(needed, 1, 0.0), "the second one is not"
+    assert (load.layers, bench.store.written.report()[2]) == (1, 0)
+    gate.may_go.set()
+    assert loads.wait(needed, 1, WAIT_S)
+    loads.settle()
+    bench.store.written.done([ROW])
+    assert bench.store.written.report()[2] == PAGES * PAGE + 1
+    assert bench.report() == Transferred(view=3, id=1, pages=PAGES)
+    assert loads.needed_by(plan(ROW)) == []
+    assert rows_of(bench.store, 1) == rows_of(bench.store, 2)
+
+
+@pytest.mark.parametrize("spare_s", [0.0, 1e-9])
+def test_no_rows_before(by_layer: tuple[Bench, LayerGate], spare_s: float) -> None:
+    """Where rows take no time, or nobody knows it, all is there before them."""
+    bench, gate = by_layer
+    bench.do(New(2), early(spare_s=spare_s))
+    with pytest.raises(PlanError, match="has rows in step"):
+        bench.do(ROW)
+    gate.may_go.set()
+    if spare_s:
+        assert bench.opened() == 1
+    assert bench.report().pages == PAGES
+    bench.do(ROW)
+
+
+@pytest.mark.parametrize("spare_s", [-1.0, float("inf"), float("nan")])
+def test_rows_take_a_time(bench: Bench, spare_s: float) -> None:
+    with pytest.raises(ProtocolError, match="rows that are computed for"):
+        bench.do(New(2), early(spare_s=spare_s))
+
+
+def test_what_fails_behind_an_open_gate(by_layer: tuple[Bench, LayerGate]) -> None:
+    """Nobody waits for it, and it counts for nothing."""
+    bench, gate = by_layer
+    bench.do(New(2), early())
+    assert bench.opened() == 1
+    bench.do(ROW)
+    gate.lost = KEYS[1]
+    gate.may_go.set()
+    loads = bench.transfers.loads
+    assert loads.wait(loads.needed_by(plan(ROW)), 1, WAIT_S)
+    said = bench.report()
+    assert (said.pages, said.gone) == (1, [KEYS[1]])
+    loads.settle()
+    bench.store.written.done([ROW])
+    assert bench.store.written.report()[2] == PAGE
+    bench.do(Rows(2, PAGE, 5))
+
+
+def test_a_layer_that_does_not_come_is_given_up(
+    by_layer: tuple[Bench, LayerGate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows go on, the driver hears of it, and what comes later is put nowhere."""
+    monkeypatch.setattr(loads_module, "LATE_S", 0.0)
+    bench, gate = by_layer
+    bench.do(New(2), early())
+    assert bench.opened() == 1
+    bench.do(ROW)
+    before, loads = rows_of(bench.store, 2), bench.transfers.loads
+    assert loads.wait(loads.needed_by(plan(ROW)), 1, 0.0)
+    said = bench.report()
+    assert (said.pages, said.error) == (0, "layer 1 of sequence 2 was not loaded within 0 s")
+    gate.may_go.set()
+    bench.do(New(3), Import(3, 2, 0, PAGE, KEYS[:1]))
+    assert bench.report() == Transferred(view=3, id=2, pages=1), "the next load goes on behind it"
+    assert rows_of(bench.store, 2) == before
+
+
+def test_a_long_load_comes_in_several_ops(by_layer: tuple[Bench, LayerGate]) -> None:
+    """Of all of them one layer comes before the next one."""
+    bench, gate = by_layer
+    ops = [Import(2, 1 + n, n * PAGE, PAGE, KEYS[n : n + 1], spare_s=1e6) for n in range(PAGES)]
+    bench.do(New(2), *ops)
+    assert [bench.opened() for _ in ops] == [1, 2, 3]
+    gate.may_go.set()
+    assert [bench.report() for _ in ops] == [Transferred(view=3, id=1 + n, pages=1) for n in range(PAGES)]
+    bench.do(ROW)
+    assert rows_of(bench.store, 1) == rows_of(bench.store, 2)
+
+
+def test_layers_with_a_window_are_loaded_first() -> None:
+    """Rows give back blocks behind a window, where others would be loaded into them."""
+    kept = medium()
+    store = Store(bind([shape(window=400)] * 2, max_model_len=1024), CPU)
+    said: SimpleQueue[Transferred | GateOpened] = SimpleQueue()
+    transfers = Transfers(kept, store, said.put, Meter())
+    fill(store, 1, Place(), 1)
+    transfers.begin(plan(save(), step=100))
+    transfers.settle()
+    assert isinstance(said.get(timeout=WAIT_S), Transferred)
+    transfers.begin(plan(New(2), early(), step=101))
+    assert isinstance(said.get(timeout=WAIT_S), Transferred), "without a gate"
+    transfers.end()

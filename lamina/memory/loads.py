@@ -1,0 +1,257 @@
+"""Pages on their way from the medium into a memory worker's pool, layer after layer.
+
+A sequence may have its first rows while it is loaded, once its gate is open (lamina.kv.gate): then layer k + 1 comes
+while rows go through layer k. A round waits for a layer right before it, and nowhere else; at most LATE_S, then it goes
+on with whatever lies there. The driver hears that the pages were not loaded, and drops what these rows have drawn.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from lamina.kv.gate import opens, runs_of
+from lamina.kv.media import AtomLostError, Medium, MediumError
+from lamina.kv.pages import PAGE
+from lamina.observe.trace import OFF, Event, Recorder
+from lamina.protocol.plan import Import, Key, Kind, Rows, StepPlan
+
+from .atoms import Located, PoolAtoms
+from .meter import Meter
+from .store import Store
+
+log = logging.getLogger(__name__)
+LATE_S = 5.0  # for a layer that rows have come to
+
+
+class EndedImport(NamedTuple):
+    """One op of a load: pages from its first one on that are in the pool, who has given way, and why not all are."""
+
+    op: Import
+    pages: int
+    gone: list[bytes]
+    error: str
+
+
+class _LayerRun(NamedTuple):
+    layer: int  # the first one
+    start: float
+    end: float
+    nbytes: int
+
+
+class PageLoad:
+    """What one plan loads of one sequence."""
+
+    def __init__(self, ops: Sequence[Import], at: Sequence[Sequence[Located | None]], key: Key, nbytes: int) -> None:
+        """``at``: of each op, where its pages go; ``key``: of the plan; ``nbytes``: of all."""
+        self.ops, self.at, self.key, self.nbytes = ops, at, key, nbytes
+        self.sequence, self.spare_s = ops[0].sequence, min(op.spare_s for op in ops)
+        self.done = [len(op.keys) for op in ops]  # pages, as far as is known
+        self.errors, self.gone = [""] * len(ops), [list[bytes]() for _ in ops]
+        self.arrivals: list[_LayerRun] = []
+        self.open = self.ended = False
+        self.layers = 0  # that are there
+        self.changed = threading.Condition()
+        self._asked = -1, 0.0  # the layer that was asked for last, and since when
+
+    @property
+    def failed(self) -> bool:
+        """Whether some page is known not to come."""
+        return any(self.errors)
+
+    def pages(self) -> Iterator[tuple[int, int]]:
+        """Op and page of all that may be of use, the deepest first: so it is the first that gives way."""
+        last = next((n for n, error in enumerate(self.errors) if error), len(self.ops) - 1)
+        for number in range(last, -1, -1):
+            for page in range(self.done[number] - 1, -1, -1):
+                yield number, page
+
+    def fail(self, number: int, page: int, error: str) -> None:
+        """Of op ``number`` no more than ``page`` pages will be there."""
+        self.done[number], self.errors[number] = page, error
+
+    def fail_all(self, error: str) -> None:
+        """No page will be there."""
+        for number in range(len(self.ops)):
+            self.fail(number, 0, error)
+
+    def arrive(self, layers: int, *, ended: bool = False) -> None:
+        """So many are there now."""
+        with self.changed:
+            self.layers, self.ended = layers, self.ended or ended
+            self.changed.notify_all()
+
+    def wait(self, layer: int, patience_s: float) -> bool:
+        """Whether ``layer`` is there, within ``patience_s``."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.layers > layer, patience_s)
+
+    def overdue_s(self, layer: int) -> float:
+        """How long it has been asked for."""
+        if self._asked[0] != layer:
+            self._asked = layer, time.monotonic()
+        return time.monotonic() - self._asked[1]
+
+
+class Loads:
+    """Of one view. A thread of its own reads; all methods are for the thread that serves rounds."""
+
+    def __init__(
+        self,
+        medium: Medium,
+        store: Store,
+        atoms: PoolAtoms,
+        meter: Meter,
+        opened: Callable[[Import], None],
+        ended: Callable[[EndedImport], None],
+        trace: Recorder = OFF,
+    ) -> None:
+        """``opened``: a gate is; ``ended``: an op has come to its end. Both are called from threads of their own."""
+        self._medium, self._store, self._atoms, self._meter, self._trace = medium, store, atoms, meter, trace
+        self._opened, self._on_end = opened, ended
+        self._gates = not any(store.tables.windows)  # else rows give back blocks that are being loaded
+        self._under_way: dict[int, PageLoad] = {}  # by sequence; not settled
+        self._settling: deque[PageLoad] = deque()
+        self._queue: SimpleQueue[PageLoad | None] = SimpleQueue()
+        self._lock = threading.Lock()  # of blocks that are filled, and of ends
+        self._cancelled = False
+        self.thread = threading.Thread(target=self._run, name="lamina-load", daemon=True)
+        self.thread.start()
+
+    @property
+    def sequences(self) -> Collection[int]:
+        """That are being loaded."""
+        return self._under_way.keys()
+
+    def is_shut(self, sequence: int) -> bool:
+        """Whether it may have no rows."""
+        load = self._under_way.get(sequence)
+        return load is not None and not load.open
+
+    def add(self, plan: StepPlan) -> None:
+        """Begin what a plan loads, of which the store has the blocks."""
+        by_sequence: dict[int, list[Import]] = {}
+        for op in plan.ops:
+            if isinstance(op, Import):
+                by_sequence.setdefault(op.sequence, []).append(op)
+        for sequence, ops in by_sequence.items():
+            at = [[self._locate(op, number) for number in range(len(op.keys))] for op in ops]
+            nbytes = sum(self._atoms.nbytes(page) for pages in at for page in pages if page is not None)
+            load = self._under_way[sequence] = PageLoad(ops, at, Key.of(Kind.PLAN, plan), nbytes)
+            self._queue.put(load)
+
+    def _locate(self, op: Import, number: int) -> Located | None:
+        first = number * PAGE
+        return self._atoms.locate(op.sequence, op.first + first, op.place, min(PAGE, op.count - first))
+
+    def needed_by(self, plan: StepPlan) -> list[PageLoad]:
+        """The loads whose layers the rows of a plan need."""
+        if not self._under_way:
+            return []
+        return [self._under_way[row.sequence] for row in plan.rows if row.sequence in self._under_way]
+
+    def wait(self, loads: Iterable[PageLoad], layer: int, patience_s: float) -> bool:
+        """Whether ``layer`` of all is there, within ``patience_s``. What was asked for LATE_S is waited for no more."""
+        for load in loads:
+            if not load.wait(layer, patience_s):
+                if load.overdue_s(layer) < LATE_S:
+                    return False
+                self._give_up(load, layer)
+        return True
+
+    def _give_up(self, load: PageLoad, layer: int) -> None:
+        with self._lock:
+            if load.ended:
+                return
+            load.fail_all(f"layer {layer} of sequence {load.sequence} was not loaded within {LATE_S:g} s")
+            self._end(load)
+        self._tell(load)
+
+    def settle(self) -> None:
+        """Take in what has ended."""
+        while self._settling:
+            load = self._settling.popleft()
+            for op, pages in zip(load.ops, load.done, strict=True):
+                if pages:
+                    self._store.written.done([Rows(op.sequence, op.first, min(pages * PAGE, op.count))])
+            for each in load.arrivals:
+                self._trace.put(Event.LOAD, each.start, each.end, load.key, each.layer, -1, each.nbytes)
+            del self._under_way[load.sequence]
+
+    def cancel(self) -> None:
+        """Begin no more; what comes is put nowhere."""
+        self._queue.put(None)
+        with self._lock:
+            self._cancelled = True
+
+    def _run(self) -> None:
+        while (load := self._queue.get()) is not None and not self._cancelled:
+            start = time.perf_counter()
+            try:
+                self._load(load, start)
+            except Exception as e:  # whatever it is, nobody must wait for ever
+                log.exception("a load has failed")
+                load.fail_all(f"{type(e).__name__}: {e}")
+            self._meter.add("load_s", time.perf_counter() - start)
+            with self._lock:
+                if self._cancelled or load.ended:
+                    continue
+                self._end(load)
+            self._tell(load)
+
+    def _load(self, load: PageLoad, begun: float) -> None:
+        spare_s, loaded = load.spare_s if self._gates else 0.0, 0
+        layers = len(self._store.layers)
+        for run in runs_of(layers, load.nbytes) if spare_s > 0 else [range(layers)]:
+            start, before = time.perf_counter(), loaded
+            for number, page in list(load.pages()):
+                loaded += self._bring(load, number, page, run)
+                if self._cancelled or load.ended:
+                    return
+            now = time.perf_counter()
+            load.arrivals.append(_LayerRun(run.start, start, now, loaded - before))
+            if run.stop < layers:
+                load.arrive(run.stop)
+            if spare_s > 0 and not load.open and not load.failed and opens(load.nbytes, loaded, now - begun, spare_s):
+                load.open = True
+                for op in load.ops:
+                    self._opened(op)
+
+    def _bring(self, load: PageLoad, number: int, page: int, run: range) -> int:
+        """Some layers of one page, if they can be had. Bytes that came."""
+        op, at, nbytes = load.ops[number], load.at[number][page], 0
+        try:
+            if at is None:
+                raise MediumError("the plan holds no blocks for it")
+            room = self._atoms.room(at, run)
+            if room:
+                self._medium.read(op.keys[page], room)
+                with self._lock:
+                    if self._cancelled or load.ended:
+                        return 0
+                    self._atoms.put(at, room, run)
+                nbytes = sum(x.nbytes for x in room.values())
+                self._meter.add("kv_loaded_bytes", nbytes)
+        except (MediumError, ValueError) as e:
+            load.fail(number, page, f"page {op.first // PAGE + page} was not loaded: {e}")
+            if isinstance(e, AtomLostError):  # whoever asks again is not to fail, too
+                load.gone[number].append(op.keys[page])
+        return nbytes
+
+    def _end(self, load: PageLoad) -> None:
+        """Holds the lock. Rows that wait for the last layer find that all is settled."""
+        self._settling.append(load)
+        load.arrive(len(self._store.layers), ended=True)
+
+    def _tell(self, load: PageLoad) -> None:
+        with suppress(MediumError):
+            self._medium.drop([key for gone in load.gone for key in gone])
+        for each in zip(load.ops, load.done, load.gone, load.errors, strict=True):
+            self._on_end(EndedImport(*each))
