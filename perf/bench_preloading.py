@@ -72,6 +72,7 @@ class Turns:
         outputs = list[RequestOutput]()
         while engine.has_work:
             outputs = engine.step() or outputs
+        engine.settle()
         engine.rest()
         engine.scheduler.give_up_retained()
         return outputs[-1]
