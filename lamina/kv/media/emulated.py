@@ -26,6 +26,7 @@ from lamina.kv.media import EMULATE_VARIABLE, AtomLostError, Bytes, HeldPage, Me
 from lamina.kv.media.host import HostMedium
 from lamina.kv.pages import Atom, Page
 
+_QUEUED_S = 0.05  # a call so soon behind the one before counts as queued: a thread that wakes late slows no medium
 _ERRORS = {"lost": AtomLostError, "full": NoRoomError, "broken": MediumError}
 
 
@@ -52,6 +53,7 @@ class Emulated:
         self._script = script
         self._lock = threading.Lock()
         self._calls: Counter[str] = Counter()
+        self._free = 0.0  # when what is being moved has been
 
     def reserve(self, nbytes: int) -> list[bytes]:
         """Make room in host memory, if the script lets it; keys of pages that were given up."""
@@ -117,12 +119,22 @@ class Emulated:
             number = self._calls[call]
             self._calls[call] += 1
         met = [each for each in self._script if each.meets(call, number)]
-        if delay_s := sum(each.delay_s + each.byte_s * nbytes for each in met):
+        if delay_s := sum(each.delay_s for each in met):
             time.sleep(delay_s)
+        if moves_s := nbytes * sum(each.byte_s for each in met):
+            self._move(moves_s)
         faults = [each.fault for each in met if each.fault]
         if faults and faults[0] in _ERRORS:
             raise _ERRORS[faults[0]](f"{EMULATE_VARIABLE}: {call} {number} is {faults[0]}")
         return bool(faults)
+
+    def _move(self, seconds: float) -> None:
+        """One after the other, each in its time."""
+        with self._lock:
+            now = time.perf_counter()
+            self._free = (self._free if now < self._free + _QUEUED_S else now) + seconds
+            left = self._free - now
+        time.sleep(max(0.0, left))
 
 
 def open_medium(place: MediumPlace) -> Emulated:
