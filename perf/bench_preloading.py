@@ -50,7 +50,7 @@ WAYS: dict[str, float | None] = {
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
-class Turns:
+class TurnTimes:
     """An engine beside a slow medium, and histories that it has saved there."""
 
     def __init__(self, path: Path, **options: Any) -> None:
@@ -95,7 +95,7 @@ def tokens(draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(1, SHAPE["vocab_size"]) for _ in range(count)]
 
 
-def figure_19(turns: Turns, rounds: int) -> dict[str, Any]:
+def figure_19(turns: TurnTimes, rounds: int) -> dict[str, Any]:
     """Raises BrokenError where a way is further from the model than WITHIN."""
     draw = random.Random(1)
     history = tokens(draw, HISTORY)
@@ -121,7 +121,7 @@ def figure_19(turns: Turns, rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def figure_18(turns: Turns, anew: Turns) -> dict[str, Any]:
+def figure_18(turns: TurnTimes, anew: TurnTimes) -> dict[str, Any]:
     """Raises BrokenError where tokens differ, or where 900 / 100 gains less than five times."""
     draw, rows = random.Random(2), dict[str, Any]()
     history = tokens(draw, max(old for old, _ in SPLITS))
@@ -154,7 +154,7 @@ def main() -> None:
     os.environ[EMULATE_VARIABLE] = json.dumps([{"call": "read", "byte_s": byte_s}])
     with tempfile.TemporaryDirectory() as folder:
         path, pressure = make(Path(folder) / "model", "bfloat16", SHAPE, 2048), cpu_pressure()
-        turns, anew = Turns(path, kv_offloading_size="256MiB"), Turns(path, enable_prefix_caching=False)
+        turns, anew = TurnTimes(path, kv_offloading_size="256MiB"), TurnTimes(path, enable_prefix_caching=False)
         try:
             results = {"figure_19": figure_19(turns, args.rounds), "figure_18": figure_18(turns, anew)}
         finally:
