@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +28,8 @@ BITS = {
     torch.int8: torch.int8,
     torch.float8_e4m3fn: torch.uint8,
 }
+COMPILE_S = 60.0  # for other processes to compile
+LOOK_S = 0.02
 THREAD_TOKENS = 4096  # (token, KV head) pairs for which it pays to wake another thread
 
 Array = NDArray[Any]
@@ -60,7 +66,8 @@ class Numba(AttentionBackend):
     def __init__(self, store_dtype: torch.dtype) -> None:
         self._reference = Reference(torch.device("cpu"), _merge)
         self._helpers = ThreadPoolExecutor(thread_name_prefix="lamina-attention")  # starts a thread when it needs one
-        self._compile(store_dtype)
+        with _in_turn():
+            self._compile(store_dtype)
 
     def prepare(self, rows: RowTable) -> _NumbaRows:
         return _NumbaRows(rows, self._reference)
@@ -113,6 +120,22 @@ class Numba(AttentionBackend):
         numba_kernels.merge(np.zeros((2, 1, 1), np.float32), np.zeros((2, 1), np.float32), 0, 1)
         rows = (numbers, stored[0], stored[0], *_scales(None, 2), integers[0, :0])
         numba_kernels.attend_self(*rows, zero, zero, numbers, numbers[0])
+
+
+@contextmanager
+def _in_turn() -> Iterator[None]:
+    """Of processes that start together the first one compiles, and keeps it beside the source; the others read that."""
+    limit = time.monotonic() + COMPILE_S
+    with open(numba_kernels.__file__) as file:
+        while time.monotonic() < limit:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(LOOK_S)
+            except OSError:  # this file system has no locks
+                break
+        yield
 
 
 def _merge(left: Partial, right: Partial) -> Partial:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from lamina.attention import numba as backend
 from lamina.attention import numba_kernels as kernels
 
 Floats = NDArray[np.float32]
@@ -75,3 +80,25 @@ def test_all_sizes_of_the_unrolled_loops(groups: int, tokens: int) -> None:
     assert (np.delete(score, range(2, 2 + tokens), 1) == 9).all()
     kernels._accumulate(score, 2, k, 1, 2, start, 8, o)
     assert np.allclose(o, 1 + score[:, 2 : 2 + tokens] @ k[1, 2, start:], atol=1e-4)
+
+
+def test_of_processes_that_start_together_one_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And who waits in vain for one that stands still compiles in its place."""
+    refused = list[bool]()
+
+    def compile_here(self: Any, store: torch.dtype) -> None:
+        with open(kernels.__file__) as other:
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                refused.append(False)
+            except BlockingIOError:
+                refused.append(True)
+
+    monkeypatch.setattr(backend.Numba, "_compile", compile_here)
+    backend.Numba(torch.float32)
+    assert refused == [True]
+    monkeypatch.setattr(backend, "COMPILE_S", 0.1)
+    with open(kernels.__file__) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        backend.Numba(torch.float32)
+    assert len(refused) == 2
