@@ -86,7 +86,7 @@ class Pool(LosslessWire):
             stored.append(sum(r.first for r in laid.whole) + sum((n.high - n.low) * n.rows.count for n in laid.nodes))
             out.append(sizes.q_bytes + sizes.kv_bytes)
             back.append(sizes.o_bytes)
-        reading = layers * costs._reading(device, attention, attention.kv_bytes * max(stored))[0]
+        reading = layers * costs._reading(device, attention)[0](attention.kv_bytes * max(stored))
         cards = where.num_compute * costs.link.bandwidth(where.compute)
         card = costs.link.bandwidth(device)
         wire = max(sum(out) / cards, sum(back) / cards, max(out) / card, max(back) / card)

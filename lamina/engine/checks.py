@@ -29,7 +29,8 @@ def check_ids(prompt: list[int], params: SamplingParams, vocabulary: int) -> Non
         "bad_words": [*chain.from_iterable(params.bad_words_token_ids or ())],
     }
     for name, ids in named.items():
-        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        different = {*ids}
+        if different and not 0 <= min(different) <= max(different) < vocabulary:
             bad = next(t for t in ids if not 0 <= t < vocabulary)
             raise ValueError(f"{name}: token id {bad} is out of vocabulary: it has {vocabulary} tokens")
 

@@ -228,10 +228,10 @@ class Scheduler:
 
     def forget_finished(self) -> None:
         """Let go of sequences that were cancelled while they waited."""
-        for sequence in self._waiting:
-            if sequence.finished:
+        if ended := [s for s in self._waiting if s.finished]:
+            for sequence in ended:
                 self._forget_swapped(sequence)
-        self._waiting = deque(s for s in self._waiting if not s.finished)
+            self._waiting = deque(s for s in self._waiting if not s.finished)
 
     def _forget_swapped(self, sequence: Sequence) -> None:
         if self.swaps:

@@ -8,7 +8,7 @@ several batches (engine.rounds.pipeline.lower_bound has the same rule for given 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from lamina.facts.hardware import Device
 from lamina.facts.roofline import min_bandwidth
 
 from .deployment import Deployment
-from .messages import cards_s, sent
+from .messages import SentBytes, cards_s, sent
 from .model_facts import Attentions, ModelFacts
 from .operators import OperatorTables
 from .tables import Baseline, Constants, NetworkLink
@@ -72,6 +72,39 @@ class RoundTime(NamedTuple):
     memory_busy: float
 
 
+class _StepSeconds(NamedTuple):
+    """Of a StepTimes."""
+
+    model: float
+    attention: float
+    network: float
+
+
+class _RowTimes(NamedTuple):
+    """Of a step with so many rows, whatever they attend. Seconds: of its slices; of its messages, and how many of these
+    long enough attention would hide.
+    """
+
+    slices: dict[str, PartTime]
+    model_s: float
+    sent: SentBytes
+    moving_s: float
+    hidden_s: float
+
+
+class _LayersRead(NamedTuple):
+    """The attention of some layers on so many ``devices``. flops: of all of them in a second; reading_s: seconds of a
+    layer for bytes on each, and ``origin`` of these.
+    """
+
+    layers: Attentions
+    copies: float
+    devices: int
+    flops: float
+    reading_s: Callable[[float], float]
+    origin: str
+
+
 @dataclass
 class CostModel:
     """The costs of one model over one kind of network. ``baseline``: what homogeneous deployments are taken for."""
@@ -81,13 +114,14 @@ class CostModel:
     link: NetworkLink
     baseline: Baseline
     tables: OperatorTables = field(default_factory=OperatorTables)
-    _slices: dict[tuple[Deployment, float], dict[str, PartTime]] = field(default_factory=dict, init=False, repr=False)
+    _rows: dict[tuple[Deployment, float], _RowTimes] = field(default_factory=dict, init=False, repr=False)
+    _readers: dict[Deployment, list[_LayersRead]] = field(default_factory=dict, init=False, repr=False)
 
     def round(self, deployment: Deployment, loads: Sequence[BatchLoad]) -> RoundTime:
         """The time of a round: one step of each batch with rows; ``loads`` has at least one."""
-        each = {id(load): self.step(deployment, load) for load in loads}
+        each = {id(load): self._seconds(deployment, load) for load in loads}
         steps = [each[id(load)] for load in loads]
-        model, attention = sum(s.model_s for s in steps), sum(s.attention_s for s in steps)
+        model, attention = sum(s.model for s in steps), sum(s.attention for s in steps)
         if not deployment.split:
             seconds = model + attention + self.baseline.driver_s
             limit = "compute" if model > attention else "memory"
@@ -95,8 +129,8 @@ class CostModel:
         bounds = {
             "memory": attention,
             "compute": model / deployment.replicas,
-            "network": cards_s(self.link, deployment, [sent(self.model, deployment, load.rows) for load in loads]),
-            "latency": max(s.model_s + s.attention_s + s.network_s for s in steps),
+            "network": cards_s(self.link, deployment, [self._of_rows(deployment, load.rows).sent for load in loads]),
+            "latency": max(s.model + s.attention + s.network for s in steps),
             "driver": self.driver_s(sum(load.rows for load in loads)),
         }
         limit = max(bounds, key=lambda name: bounds[name])
@@ -105,16 +139,40 @@ class CostModel:
 
     def step(self, deployment: Deployment, load: BatchLoad) -> StepTimes:
         """Parts of one batch's step."""
-        slices = self._slices.get((deployment, load.rows))
-        if slices is None:  # what a replay asks for again and again
-            slices = self._slices[deployment, load.rows] = {
-                "linear": self.linear(deployment, load.rows),
-                "elementwise": self.elementwise(deployment, load.rows),
-                "collective": self.collective(deployment, load.rows),
-            }
-        parts = {**slices, "attention": self.attention(deployment, load)}
+        parts = {**self._of_rows(deployment, load.rows).slices, "attention": self.attention(deployment, load)}
         parts["network"] = self.network(deployment, load.rows, parts)
         return StepTimes(parts)
+
+    def _seconds(self, deployment: Deployment, load: BatchLoad) -> _StepSeconds:
+        """The same, in seconds alone: what a replay asks for again and again."""
+        of_rows, attention = self._of_rows(deployment, load.rows), self._attention_s(deployment, load)
+        hidden = min(attention, of_rows.hidden_s)
+        return _StepSeconds(of_rows.model_s, attention, of_rows.moving_s - hidden if deployment.split else 0.0)
+
+    def _of_rows(self, deployment: Deployment, rows: float) -> _RowTimes:
+        known = self._rows.get((deployment, rows))
+        if known is None:
+            slices = {
+                "linear": self.linear(deployment, rows),
+                "elementwise": self.elementwise(deployment, rows),
+                "collective": self.collective(deployment, rows),
+            }
+            model_s = sum(part.seconds for part in slices.values())
+            moved = sent(self.model, deployment, rows)
+            times = self._messages(deployment, moved, model_s) if deployment.split else (0.0, 0.0)
+            known = self._rows[deployment, rows] = _RowTimes(slices, model_s, moved, *times)
+        return known
+
+    def _messages(self, deployment: Deployment, moved: SentBytes, model_s: float) -> tuple[float, float]:
+        """Seconds of the messages of all layers, and how many of these long enough attention would hide."""
+        assert deployment.memory is not None
+        bandwidth = self._cards(deployment) * self.link.bandwidth(deployment.compute, deployment.memory)
+        moving = self.model.num_layers * self.link.round_trip_s + (moved.both_ways + moved.cut) / bandwidth
+        return moving, self.model.between * model_s + moved.kv / bandwidth
+
+    @staticmethod
+    def _cards(deployment: Deployment) -> int:
+        return min(deployment.ranks, deployment.memory_workers)
 
     def driver_s(self, rows: float) -> float:
         """Lamina's own driver, which schedules a round while the one before runs."""
@@ -168,27 +226,44 @@ class CostModel:
 
     def attention(self, deployment: Deployment, load: BatchLoad) -> PartTime:
         """The attention's time in all layers, spread evenly over the devices that hold K and V."""
-        device, count = deployment.memory or deployment.compute, deployment.memory_workers or deployment.ranks
-        pairs, seconds, origins = load.pairs or load.stored, 0.0, dict[str, None]()
-        for layers in self.model.attentions:
-            copies = 1.0 if deployment.split else layers.copies(deployment.ranks)
-            reading, origin = self._reading(
-                device, layers, layers.kv_bytes * load.stored[layers.window] * copies / count
-            )
-            origins[origin] = None
-            flops = device.tflops * 1e12 * self.constants["attention_flops_share"] * count
-            seconds += layers.count * max(reading, layers.flops * pairs[layers.window] / flops)
-        return PartTime(seconds, "; ".join(origins))
+        origins = dict.fromkeys(reader.origin for reader in self._readers_of(deployment))
+        return PartTime(self._attention_s(deployment, load), "; ".join(origins))
 
-    def _reading(self, device: Device, layers: Attentions, read: float) -> tuple[float, str]:
+    def _attention_s(self, deployment: Deployment, load: BatchLoad) -> float:
+        pairs, seconds = load.pairs or load.stored, 0.0
+        for layers, copies, devices, flops, reading_s, _ in self._readers_of(deployment):
+            reading = reading_s(layers.kv_bytes * load.stored[layers.window] * copies / devices)
+            seconds += layers.count * max(reading, layers.flops * pairs[layers.window] / flops)
+        return seconds
+
+    def _readers_of(self, deployment: Deployment) -> list[_LayersRead]:
+        known = self._readers.get(deployment)
+        if known is None:
+            device = deployment.memory or deployment.compute
+            count = deployment.memory_workers or deployment.ranks
+            flops = device.tflops * 1e12 * self.constants["attention_flops_share"] * count
+            known = self._readers[deployment] = [
+                _LayersRead(
+                    layers,
+                    1.0 if deployment.split else layers.copies(deployment.ranks),
+                    count,
+                    flops,
+                    *self._reading(device, layers),
+                )
+                for layers in self.model.attentions
+            ]
+        return known
+
+    def _reading(self, device: Device, layers: Attentions) -> tuple[Callable[[float], float], str]:
         """Seconds of a layer in which each device reads so many bytes of K and V, and where they are from."""
         group = self.tables.nearest("attention", device.name, layers.heads // layers.kv_heads)
         if group:
-            took, _ = self.tables.seconds("attention", device.name, group, read)
-            return took, f"table: {device.name}, {group} query heads of a KV head"
+            origin = f"table: {device.name}, {group} query heads of a KV head"
+            return lambda read: self.tables.seconds("attention", device.name, group, read)[0], origin
         bandwidth = device.bandwidth_gbs * 1e9 * self.constants["attention_bandwidth_share"]
         floor = self.constants["attention_floor"]
-        return floor + read / bandwidth, "roofline: attention_floor, attention_bandwidth_share, attention_flops_share"
+        origin = "roofline: attention_floor, attention_bandwidth_share, attention_flops_share"
+        return lambda read: floor + read / bandwidth, origin
 
     def step_without_overlap(self, deployment: Deployment, load: BatchLoad) -> float:
         """Seconds of the network in one batch's step if Q left with K and V."""
@@ -203,13 +278,10 @@ class CostModel:
         """
         if deployment.memory is None:
             return PartTime(0.0, "none: one pool")
-        layers, moved = self.model.num_layers, sent(self.model, deployment, rows)
-        cards = min(deployment.ranks, deployment.memory_workers)
-        bandwidth = cards * self.link.bandwidth(deployment.compute, deployment.memory)
         model_s = sum(parts[p].seconds for p in ("linear", "elementwise", "collective"))
-        hidden = overlap * min(parts["attention"].seconds, self.model.between * model_s + moved.kv / bandwidth)
-        seconds = layers * self.link.round_trip_s + (moved.both_ways + moved.cut) / bandwidth - hidden
-        return PartTime(seconds, f"link: {self.link.name}, {cards} cards on each side")
+        moving, most = self._messages(deployment, sent(self.model, deployment, rows), model_s)
+        hidden = overlap * min(parts["attention"].seconds, most)
+        return PartTime(moving - hidden, f"link: {self.link.name}, {self._cards(deployment)} cards on each side")
 
     def message_bandwidth(self, deployment: Deployment, load: BatchLoad) -> float:
         """Bytes per second between the pools for messages to take the share of a step that the paper grants them."""

@@ -116,6 +116,7 @@ class Ledger:
         self.free = free
         self.held = held  # lane of a place -> blocks of a sequence there
         self.needed = [0, 0]
+        self.windows = (0, 0)
         self.applied: list[StepPlan] = []
         self.rows_of_a_step = set[int]()  # that it was told of
         self.refuses = 0  # so many plans in a row

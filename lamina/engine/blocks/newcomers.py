@@ -123,6 +123,8 @@ class Newcomers:
         """
         self._prefixes.awaited = [s.session for s in waiting if s.session is not None]
         running = _running(batches)
+        if running and waiting and self._nobody_fits(waiting[0]):
+            return
         budgets = [self._cuts.chunk - sum(c for c in w.values() if c > 1) for w in wanted]
         loads = [b.load for b in batches]
         left = self._room.left(running, {s: c for w in wanted for s, c in w.items()})
@@ -159,6 +161,11 @@ class Newcomers:
         waiting.extendleft(reversed(aside))
         if self._tier:
             batches[0].ops += self._tier.ahead.tell([*waiting], self._to_load)
+
+    def _nobody_fits(self, first: Sequence) -> bool:
+        """Whether the first one that waits, and so all behind it, surely wait on, while others run: a quick look."""
+        plain = self._tier is None and self._swaps is None and not first.discarded and not self._prefixes.num_retained
+        return plain and not self._prefixes.beginnings(first) and self._room.lacks(first)
 
     def _ways(self, sequence: Sequence, batches: Several[Batch], *, alone: bool) -> list[Load | Hit | None]:
         """The stored tokens that a waiting sequence may begin with, the best first. An empty list: it waits, and so do

@@ -89,6 +89,15 @@ class Room:
             blocks = [max(0, n) for n in less(blocks, list(hit.blocks))]
         return Fit(place, blocks, hit) if min(less(left, blocks)) >= 0 else None
 
+    def lacks(self, sequence: Sequence) -> bool:
+        """Whether a new sequence that begins with nothing finds no room, whatever those that run take: a quick look.
+        False: look closer.
+        """
+        if self.loans or any(self._ledger.windows):
+            return False
+        free, length = self._ledger.free_blocks, sequence.num_promised
+        return all(min(less(list(free), self.blocks_of(place, length))) < 0 for place in self._places)
+
     def held(self, sequences: Iterable[Sequence]) -> list[int]:
         """Blocks of all ``sequences``, by group."""
         each = [self.blocks_of(s.place, s.num_promised) for s in sequences]

@@ -68,6 +68,8 @@ class Leaps:
             return True
         if at.head.finished:  # it leaves the line with the next round
             return False
+        if self._room.lacks(at.head):
+            return True
         left = self._room.left(running, dict.fromkeys(running, 1))
         return self._room.fit(at.head, None, left, (), running) is None
 

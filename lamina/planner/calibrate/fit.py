@@ -74,7 +74,8 @@ def calibrate(run: RecordedRun, model: ModelFacts, constants: Constants, source:
     costs = CostModel(model, used, link, baseline("ideal"), tables)
     between = median(s.between_s for s in decoding)
     hidden = median(costs.step(deployment, _load(s, model)).network_s for s in decoding)
-    costs.link = replace(link, round_trip_s=(between - hidden) / model.num_layers)  # below 0: both work at once
+    each = (between - hidden) / model.num_layers  # below 0 where both work at once
+    costs = replace(costs, link=replace(link, round_trip_s=each))
     took = ((s.whole_s, costs.round(deployment, [_load(s, model)]).seconds) for s in decoding)
     delays = Delays(tuple(StepDelay(expected, whole - expected) for whole, expected in took))
     return Calibration(

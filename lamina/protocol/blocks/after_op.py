@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from lamina.protocol.plan import (
     BlockOp,
@@ -55,7 +54,7 @@ def after_op(
             extents.check_whole(extent, op)
             if not 0 <= op.length <= extent.length:
                 raise PlanError(f"cannot truncate sequence {op.sequence} of {extent.length} tokens to {op.length}")
-            return replace(extent, length=op.length) if op.length else extents.empty
+            return extent._replace(length=op.length) if op.length else extents.empty
         case Shift():
             return shifted(op)
         case Prune():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import FIRST, Deal, Place, Placement
@@ -22,8 +22,7 @@ class NoBlocksError(Exception):
     """Too few KV blocks for a plan. Nothing of the plan was applied."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """The blocks that a sequence holds: of ``starts[g] .. ceil(length / block_size)`` the ones that group g keeps."""
 
     length: int  # tokens up to the end of its last rows
@@ -188,7 +187,7 @@ class Extents:
             raise PlanError(
                 f"sequence {op.sequence} of {whole} whole blocks, {len(gone)} of them dropped, cannot lose {op.blocks}"
             )
-        return replace(extent, dropped=tuple(sorted(gone.union(op.blocks))))
+        return extent._replace(dropped=tuple(sorted(gone.union(op.blocks))))
 
     @staticmethod
     def check_whole(extent: Extent, op: object) -> None:

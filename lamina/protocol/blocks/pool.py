@@ -29,6 +29,15 @@ class BlockPool:
         """A block for one holder. Raises IndexError where none is free."""
         return self._free.pop()
 
+    def take_all(self, count: int) -> array[int]:
+        """So many, in the order in which ``take`` would give them. Raises IndexError where they are not free."""
+        left = len(self._free) - count
+        if left < 0:
+            raise IndexError(f"{count} blocks are to be taken, and {len(self._free)} are free")
+        taken = self._free[: left - 1 if left else None : -1] if count else array("q")
+        del self._free[left:]
+        return taken
+
     def share(self, blocks: Iterable[int]) -> None:
         """One more sequence holds each of ``blocks``."""
         for block in blocks:
@@ -36,6 +45,9 @@ class BlockPool:
 
     def give_back(self, blocks: Iterable[int]) -> None:
         """One holder less for each of ``blocks``. Of those that become free the last one is handed out next."""
+        if not self._holders and self.freed is None:  # the usual case, of an engine
+            self._free.extend(blocks)
+            return
         for block in blocks:
             left = self.holders(block) - 1
             if not left:

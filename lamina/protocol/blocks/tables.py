@@ -317,7 +317,8 @@ class BlockTables(HeldBlocks):
 
     def _give_back(self, sequence: int, extent: Extent | None) -> None:
         """Free what ``sequence`` holds outside ``extent``."""
-        if sequence not in self._sequences:
+        old = self._sequences.get(sequence)
+        if old is None or (extent is not None and _grows(old, extent)):
             return
         for g, (pool, tables) in enumerate(zip(self._pools, self._tables, strict=True)):
             gone, stay = self._split(g, sequence, extent)
@@ -348,10 +349,15 @@ class BlockTables(HeldBlocks):
             ids = tables.setdefault(sequence, array("q"))
             if moved:
                 ids[:] = array("q", (pool.take() if x == NOT_HERE else x for x in ids))
-            for _ in range(self._extents.held(extent)[g] - len(ids)):
-                ids.append(pool.take())
+            if (more := self._extents.held(extent)[g] - len(ids)) > 0:
+                ids.extend(pool.take_all(more))
 
     @staticmethod
     def _add(counts: list[int], more: Iterable[int]) -> None:
         for g, n in enumerate(more):
             counts[g] += n
+
+
+def _grows(old: Extent, extent: Extent) -> bool:
+    """Whether ``extent`` has all that ``old`` has, where it is."""
+    return extent.length >= old.length and extent[2:] == old[2:]
