@@ -20,12 +20,15 @@ class Timing:
         self._swaps = swaps
         self._began: dict[int, float] = {}  # round -> when it was sent
         self._loads: dict[int, float] = {}  # sequence -> the same
+        self._mixed = set[int]()  # rounds that may have waited for what is loaded
         self._last = 0.0  # when the last round was done
 
     def sent(self, steps: Iterable[ScheduledStep], now: float) -> None:
         """A round is on its way."""
         for step in steps:
             self._began[step.plan.step] = now
+            if any(sequence.num_loading for sequence in step.parts):
+                self._mixed.add(step.plan.step)
             for op in step.plan.ops:
                 if isinstance(op, Import):
                     self._loads[op.sequence] = now
@@ -34,7 +37,9 @@ class Timing:
         """A round is no longer on its way: its last step is done."""
         seconds = now - max(self._began.pop(number, now), self._last)
         self._last = now
-        if done.prompt_rows > MOSTLY * done.rows:
+        mixed = number in self._mixed
+        self._mixed.discard(number)
+        if done.prompt_rows > MOSTLY * done.rows and not mixed:
             self._swaps.computed(done.rows, seconds)
 
     def loaded(self, sequence: Sequence, now: float) -> None:
@@ -46,4 +51,5 @@ class Timing:
     def forget(self) -> None:
         """No round and no load is under way any more."""
         self._began.clear()
+        self._mixed.clear()
         self._loads.clear()
