@@ -95,13 +95,15 @@ def bind(program: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
 
 
 def packed_weight_bytes(program: SlicedProgram, backend: LinearBackend) -> int:
-    """Of all weights of the program's linear layers in the order of ``backend``; a tied weight counts once."""
+    """Of all weights of the program's linear layers in the order of ``backend``: of each slice, which has its own, also
+    where they are tied or the slice was derived from an equal one.
+    """
     import torch
 
-    weights: dict[int, int] = {}
-    for part in program.slices:
+    weights: dict[tuple[int, int], int] = {}
+    for number, part in enumerate(program.slices):
         for node in part.module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
             if node.args[1].op == "get_attr":
                 w = operator.attrgetter(node.args[1].target)(part.module)
-                weights[id(w)] = backend.packed_bytes(w.dtype, *w.shape)
+                weights[number, id(w)] = backend.packed_bytes(w.dtype, *w.shape)
     return sum(weights.values())

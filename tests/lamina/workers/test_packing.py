@@ -15,10 +15,10 @@ from lamina.protocol.options.topology import TopologyOptions
 GB = 1 << 30
 
 
-class TenGigabytes:
-    """Of linear layers whose packed weights take as much, or (``bytes`` 0) are not packed."""
+class TwoSlices:
+    """Of two slices whose packed weights take ``bytes`` each, or (0) are not packed."""
 
-    def __init__(self, bytes: int = 10 * GB) -> None:
+    def __init__(self, bytes: int = 5 * GB) -> None:
         self._bytes = bytes
 
     def packed_bytes(self, dtype: torch.dtype, cols: int, k_size: int) -> int:
@@ -28,21 +28,21 @@ class TenGigabytes:
 def program() -> Any:
     layer = torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
     module = torch.export.export(layer, (torch.ones(1, 2, dtype=torch.bfloat16),)).module()
-    return SimpleNamespace(slices=[SimpleNamespace(module=module)] * 2)  # which has one weight, twice
+    return SimpleNamespace(slices=[SimpleNamespace(module=module)] * 2)  # one derived from the other
 
 
 @pytest.mark.parametrize(
     ("backend", "free", "topology", "kv_memory", "packs"),
     [
-        (TenGigabytes(), 20, {}, "auto", True),
-        (TenGigabytes(), 19, {}, "auto", False),  # KV has the other half
-        (TenGigabytes(), 24, {"memory_workers": 1}, "14GiB", True),
-        (TenGigabytes(), 23, {"memory_workers": 1}, "14GiB", False),  # which was asked for
-        (TenGigabytes(), 30, {"memory_workers": 2}, "11GiB", False),
-        (TenGigabytes(), 39, {"pipeline": 3}, "auto", False),  # two replicas
-        (TenGigabytes(), 40, {"pipeline": 3}, "auto", True),
-        (TenGigabytes(), 39, {"prefill_workers": 1}, "auto", False),
-        (TenGigabytes(0), 100, {}, "auto", False),
+        (TwoSlices(), 20, {}, "auto", True),
+        (TwoSlices(), 19, {}, "auto", False),  # KV has the other half
+        (TwoSlices(), 24, {"memory_workers": 1}, "14GiB", True),
+        (TwoSlices(), 23, {"memory_workers": 1}, "14GiB", False),  # which was asked for
+        (TwoSlices(), 30, {"memory_workers": 2}, "11GiB", False),
+        (TwoSlices(), 39, {"pipeline": 3}, "auto", False),  # two replicas
+        (TwoSlices(), 40, {"pipeline": 3}, "auto", True),
+        (TwoSlices(), 39, {"prefill_workers": 1}, "auto", False),
+        (TwoSlices(0), 100, {}, "auto", False),
     ],
 )
 def test_packs_where_the_host_has_room(
