@@ -42,6 +42,7 @@ from .layers.native import NativeLayers, can_be_native
 from .meter import Meter
 from .step import Step
 from .store import Store
+from .sums import damage
 from .transfers import Transfers
 
 
@@ -137,13 +138,19 @@ class Session:
                 raise ProtocolError(f"{Key.unpack(channel.wait_signal(timeout_s=0.0).tag)} before all have joined")
 
     def run(self) -> None:
-        """Serve rounds until a channel ends. All have joined."""
+        """Serve rounds until a channel ends. All have joined. Raises ChannelError, ProtocolError, DamagedError."""
         layers = self._device_layers or self._host_layers()
         while True:
-            steps = self._round(layers)
+            steps, sums = self._round(layers), self._store.sums
             if layers is self._device_layers:
                 self._await_loads(steps)
+            if self._trace.due(Event.FLIP) and damage(self._store, steps):
+                self._trace.done(Event.FLIP)
+            if sums:
+                sums.begin(steps)
             layers.run(steps)
+            if sums:
+                sums.end(steps)
             for scored in (x for step in steps for x in step.scoring.answers()):
                 self.report(scored)
 

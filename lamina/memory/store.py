@@ -44,6 +44,7 @@ from lamina.protocol.sparse import most_kept, selecting_layers, sparse_layers
 from lamina.workers.devices import CPU, FREE_PART
 from lamina.workers.staging import NOTHING, open_staging
 
+from .sums import BlockSums
 from .written import WrittenTokens
 
 RATE_BYTES = 256 << 20
@@ -81,6 +82,8 @@ class Store:
         """
         check_bind(bind)
         self.selects = selecting(bind)  # by layer
+        if bind.kv.kv_checks and device.type != "cpu":
+            raise ValueError(f"--kv-checks is for memory workers on CPUs, not on {device}: leave it out")
         if any(self.selects) and device.type != "cpu":
             raise ValueError(f"--kv-sparsity select is for memory workers on CPUs, not on {device}: use another form")
         self._slabs = slabs
@@ -105,6 +108,7 @@ class Store:
             for _ in bind.layers:
                 self.grow()
         self.written = WrittenTokens()
+        self.sums = BlockSums(self, bind.kv.kv_checks) if bind.kv.kv_checks else None
         self.bound = Bound(
             windows=form.windows,
             lanes=form.lanes,
@@ -183,6 +187,8 @@ class Store:
         if not again:
             self.written.check(plan, self.tables.block_size)
         self.tables.apply(plan)
+        if self.sums:
+            self.sums.forget(plan)
         self.written.begin(plan, again=again)
         for op in () if again else shifts:
             self._rotate(op)
@@ -193,6 +199,9 @@ class Store:
         """
         copies, self.tables.copies = self.tables.copies, [[]] * len(self.tables.windows)
         freed = self.tables.freed() if self.bind.kv.zero_on_free else [[] for _ in copies]
+        if self.sums:
+            for group, pairs in enumerate(copies):
+                self.sums.rewritten(group, [to for _, to in pairs])
         if any(copies) or any(freed):
             for piece in (piece for layer in self.layers for piece in layer):
                 piece.kv.make_ready(copies[piece.group], freed[piece.group])

@@ -6,6 +6,7 @@ view begins, it lets go of all channels. The sequences stay: a Bind of the same 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from lamina.protocol.recut import Recut
 from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import MOST_LISTED, GateOpened, StoredPages, TierPlace, Transferred
 from lamina.workers.devices import CPU, FREE_PART
+from lamina.workers.process import DamagedError, end_at_once
 from lamina.workers.view import ViewDoor, ViewFabric, ViewListener
 
 from .meter import Meter
@@ -97,7 +99,8 @@ class MemoryWorker:
         """Have one bind and the others join who come to ``door``, then serve steps until a channel ends or the view is
         over; close all channels. The store stays.
 
-        It ends by an exception only: ChannelError, or ProtocolError where a peer broke the contract.
+        It ends by an exception only: ChannelError, ProtocolError where a peer broke the contract, or DamagedError,
+        which ends a process before anybody hears of it.
         """
         fabric = self._enter(meeting.view)
         self._meter.add("connects", 1)
@@ -110,6 +113,9 @@ class MemoryWorker:
                 while session.missing:
                     self._join(session, listener)
                 session.run()
+        except DamagedError as e:
+            end_at_once(f"memory worker (pid {os.getpid()}): {e}: it ends, and its KV is computed again")
+            raise
         except ProtocolError as e:
             fabric.abort(str(e))
             raise

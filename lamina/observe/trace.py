@@ -54,6 +54,7 @@ class Event(enum.IntEnum):
     GRANT = 28  # memory: K and V of a prefill worker, to their blocks
     LOAD = 29  # memory: pages' K and V of some layers, the first of which is ``layer``, from beside the pool to blocks
     WAIT_LAYER = 31  # memory: until stored K and V of a layer are loaded
+    FLIP = 32  # memory: nothing that is recorded; a drill damages its KV then
     RESERVE = 30  # any sender: until a slot of the peer's inbox is free
 
 
@@ -133,6 +134,13 @@ class Recorder:
         offset = self._count % self._capacity * _RECORD.size
         _RECORD.pack_into(self._data, offset, event, layer, at.batch, peer, at.step, value, start, end)
         self._count += 1
+
+    def due(self, event: Event) -> bool:
+        """Whether somebody wants something done here that nothing brings by itself."""
+        return False
+
+    def done(self, event: Event) -> None:
+        """It is done."""
 
     @property
     def native(self) -> object:

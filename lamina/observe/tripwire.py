@@ -57,13 +57,21 @@ class Tripwire:
         pid, _, left = _WORDS.unpack_from(self.memory)
         return pid != NOBODY and not left
 
+    def names(self, event: Event) -> int:
+        """How often ``event`` is still to come here."""
+        pid, named, left = _WORDS.unpack_from(self.memory)
+        return left if event == named and pid == os.getpid() else 0
+
+    def done(self) -> None:
+        """What was set has come, and this process goes on."""
+        _WORD.pack_into(self.memory, _LEFT, 0)
+
     def touch(self, event: Event) -> None:
         """Something has happened here."""
-        pid, named, left = _WORDS.unpack_from(self.memory)
-        if left > 0 and event == named and pid == os.getpid():
+        if (left := self.names(event)) > 0:
             _WORD.pack_into(self.memory, _LEFT, left - 1)
             if left == 1:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Tripping(Recorder):
@@ -76,6 +84,12 @@ class Tripping(Recorder):
     @property
     def native(self) -> object:
         return memoryview(self._tripwire.memory)
+
+    def due(self, event: Event) -> bool:
+        return self._tripwire.names(event) > 0
+
+    def done(self, event: Event) -> None:
+        self._tripwire.done()
 
     def add(self, event: Event, start: float, at: Moment, layer: int = -1, peer: int = -1, value: int = 0) -> float:
         now = super().add(event, start, at, layer, peer, value)

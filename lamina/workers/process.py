@@ -17,6 +17,20 @@ ORPHAN_EXIT_S = 2.0  # for an orderly end
 door_fd: int | None = None  # of the warm process that this worker was forked from; see lamina.fleet.launchers.warm
 
 
+class DamagedError(Exception):
+    """What this worker has in its memory is not what it put there."""
+
+
+def end_at_once(why: str) -> None:
+    """End this process as a kill would, so that whoever watches it hears nothing else, with a line on stderr. Nothing
+    happens in a process whose main thread this is not.
+    """
+    if threading.current_thread() is threading.main_thread():
+        sys.stderr.write(why + "\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+
 class PromptEnd:
     """Ends this process at once when its work is done: threads are awaited and exit functions run, as Python does it,
     but modules are not taken apart one by one. That touches every page that a forked process shares with its parent,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .target import Target, Victim
 
 # name -> (role, signal, or CUT: it loses a connection to a memory worker, or SCALE: it ends as the server gets twice as
-# many memory workers, or as many as at first)
+# many memory workers, or as many as at first, or FLIP: a bit of its KV changes)
 FAULTS = {
     "kill-compute": ("compute", "SIGKILL"),
     "kill-memory": ("memory", "SIGKILL"),
@@ -33,13 +33,15 @@ FAULTS = {
     "partition": ("compute", "CUT"),
     "kill-spare": ("spare", "SIGKILL"),
     "scale": ("engine", "SCALE"),
+    "flip": ("memory", "FLIP"),
 }
-USUAL = [name for name in FAULTS if name not in ("partition", "kill-spare")]  # which need TCP, and a spare
+USUAL = [name for name in FAULTS if name not in ("partition", "kill-spare", "flip")]  # which need flags of their own
 FLAGS = ["--memory-workers", "2", "--prefill-workers", "1", "--dtype", "float32", "--deterministic"]
 BAD = "wrong", "lost", "twice"
 GOOD = "right", "edge"
 # Flags without which a drill ends early, or cannot try an edge: that takes a bias for each token of the vocabulary.
 LIFTED = {"--max-recoveries": "1000000", "--max-logit-bias": "1000000"}
+CHECKED = {"--kv-checks": "1"}
 TRIES = 5  # to hit somebody before the last token
 WELL_S = 120.0  # behind a hit, for /health to say 200
 
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     flags = shlex.split(args.flags)
     if "partition" in faults and not _has(flags, "--transport", "tcp"):
         raise ValueError("--faults partition cuts a TCP connection: give --flags with --transport tcp")
-    for flag, value in LIFTED.items():
+    for flag, value in (LIFTED | (CHECKED if "flip" in faults else {})).items():
         if not _has(flags, flag):
             flags += [flag, value]
     if _has(flags, "--journal"):
@@ -212,6 +214,8 @@ def _report(args: argparse.Namespace, blows: Sequence[Blow], calm: Counter[str],
         counts = f"{row['right']:7} {row['edge']:5} {row['wrong']:6} {row['lost']:5} {row['twice']:6}"
         print(f"{fault:14} {row['hits']:5} {times[0]:>20} {times[1]:>20} {counts}")
         print(f"{'':14} of {_counts(row['victims'])}; at {_counts(row['kinds'])}")
+        if fault == "flip":
+            print(f"{'':14} found: {len(row['noticed_s'])} of {row['hits']}")
     if other := args.streams - sum(calm[name] for name in GOOD):
         print(f"nobody was hit, and yet {other} of {args.streams} streams were not the same again")
     if len(blows) < args.count:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from lamina.observe.trace import Event
 from lamina.observe.tripwire import TRIPWIRE, Tripwire
 from lamina.processes import lives
 
@@ -44,9 +45,11 @@ FIND_S = 60.0  # longer than a recovery
 JOURNAL_SIZE = "8MiB"  # which all streams of a hit fit in
 TRIP_S = 3.0  # for a message of the kind to come
 TRIP_LOOK_S = 0.002
+FLIP_S = 30.0  # for a step to attend KV
 
 
 ANY_TIME = StrikeMoment(ANY)
+FLIPPED = StrikeMoment(ANY, Event.FLIP)
 
 
 class Victim(NamedTuple):
@@ -121,11 +124,16 @@ class Target:
 
     def strike(self, victim: Victim, how: str, moment: StrikeMoment = ANY_TIME) -> str:
         """Send it the signal of that name; CUT: end a connection of it to a memory worker; SCALE: have the server go on
-        with twice as many memory workers, or with as many as at first. At a moment of a kind it
+        with twice as many memory workers, or with as many as at first; FLIP: change a bit of KV that it is about to
+        attend. At a moment of a kind it
         ends by itself, or by the signal where that has not come for TRIP_S. Returns the kind. Raises OSError.
         """
         if how == "SCALE":
             self._scale()
+            return ANY
+        if how == "FLIP":
+            if not self._trips(victim, FLIPPED, FLIP_S):
+                raise OSError(f"{victim.name} attended no stored KV for {FLIP_S:g} s")
             return ANY
         if how == "CUT":
             if not any(cut(victim.pid, v.pid) for v in self._processes() if v.role == "memory"):
@@ -153,10 +161,10 @@ class Target:
             with error:
                 raise OSError(f"the server does not scale: {error.read().decode(errors='replace')}") from None
 
-    def _trips(self, victim: Victim, moment: StrikeMoment) -> bool:
+    def _trips(self, victim: Victim, moment: StrikeMoment, limit_s: float = TRIP_S) -> bool:
         if moment.event is None:
             return False
-        deadline = time.perf_counter() + TRIP_S
+        deadline = time.perf_counter() + limit_s
         self._tripwire.set(victim.pid, moment.event, moment.times)
         while not self._tripwire.tripped and (now := time.perf_counter()) < deadline:
             self.struck_at = now  # or later: the log may tell of it before the next look

@@ -76,6 +76,12 @@ class KVOptions(SparsityOptions, frozen=True, kw_only=True):
         str, "attention of the memory workers: native, numba, reference, or auto (the first that works)"
     ] = "auto"
 
+    kv_checks: Annotated[
+        float,
+        Meta(ge=0.0, le=1.0),
+        "share of the KV blocks that a step attends whose checksum memory workers compare before it: one whose memory "
+        "is damaged is replaced. 1 = all of them, 0 = none",
+    ] = 0.0
     zero_on_free: Annotated[
         bool, "write zeros over K and V as their blocks become free, so that no memory tells of them"
     ] = False

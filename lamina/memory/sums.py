@@ -1,0 +1,118 @@
+"""Checksums of stored KV blocks: one that is damaged in memory is seen before a step attends it.
+
+A block has a checksum from the end of the step that wrote it, in all layers, or attended it first (what a prefill
+worker or a medium has filled) until something writes it again. Whoever finds one that is another one does not go on:
+its memory is not to be trusted, so the worker ends, and all that it had is computed again elsewhere.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from lamina.netstack.checksum import checksum
+from lamina.protocol.plan import Grant, Import, Shift, StepPlan
+from lamina.workers.process import DamagedError
+
+if TYPE_CHECKING:
+    from .step import Step
+    from .store import Store
+
+
+class StoredBlock(NamedTuple):
+    """A KV block of a group of layers."""
+
+    group: int
+    number: int
+
+
+class BlockSums:
+    """Of one store, on a CPU. One thread uses it."""
+
+    def __init__(self, store: Store, share: float, draw: Callable[[], float] = random.random) -> None:
+        """``share``: of the blocks, which are looked at before each step that attends them. ``draw``: 0 to 1."""
+        self._store, self._share, self._draw = store, share, draw
+        self._sums: dict[StoredBlock, bytes] = {}
+
+    def forget(self, plan: StepPlan) -> None:
+        """Of sequences that others than a step's rows are about to write."""
+        for op in plan.ops:
+            if isinstance(op, Grant | Import | Shift) and op.sequence in self._store.tables.sequences:
+                for block in _blocks(self._store, op.sequence):
+                    self._sums.pop(block, None)
+
+    def rewritten(self, group: int, blocks: Iterable[int]) -> None:
+        """Blocks are others than they were, though no step has written them."""
+        for number in blocks:
+            self._sums.pop(StoredBlock(group, number), None)
+
+    def begin(self, steps: Sequence[Step]) -> None:
+        """Look at what ``steps`` attend, a share of it; they write soon. Raises DamagedError."""
+        for step in steps:
+            for block in _written(step):
+                self._sums.pop(block, None)
+        for sequence in _sequences(steps):
+            for block in _blocks(self._store, sequence):
+                known = self._sums.get(block)
+                if known is None or (self._share < 1.0 and self._draw() >= self._share):
+                    continue
+                if self._sum(block) != known:
+                    raise DamagedError(f"KV block {block.number} of sequence {sequence} is not what was written there")
+
+    def end(self, steps: Sequence[Step]) -> None:
+        """``steps`` have written all that they write."""
+        for sequence in _sequences(steps):
+            for block in _blocks(self._store, sequence):
+                if block not in self._sums:
+                    self._sums[block] = self._sum(block)
+
+    def _sum(self, block: StoredBlock) -> bytes:
+        return b"".join(checksum(memory[block.number]) for memory in self._memory[block.group])
+
+    @cached_property
+    def _memory(self) -> list[list[Sequence[memoryview]]]:
+        """Group -> its tensors in all layers -> block -> bytes. First used once the store has all of its layers."""
+        store = self._store
+        groups: list[list[Sequence[memoryview]]] = [[] for _ in store.tables.windows]
+        for piece in (piece for layer in store.layers for piece in layer):
+            for tensor in piece.kv.tensors:
+                flat = tensor.view(torch.uint8).reshape(len(tensor), -1)
+                assert flat.data_ptr() == tensor.data_ptr(), "a copy would never change"
+                groups[piece.group].append([memoryview(x) for x in flat.numpy()])
+        return groups
+
+
+def damage(store: Store, steps: Sequence[Step]) -> bool:
+    """Change a bit of a number that ``steps`` attend, for a drill. Whether there was one."""
+    written = {block for step in steps for block in _written(step)}
+    attended = (block for sequence in _sequences(steps) for block in _blocks(store, sequence))
+    block = next((block for block in attended if block not in written), None)
+    if block is None:
+        return False
+    piece = next(piece for layer in store.layers for piece in layer if piece.group == block.group)
+    piece.kv.k[block.number].view(torch.uint8).reshape(-1)[piece.kv.k.element_size() - 1] ^= 1
+    return True
+
+
+def _blocks(store: Store, sequence: int) -> Iterator[StoredBlock]:
+    """Those of a sequence that are here."""
+    for group in range(len(store.tables.windows)):
+        for number in store.tables.table(group, sequence)[1]:
+            yield StoredBlock(group, int(number))
+
+
+def _sequences(steps: Sequence[Step]) -> Iterator[int]:
+    for step in steps:
+        for row in step.plan.rows:
+            yield row.sequence
+
+
+def _written(step: Step) -> Iterator[StoredBlock]:
+    for group, places in enumerate(step.places):
+        for place in places:
+            for number in () if place.at is None else place.at.blocks.tolist():
+                yield StoredBlock(group, number)

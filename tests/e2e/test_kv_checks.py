@@ -1,0 +1,109 @@
+"""KV that changes in a memory worker's memory is seen before it is attended, and computed again elsewhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import llama
+
+from lamina import LLM, SamplingParams
+from lamina.engine.wire import WorkerError
+from lamina.observe.trace import Event
+from lamina.observe.tripwire import TRIPWIRE, Tripwire
+
+pytestmark = pytest.mark.usefixtures("no_child_left")
+PARAMS = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprobs=0)
+PROMPTS = [[5 + i % 50 for i in range(n)] for n in (3, 40, 90)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    llama().save_pretrained(path)
+    return path
+
+
+def open_llm(path: Path, **options: Any) -> LLM:
+    given = {"memory_workers": 2, "prefill_chunk": 32, "deterministic": True, "transport": "shm", "block_size": 16}
+    return LLM(str(path), **{**given, **options})
+
+
+def run(llm: LLM, tripwire: Tripwire, victim: str) -> list[tuple[list[int], list[float]]]:
+    """Tokens and log-probabilities. A block of ``victim`` is damaged in their midst, of a sequence that decodes."""
+    outputs, tripped = dict[int, Any](), False
+    with llm.stream(PROMPTS, PARAMS) as stream:
+        for output in stream:
+            outputs[output.request_id] = output
+            if victim and not tripped and sum(len(o.outputs[0].token_ids) for o in outputs.values()) > 30:
+                tripwire.set(llm.pools.pids[victim], Event.FLIP, 1)
+                tripped = True
+        ids = stream.request_ids
+    assert not tripped or tripwire.tripped
+    scores = [[next(iter(x.values())).logprob for x in outputs[i].outputs[0].logprobs] for i in ids]
+    return [(outputs[i].outputs[0].token_ids, each) for i, each in zip(ids, scores, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"partition": "request", "kv_cache_dtype": "int8"},
+        {"partition": "token", "prefill_workers": 1, "transport": "tcp"},
+    ],
+    ids=["head", "request, 8 bits", "token, prefill"],
+)
+def test_a_block_that_is_damaged_is_never_attended(
+    options: dict[str, Any], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TRIPWIRE, str(tmp_path / "wire"))
+    tripwire = Tripwire(tmp_path / "wire")
+    with open_llm(checkpoint, kv_checks=1.0, **options) as llm:
+        wanted, before = run(llm, tripwire, ""), llm.pools.pids
+        told = run(llm, tripwire, "memory-0")
+        assert [name for name, pid in llm.pools.pids.items() if pid != before[name]] == ["memory-0"]
+        for (tokens, scores), (same, near) in zip(told, wanted, strict=True):
+            assert tokens == same
+            assert scores == pytest.approx(near, abs=1e-4)
+        assert run(llm, tripwire, "") == wanted
+
+
+def test_who_looks_at_a_share_finds_it_some_steps_later(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 20 steps and more that attend it one looks at least, but for one run in 10^6."""
+    monkeypatch.setenv(TRIPWIRE, str(tmp_path / "wire"))
+    tripwire = Tripwire(tmp_path / "wire")
+    with open_llm(checkpoint, kv_checks=0.5) as llm:
+        before = llm.pools.pids
+        run(llm, tripwire, "memory-1")
+        assert [name for name, pid in llm.pools.pids.items() if pid != before[name]] == ["memory-1"]
+
+
+def test_who_does_not_look_attends_it(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the test above would show nothing."""
+    monkeypatch.setenv(TRIPWIRE, str(tmp_path / "wire"))
+    tripwire = Tripwire(tmp_path / "wire")
+    with open_llm(checkpoint) as llm:
+        wanted, before = run(llm, tripwire, ""), llm.pools.pids
+        assert run(llm, tripwire, "memory-0") != wanted
+        assert llm.pools.pids == before
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_where_the_worker_is_a_thread_the_run_ends(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TRIPWIRE, str(tmp_path / "wire"))
+    tripwire = Tripwire(tmp_path / "wire")
+    with open_llm(checkpoint, kv_checks=1.0, transport="loopback") as llm:
+        tripwire.set(os.getpid(), Event.FLIP, 1)
+        with pytest.raises(WorkerError, match="KV block .* is not what was written there"):
+            llm.generate(PROMPTS, PARAMS)
+
+
+def test_a_share_that_is_none_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="--kv-checks"):
+        open_llm(checkpoint, kv_checks=1.5)
