@@ -47,6 +47,7 @@ from .atoms import Located, PoolAtoms
 from .fetches import Fetches
 from .loads import EndedImport, Loads
 from .meter import Meter
+from .pace import SavePace
 from .store import Store
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class Transfers:
         """
         self._medium, self._store, self._report, self._meter, self._view = medium, store, report, meter, view
         self._atoms, self._recipe = PoolAtoms(store, rank), recipe
-        self._fetches = Fetches(medium, self._atoms, meter)
+        self._fetches, self._pace = Fetches(medium, self._atoms, meter), SavePace()
         self._last = -1  # the number of the last transfer that was begun
         self.loads = Loads(medium, store, self._atoms, meter, self._opened, self._loaded, trace)
         self._open: list[_Task] = []  # saves that are not settled
@@ -124,6 +125,8 @@ class Transfers:
         where the plan touches a sequence with a transfer under way, ProtocolError for one that cannot be: then nothing
         has changed. A plan may come twice.
         """
+        if plan.rows:
+            self._pace.served()
         if self._store.tables.comes_again(plan):
             self._store.begin(plan)
             return
@@ -224,6 +227,7 @@ class Transfers:
         """Take back what has not begun; END_S at most. ``finish``: save first what is to be saved, for LAST_S at
         most.
         """
+        self._pace.end()
         self.loads.cancel()
         self._queue.put(None)
         if finish:
@@ -243,6 +247,7 @@ class Transfers:
             if isinstance(task, Drop):
                 with suppress(MediumError):
                     self._medium.drop(task.keys)
+                self._pace.rest()
                 continue
             start = time.perf_counter()
             try:
@@ -300,6 +305,7 @@ class Transfers:
                     self._meter.add("kv_saved_bytes", nbytes)
             except (MediumError, ValueError) as e:
                 done, error = number, f"page {first // PAGE} was not saved: {e}"
+            self._pace.rest()
         return done, gone, error
 
     def _taken(self, task: _Task, number: int, at: Located) -> dict[Atom, memoryview] | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 from lamina.protocol.plan import Fork, Free, Grant, Import, Keep, MediumOp, Prune, Rows, Shift, StepPlan
@@ -291,7 +290,7 @@ class BlockTables(HeldBlocks):
     def _share(self, fork: Fork) -> None:
         """Start the sequence: it holds what it shares, and nothing yet of a block that it gets a copy of."""
         extent = self._forked(fork)
-        extent = replace(extent, length=fork.length // self.block_size * self.block_size)
+        extent = extent._replace(length=fork.length // self.block_size * self.block_size)
         for g, (pool, tables) in enumerate(zip(self._pools, self._tables, strict=True)):
             ids = self._blocks_shared(g, fork)
             tables[fork.sequence] = ids

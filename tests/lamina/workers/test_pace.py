@@ -1,0 +1,84 @@
+"""How fast pages are saved: a thread that rests while cores are short and rounds are served, and only then."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from lamina.memory import pace
+from lamina.memory.pace import SHARE, SavePace, waited_s
+
+
+class Clock:
+    """Seconds that go on when they are told to; and for how long some task has waited for a core."""
+
+    def __init__(self) -> None:
+        self.now, self.waited = 100.0, 5.0
+
+
+def busy(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def paced(clock: Clock) -> SavePace:
+    found = SavePace(lambda: clock.waited, lambda: clock.now)
+    found.rest()
+    return found
+
+
+def test_a_share_of_a_core_while_rounds_are_served(paced: SavePace) -> None:
+    paced.served()
+    start, used = time.monotonic(), time.thread_time()
+    for _ in range(3):
+        busy(0.001)
+        assert paced.rest() > 0.01
+    assert (time.thread_time() - used) / (time.monotonic() - start) < 1.3 * SHARE
+
+
+def test_no_rest_where_nothing_else_is_done(paced: SavePace, clock: Clock) -> None:
+    busy(0.001)
+    assert paced.rest() == 0.0, "no round has come"
+    paced.served()
+    clock.now += pace.SERVED_S
+    busy(0.001)
+    assert paced.rest() == 0.0, "the last one is long ago"
+
+
+def test_no_rest_where_cores_are_free(paced: SavePace, clock: Clock) -> None:
+    for waited, short in ((1.0, True), (0.01, False), (0.0, False), (0.3, True), (0.01, False)):
+        clock.now, clock.waited = clock.now + pace.LOOK_S, clock.waited + waited
+        paced.served()
+        busy(0.001)
+        assert (paced.rest() > 0) == short
+
+
+def test_a_kernel_that_does_not_count_has_no_free_cores(clock: Clock) -> None:
+    paced = SavePace(lambda: None, lambda: clock.now)
+    clock.now += pace.LOOK_S
+    paced.served()
+    busy(0.001)
+    assert paced.rest() > 0
+
+
+def test_no_rest_behind_the_end(paced: SavePace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "LONGEST_S", 1000.0)
+    paced.served()
+    busy(0.1)
+    paced.end()
+    start = time.monotonic()
+    assert paced.rest() > 1.0
+    assert time.monotonic() - start < 1.0
+
+
+def test_the_pressure_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "PRESSURE", "/nowhere")
+    assert waited_s() is None
