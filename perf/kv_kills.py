@@ -37,6 +37,7 @@ SHAPE = {
     "intermediate_size": 128, "vocab_size": 320,
 }  # fmt: skip
 OPTIONS: dict[str, Any] = {"dtype": "float32", "deterministic": True, "prefill_chunk": 64, "max_model_len": 480}
+OPTIONS["max_recoveries"] = 1_000_000
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 PATIENCE_S = 60.0  # for a transfer to begin
 

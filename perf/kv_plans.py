@@ -42,15 +42,19 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="seed (0)")
     parser.add_argument("--seeds", type=int, default=10_000, help=f"in shares of {SHARE} (10000)")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (a core each)")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds, behind which no share begins")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     counts, began = Counter[str](), time.monotonic()
+    firsts, tried = list(range(args.first, args.first + args.seeds, SHARE)), 0
     with ProcessPoolExecutor(args.jobs) as pool:
-        firsts = range(args.first, args.first + args.seeds, SHARE)
-        for done, each in enumerate(pool.map(share, firsts, repeat(SHARE)), 1):
-            counts.update(each)
-            print(f"{done * SHARE} seeds, {time.monotonic() - began:.0f} s", file=sys.stderr)
-    settings = {"first": args.first, "seeds": len(firsts) * SHARE}
+        while firsts and time.monotonic() - began < args.limit_s:
+            some, firsts = firsts[: args.jobs], firsts[args.jobs :]
+            for each in pool.map(share, some, repeat(SHARE)):
+                counts.update(each)
+                tried += SHARE
+            print(f"{tried} seeds, {time.monotonic() - began:.0f} s", file=sys.stderr)
+    settings = {"first": args.first, "seeds": tried}
     print(record("kv_plans", settings, {"failed": 0, **counts}, write=args.write))
 
 

@@ -187,8 +187,6 @@ def _check_prefixes(config: EngineConfig) -> None:
         name = "--kv-store-dir" if tier.kv_store_dir else "--kv-offloading-size"
         cause = "--prefill-workers" if config.topology.prefill_workers else "--no-enable-prefix-caching"
         raise ValueError(f"{name} keeps what --enable-prefix-caching finds: leave it out, or {cause}")
-    if tier.kv_store_dir and config.launching.starter != "local":
-        raise ValueError("--kv-store-dir is a directory of this machine, for --launcher local: leave it out")
 
 
 def _check_overflow(config: EngineConfig) -> None:
