@@ -46,7 +46,7 @@ def test_slots_hold_every_message(
     monkeypatch.setattr(capacity, "LEAST_SLOT_BYTES", 1)
     max_rows, max_len = 48, 1024
     binds = [
-        bind(layers, weights, w, partition, dtype=dtype, max_rows=max_rows, max_model_len=max_len, kv_bytes=64 << 20)
+        bind(layers, weights, w, partition, dtype=dtype, max_rows=max_rows, max_model_len=max_len, kv_bytes=8 << 20)
         for w in range(len(weights))
     ]
     itemsize = 4 if dtype == "float32" else 2
