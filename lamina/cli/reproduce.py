@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         lines = [{**line._asdict(), "gap": line.gap} for line in figure.lines]
         told = {"figure": args.figure, "title": figure.title, "lines": lines, "cannot": figure.cannot}
+        told["measured"] = figure.measured
         sys.stdout.write(json.dumps(told, indent=2) + "\n")
     else:
         sys.stdout.write(_text(args.figure, figure))
@@ -107,8 +108,9 @@ def _traces(figure: str, folder: str | None) -> dict[str, RequestTrace]:
 
 def _text(name: str, figure: Figure) -> str:
     rows = [["", "paper", "modelled", "gap", "", ""], *(_row(line) for line in figure.lines)]
-    cannot = [f"  not reproduced: {figure.cannot}"] if figure.cannot else []
-    return "\n".join([f"{name} of arXiv 2405.01814: {figure.title}", *table(rows, left=(0, 4)), *cannot]) + "\n"
+    said = [f"  not reproduced: {figure.cannot}"] if figure.cannot else []
+    said += [f"  measured: {figure.measured}"]
+    return "\n".join([f"{name} of arXiv 2405.01814: {figure.title}", *table(rows, left=(0, 4)), *said]) + "\n"
 
 
 def _row(line: Line) -> list[str]:

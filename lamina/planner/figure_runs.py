@@ -36,7 +36,8 @@ def table4(traces: Mapping[str, RequestTrace]) -> Figure:
         numbers = len(trace.requests), trace.mean_prompt, trace.mean_answer
         for what, paper, here in zip(("requests", "mean prompt", "mean answer"), TABLE4[name], numbers, strict=True):
             lines.append(Line(f"{label}: {what}", "", paper, here))
-    return Figure("traces", lines, "Kimi-TA, unless you have its real file: a surrogate is made up in its likeness")
+    cannot = "Kimi-TA, unless you have its real file: a surrogate is made up in its likeness"
+    return Figure("traces", lines, cannot, measured="all of it: these are the files' own numbers")
 
 
 def figure10(traces: Mapping[str, RequestTrace], base: str, requests: int, models: Sequence[str]) -> Figure:

@@ -36,17 +36,13 @@ def plan_text(plan: Plan) -> str:
     planner, ranking, verdict, rows = plan.planner, plan.ranking, plan.verdict, plan.rows
     model, trace = planner.costs.model, ranking.trace
     surrogate = ", a SURROGATE: made up in the likeness of a trace" if trace.surrogate else ""
-    dropped = (
-        f"; {trace.dropped} are too long for the model or for some deployment, and left out for all"
-        if trace.dropped
-        else ""
-    )
+    dropped = f"{trace.dropped or 'none'} too long for the model or for some deployment, and left out for all"
     shown, lengths = shortlist(ranking, rows), f"{trace.mean_prompt:.1f} tokens in, {trace.mean_answer:.1f} out"
     lines = [
         f"modelled, not measured: {_scope(planner)}",
         f"model  {model.name}: {size(model.weight_bytes)} of weights, {model.kv_bytes_per_token:,} bytes of KV a token",
         f"       ({model.source})",
-        f"trace  {trace.name}: {len(trace.requests)} requests, {lengths}{dropped}{surrogate}",
+        f"trace  {trace.name}: {len(trace.requests)} requests, {lengths}; {dropped}{surrogate}",
         "",
         *table([_HEAD, *(_row(p) for p in shown)]),
         f"  {len(ranking.points)} deployments ranked, {len(ranking.refused)} refused{_reasons(ranking)}",

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lamina.protocol.blocks.counts import blocks_of_one, split_memory
+from lamina.protocol.blocks.pool import BlockPool
 from lamina.protocol.blocks.tables import (
     BlockTables,
     NoBlocksError,
@@ -47,6 +48,18 @@ def tables(windows: list[int] | None = None, blocks: int = 10) -> BlockTables:
 def snapshot(t: BlockTables) -> object:
     state = [(s, t.length(s), [t.table(g, s) for g in range(len(t.windows))]) for s in t.sequences]
     return copy.deepcopy((state, t.free_blocks))
+
+
+def test_blocks_that_are_taken_at_once_are_those_of_one_after_the_other() -> None:
+    one, many = BlockPool(9), BlockPool(9)
+    for pool in (one, many):
+        pool.give_back([pool.take() for _ in range(3)])
+    assert list(many.take_all(4)) == [one.take() for _ in range(4)]
+    assert list(many.take_all(0)) == []
+    with pytest.raises(IndexError, match="6 blocks are to be taken, and 5 are free"):
+        many.take_all(6)
+    assert list(many.take_all(5)) == [one.take() for _ in range(5)]
+    assert many.num_free == one.num_free == 0
 
 
 def test_blocks_follow_the_tokens() -> None:

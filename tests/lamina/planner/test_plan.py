@@ -299,7 +299,9 @@ def test_facts_of_a_configuration_are_kept(
 
 def test_reproduce(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "fig4"]) == 0
-    assert "30 does not hold up to 4096 at peak" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "30 does not hold up to 4096 at peak" in text
+    assert "measured: nothing of it: no H100" in text
     assert main(["reproduce", "table5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["lines"][0]["paper"] == 20.32
     assert main(["reproduce", "fig9"]) == 2
