@@ -1,24 +1,37 @@
-"""Sessions over HTTP: what ``session_id`` in a body means, GET /v1/sessions and DELETE /v1/sessions/ID. A client sees
-the sessions of its own API key.
+"""Sessions over HTTP: what ``session_id`` in a body means, GET /v1/sessions and DELETE /v1/sessions/ID; and one that
+goes to another server, GET /v1/sessions/ID/export, POST /v1/sessions/import. A client sees the sessions of its own API
+key.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from lamina.engine.conversations.sessions import SessionName
-from lamina.engine.conversations.turns import NOTHING_SAID, Said, SessionBusyError, said_in, said_of
+from lamina.engine.conversations.sessions import SessionCopy, SessionName
+from lamina.engine.conversations.turns import (
+    NOTHING_SAID,
+    Said,
+    SessionBusyError,
+    Spoken,
+    check_name,
+    said_in,
+    said_of,
+)
 
 from .calls import Service, SessionTurn
+from .door.bodies import parse
 from .errors import ApiError, json_response
 from .link.client import EngineGoneError
-from .openapi import answers
-from .request.protocol import ChatRequest, CompletionRequest
+from .link.messages import AskSessions, SessionsAre
+from .openapi import answers, described
+from .request.protocol import ChatRequest, CompletionRequest, Strict
 from .tenants import salt_of
 
 PARAM = "session_id"
@@ -66,6 +79,62 @@ async def delete_session(request: Request, session_id: str) -> Response:
     if not await _asked(request, session_id):
         raise ApiError(404, f"there is no session {session_id[:128]!r}", param=PARAM, code="session_not_found")
     return json_response({"id": session_id, "object": "session.deleted", "deleted": True})
+
+
+class PortedSession(msgspec.Struct, frozen=True):
+    """A session on its way from server to server. ``spoken``: what its last turn has sent."""
+
+    copy: SessionCopy
+    spoken: Spoken | None
+
+
+class ImportRequest(Strict):
+    """POST /v1/sessions/import. ``session``: of an export."""
+
+    session: str
+
+
+@router.get("/v1/sessions/{session_id:path}/export", responses=answers(400, 404, 409, 503))
+async def export_session(request: Request, session_id: str) -> Response:
+    """A session without its KV, which the next server finds in the store, by its tokens."""
+    service: Service = request.app.state.service
+    name = SessionName(salt_of(request.state.key_id, None), session_id)
+    with _refusals():
+        spoken = service.turns.spoken(name)
+        answer = await _answered(service, AskSessions(0, name.tenant, copy=session_id))
+    if answer.copy is None:
+        raise ApiError(404, f"there is no session {session_id[:128]!r}", param=PARAM, code="session_not_found")
+    data = msgspec.msgpack.encode(PortedSession(answer.copy, spoken))
+    return json_response({"id": session_id, "object": "session.export", "session": base64.b64encode(data).decode()})
+
+
+@router.post("/v1/sessions/import", openapi_extra=described(ImportRequest), responses=answers(400, 409, 503, body=True))
+async def import_session(request: Request) -> Response:
+    """Take over a session that another server has exported to the same API key."""
+    service: Service = request.app.state.service
+    body = await parse(ImportRequest, request)
+    try:
+        ported = msgspec.msgpack.decode(base64.b64decode(body.session, validate=True), type=PortedSession)
+    except (ValueError, msgspec.MsgspecError):
+        raise ApiError(400, "session is no export of a session", param="session", code="invalid_value") from None
+    name = SessionName(salt_of(request.state.key_id, None), ported.copy.name)
+    with _refusals():
+        check_name(name)
+        service.turns.spoken(name)  # which no turn may be changing
+        await _answered(service, AskSessions(0, name.tenant, bring=ported.copy))
+        service.turns.bring(name, ported.spoken)
+    return json_response({"id": name.name, "object": "session", "turns": ported.copy.turns})
+
+
+async def _answered(service: Service, question: AskSessions) -> SessionsAre:
+    """Raises ValueError where the engine refuses, ApiError."""
+    try:
+        answer = await service.client.ask(question)
+    except EngineGoneError as e:
+        raise ApiError(503, f"the engine is gone: {e}", code="engine_gone", retry_after_s=5) from e
+    if answer.refusal:
+        raise ValueError(answer.refusal)
+    return answer
 
 
 async def _asked(request: Request, drop: str | None) -> list[Any]:

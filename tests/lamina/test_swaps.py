@@ -17,7 +17,7 @@ from lamina.engine.sequence import Sequence
 from lamina.engine.timing import Timing
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.placement import FIRST
-from lamina.protocol.plan import Drop, Export, Free, Import, StepPlan, Transfer
+from lamina.protocol.plan import Drop, Export, Free, Import, Rows, StepPlan, Transfer
 from lamina.protocol.tiers import TierFacts, Transferred
 
 SIZE = PAGE = 4
@@ -231,6 +231,11 @@ def test_times_are_those_of_rounds_of_prompts_and_of_loads() -> None:
     assert swaps._compute_s == 2.0 / 40
     timing.done(1, Round(set(), 1, 40, 0, 0, steady=False), 9.0)
     assert swaps._compute_s == 2.0 / 40, "a round of decoding says nothing"
+    sequence.num_loading = 32
+    timing.sent([ScheduledStep(StepPlan(step=2, ops=[], rows=[Rows(7, 0, 40)]), [sequence], [])], 9.0)
+    timing.done(2, Round(set(), 1, 40, 39, 0, steady=False), 99.0)
+    assert swaps._compute_s == 2.0 / 40, "nor does one that may have waited for a load"
+    sequence.num_loading = 0
     load = StepPlan(step=3, ops=[Import(7, 1, 0, 8, [b"k"])], rows=[])
     timing.sent([ScheduledStep(load, [], [])], 10.0)
     sequence.num_cached = 8

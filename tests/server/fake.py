@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 from shipped import MODEL, ROOT
 
-from lamina.engine.conversations.sessions import SessionFacts, SessionName
+from lamina.engine.conversations.sessions import SessionCopy, SessionFacts, SessionName
 from lamina.models.tokens import load_tokenizer
 from lamina.request import SamplingParams
 from lamina.server.admission import Admission
@@ -17,7 +17,7 @@ from lamina.server.app import layered, make_app
 from lamina.server.calls import Service
 from lamina.server.config import ServerConfig
 from lamina.server.link.client import DeltaWatch
-from lamina.server.link.messages import Delta, Ready, State, Times
+from lamina.server.link.messages import AskSessions, Delta, Ready, SessionsAre, State, Times
 from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.request.prompts import Prompter
 from lamina.server.request.unsupported import UnknownFields
@@ -53,6 +53,7 @@ class FakeClient:
         self.cancelled: list[int] = []
         self.resets = 0
         self.named: dict[SessionName, SessionFacts] = {}
+        self.refusal = ""
 
     def add(
         self,
@@ -81,6 +82,11 @@ class FakeClient:
             found = self.named.pop(SessionName(tenant, drop), None)
             return [] if found is None else [found]
         return [facts for name, facts in self.named.items() if name.tenant == tenant]
+
+    async def ask(self, question: AskSessions) -> SessionsAre:
+        facts = self.named.get(SessionName(question.tenant, question.copy or ""))
+        copy = facts and SessionCopy(identity=b"", name=facts.name, turns=facts.turns, salt=b"", tokens=b"")
+        return SessionsAre(question.number, [], copy, self.refusal)
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1

@@ -44,6 +44,8 @@ def test_a_route_of_others_is_named(path: str, named: str, instead: str) -> None
         ("/scale", "LAMINA_ADMIN_KEY"),
         ("/v1/sessions", "--enable-prefix-caching"),
         ("/v1/sessions/tea", "--enable-prefix-caching"),
+        ("/v1/sessions/tea/export", "--enable-prefix-caching"),
+        ("/v1/sessions/import", "--enable-prefix-caching"),
         ("/v1/chat/completions/chatcmpl-1", "--journal DIR"),
     ],
 )

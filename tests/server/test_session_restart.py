@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from running import MODEL, Running
+
+from lamina.cli.launch import main
 
 WAIT_S = 120.0
 OPENINGS = {
@@ -37,8 +40,14 @@ def broken_off(server: Running, prompt: str, name: str) -> str:
     return text
 
 
-def test_a_replay_goes_on_with_other_workers(tmp_path: Path) -> None:
-    """Its turns are those that a computation without sessions gives, and the KV of both conversations is found."""
+def test_a_replay_goes_on_with_other_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its turns are those that a computation without sessions gives, and the KV of both conversations is found. The
+    name of one has been carried over.
+    """
+    key = tmp_path / "key"
+    key.write_text("ab" * 32)
+    key.chmod(0o600)
+    ported = ["--file", str(tmp_path / "second.session"), "--key-file", str(key)]
     flags, said = ("--dtype", "float32", "--kv-store-dir", str(tmp_path / "kv")), dict[str, str]()
     server = Running(tmp_path / "one.log", *flags, "--memory-workers", "2")
     try:
@@ -46,14 +55,22 @@ def test_a_replay_goes_on_with_other_workers(tmp_path: Path) -> None:
             text, _ = ask(server, opening, session_id=name)
             said[name] = opening + text + MORE
             assert ask(server, said[name], session_id=name)[1] >= 128, "it wakes in the pool"
+        assert main(["sessions", "export", server.url, "second", *ported]) == 0
         begun = broken_off(server, said["first"], "first")
     finally:
         server.kill()
     server = Running(tmp_path / "two.log", *flags, "--memory-workers", "3", "--partition", "token")
     try:
+        assert main(["sessions", "import", server.url, *ported]) == 0
+        assert main(["sessions", "import", server.url, *ported]) == 2
+        assert "there is a session 'second': drop that first" in capsys.readouterr().err
+        assert main(["sessions", "list", server.url]) == 0
+        assert capsys.readouterr().out.splitlines()[1].split() == ["second", "2", "256", "file"]
+        with pytest.raises(httpx.HTTPStatusError, match="400"):
+            ask(server, "something else", session_id="second")
         for name in OPENINGS:
             text, cached = ask(server, said[name], session_id=name)
-            assert cached >= 128, "it wakes from the disk, though nobody knows its name"
+            assert cached >= 128, "it wakes from the disk, also where nobody knows its name"
             assert (text, 0) == ask(server, said[name], cache_salt="computed"), name
             assert name != "first" or text.startswith(begun), "what was told before goes on alike"
             more = said[name] + text + MORE

@@ -13,6 +13,7 @@ from fake import READY, FakeClient, make_service
 from test_layers import ask, error_of
 
 from lamina.engine.conversations.sessions import SessionName
+from lamina.engine.conversations.turns import said_in
 from lamina.server.app import layered, make_app
 from lamina.server.calls import Service
 from lamina.server.link.messages import State
@@ -135,3 +136,53 @@ def test_the_tenant_is_the_key_alone() -> None:
     assert name.name == "mine"
     assert name.tenant != client.salts[0]
     assert name != SessionName(salt_of(b"", None), "mine")
+
+
+def ported(service: Service, key: str = "", name: str = "mine") -> httpx.Response:
+    return ask("GET", f"/v1/sessions/{name}/export", service, headers=headers(key))
+
+
+def taken(service: Service, session: str, key: str = "") -> httpx.Response:
+    return ask("POST", "/v1/sessions/import", service, json={"session": session}, headers=headers(key))
+
+
+def test_a_session_goes_from_server_to_server() -> None:
+    """Its next turn goes on with what was said there."""
+    old, new = make_service(), make_service()
+    assert chat(old, "hi").status_code == 200
+    data = ported(old).json()["session"]
+    assert taken(new, data).json() == {"id": "mine", "object": "session", "turns": 1}
+    assert error_of(chat(new, "something else"))["code"] == "session_mismatch"
+    assert chat(new, "hi", "yes?", "more").status_code == 200
+
+
+def test_what_is_no_export() -> None:
+    service = make_service()
+    assert chat(service, "hi").status_code == 200
+    assert ported(service, name="other").status_code == 404
+    for session in ("", "%%%", "AAAA", ported(service).json()["session"][:40]):
+        response = taken(service, session)
+        assert response.status_code == 400
+        assert error_of(response)["message"] == "session is no export of a session"
+
+
+def test_a_refused_import_leaves_the_session_as_it_was() -> None:
+    service = make_service()
+    assert chat(service, "hi").status_code == 200
+    data = ported(service).json()["session"]
+    client = service.client
+    assert isinstance(client, FakeClient)
+    client.refusal = "there is a session 'mine': drop that first"
+    response = taken(service, data)
+    assert (response.status_code, error_of(response)["message"]) == (400, client.refusal)
+    assert error_of(chat(service, "something else"))["code"] == "session_mismatch"
+
+
+def test_a_session_that_speaks_is_not_copied() -> None:
+    service = make_service()
+    assert chat(service, "hi").status_code == 200
+    data, name = ported(service).json()["session"], SessionName(salt_of(b"", None), "mine")
+    service.turns.begin(name, said_in(talk("hi")))
+    for response in (ported(service), taken(service, data)):
+        assert response.status_code == 409
+        assert error_of(response)["code"] == "session_busy"

@@ -1,8 +1,11 @@
-"""``lamina-launch sessions list|drop URL``: sessions of a running server; ``sessions advise MODEL``: what they need."""
+"""``lamina-launch sessions list|drop|export|import URL``: sessions of a running server; ``sessions advise MODEL``: what
+they need.
+"""
 
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
 from urllib.parse import quote
@@ -11,11 +14,14 @@ from lamina.facts.report import table
 
 from . import sessions_advice
 from .operators import call, check_url
+from .session_files import read_session, write_session
 
 ASK_S = 10.0
 ACTIONS = {
     "list": "say which there are, and where their KV is",
     "drop": "forget one, and give up its KV",
+    "export": "write one to a new file, encrypted, for another server that has the KV in its --kv-store-dir",
+    "import": "take one over from such a file",
     "advise": "say how much memory or disk those of a model need, and what that costs",
 }
 
@@ -24,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
     parser.add_argument("action", choices=ACTIONS, help="; ".join(f"{k}: {v}" for k, v in ACTIONS.items()))
     parser.add_argument("url", help="of the server, such as http://127.0.0.1:8000; advise: the model")
-    parser.add_argument("id", nargs="?", default="", help="drop: the session_id")
+    parser.add_argument("id", nargs="?", default="", help="drop, export: the session_id")
+    parser.add_argument("--file", default="", help="export, import: the session's, of mode 0600")
+    parser.add_argument("--key-file", default="", help="export, import: its key, by openssl rand -hex 32, mode 0600")
     parser.add_argument("--api-key", default="", help="whose sessions; better LAMINA_API_KEY")
     parser.add_argument("--json", action="store_true", help="list: print them as JSON")
     parser.add_argument("--dry-run", action="store_true", help="say what would be asked for, and exit")
@@ -36,8 +44,11 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "advise":
         return sessions_advice.run(args)
     check_url(args.url)
-    if (args.action == "drop") != bool(args.id):
-        raise ValueError("sessions drop needs the session_id, and sessions list takes none")
+    if (args.action in ("drop", "export")) != bool(args.id):
+        raise ValueError("sessions drop and export need the session_id, sessions list and import take none")
+    ported = args.action in ("export", "import")
+    if ported != bool(args.file) or ported != bool(args.key_file):
+        raise ValueError("sessions export and import need --file and --key-file, the others take neither")
     if args.dry_run:
         print(f"would {args.action} {args.id or 'the sessions'} of {args.url}")
         return 0
@@ -45,6 +56,16 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "drop":
         call(args.url, f"/v1/sessions/{quote(args.id, safe='')}", key, ASK_S, method="DELETE")
         print(f"dropped {args.id}")
+        return 0
+    if args.action == "export":
+        answer = call(args.url, f"/v1/sessions/{quote(args.id, safe='')}/export", key, ASK_S)
+        write_session(args.file, args.key_file, base64.b64decode(answer["session"]))
+        print(f"wrote {args.id} to {args.file}")
+        return 0
+    if args.action == "import":
+        session = base64.b64encode(read_session(args.file, args.key_file)).decode()
+        answer = call(args.url, "/v1/sessions/import", key, ASK_S, body={"session": session})
+        print(f"took over {answer['id']}, {answer['turns']} turns")
         return 0
     sessions = call(args.url, "/v1/sessions", key, ASK_S)["data"]
     if args.json:

@@ -4,11 +4,22 @@ I/O, no clock.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 
-from lamina.engine.conversations.sessions import NOWHERE, POOL, SessionFacts, SessionName, SessionState
+from lamina.engine.conversations.sessions import (
+    NOWHERE,
+    POOL,
+    SessionCopy,
+    SessionFacts,
+    SessionName,
+    SessionState,
+)
 from lamina.engine.sequence import Sequence
+from lamina.kv.keys import tenant_of
+from lamina.protocol.placement import Place
 from lamina.protocol.plan import SequenceOp, Shift, Truncate
 
 from .ledger import Ledger
@@ -66,8 +77,40 @@ class Leaves:
             keys = self._tier.keys_of(sequence, op.length, parts=True)
             still = set(keys)
             session.left_behind |= {key: None for key in session.keys if key not in still}
-            session.keys = keys
+            session.keys, session.salt = keys, sequence.salt
+            session.tokens = array("I", sequence.tokens[: len(keys) * self._tier.page])
         return [*self._tier.save(sequence, op.length)]
+
+    def copy(self, name: SessionName) -> SessionCopy | None:
+        """For another engine; None: there is no such session. Raises ValueError where it would find no KV."""
+        session, tier = self._sessions.named(name), self._with_tier()
+        if session is None:
+            return None
+        return SessionCopy(
+            identity=tier.identity, name=name.name, turns=session.turns, salt=session.salt,
+            tokens=_little(session.tokens).tobytes(),
+        )  # fmt: skip
+
+    def bring(self, tenant: bytes, copy: SessionCopy) -> None:
+        """Take over a session of ``tenant``. Raises ValueError for one that cannot be it."""
+        name, tier = SessionName(tenant, copy.name), self._with_tier()
+        if copy.identity != tier.identity:
+            raise ValueError("it is of another model, or of KV in another form, than this server's")
+        if tenant_of(copy.salt) != tenant:
+            raise ValueError("it is of another API key than yours")
+        if self._sessions.named(name) is not None:
+            raise ValueError(f"there is a session {name.name!r}: drop that first")
+        tokens = array("I")
+        tokens.frombytes(copy.tokens[: len(copy.tokens) // tokens.itemsize * tokens.itemsize])
+        session = self._sessions.of(name)
+        session.turns, session.salt, session.tokens = max(1, copy.turns), copy.salt, _little(tokens)
+        session.keys, session.length = tier.keys_behind(copy.salt, session.tokens), len(session.tokens)
+        session.place = max(map(Place, range(self._ledger.num_lanes)), key=lambda p: tier.num_there(session.keys, p))
+
+    def _with_tier(self) -> Tier:
+        if self._tier is None or self._tier.medium == "host":
+            raise ValueError("sessions go from server to server with the KV in --kv-store-dir: start it with that")
+        return self._tier
 
     def drop(self, name: SessionName, running: Iterable[Sequence]) -> list[SequenceOp] | None:
         """Forget a session and give up its KV, but for pages that others have too; a turn of it among ``running``
@@ -94,3 +137,12 @@ class Leaves:
             return POOL
         tier = None if session.discarded else self._tier
         return tier.medium if tier and tier.num_there(session.keys[:1], session.place) else NOWHERE
+
+
+def _little(tokens: array[int]) -> array[int]:
+    """The same in the other order of bytes, where this machine's is not little-endian."""
+    if sys.byteorder == "little":
+        return tokens
+    swapped = array("I", tokens)
+    swapped.byteswap()
+    return swapped

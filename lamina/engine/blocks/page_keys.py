@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Several
+
 from lamina.engine.sequence import Sequence
 from lamina.kv.keys import page_key, root_key, tenant_of, tenant_tag
 from lamina.protocol.tiers import TierFacts
@@ -20,9 +22,17 @@ class PageKeys:
         keys, page = sequence.page_keys, self._page
         while len(keys) < length // page:
             at = len(keys) * page
-            parent = keys[-1] if keys else self.root(sequence, sequence.salt)
+            parent = keys[-1] if keys else self.root(sequence.salt, sequence.salt)
             keys.append(page_key(parent, at // page, sequence.tokens[at : at + page]))
         return keys[: length // page]
+
+    def behind(self, salt: bytes, tokens: Several[int]) -> list[bytes]:
+        """Of the whole pages of ``tokens``, of a prompt with ``salt``."""
+        keys, parent = list[bytes](), self.root(salt, salt)
+        for at in range(0, len(tokens) // self._page * self._page, self._page):
+            parent = page_key(parent, at // self._page, tokens[at : at + self._page])
+            keys.append(parent)
+        return keys
 
     def part(self, sequence: Sequence, length: int) -> list[bytes]:
         """Of the page with which its first ``length`` tokens end, where that is not whole and not the first one."""
@@ -39,13 +49,13 @@ class PageKeys:
         sequence.page_keys.clear()
         sequence.part_keys.clear()
 
-    def root(self, sequence: Sequence, salt: bytes) -> bytes:
-        """The parent of its first page."""
-        return root_key(self._secret, self._identity, self.tag(sequence), salt, self.era)
+    def root(self, owner: bytes, salt: bytes) -> bytes:
+        """The parent of a first page with ``salt``, which the tenant has whose prompts have the salt ``owner``."""
+        return root_key(self._secret, self._identity, self.tag(owner), salt, self.era)
 
-    def tag(self, sequence: Sequence) -> bytes:
-        """Of its tenant."""
-        tenant = tenant_of(sequence.salt)
+    def tag(self, salt: bytes) -> bytes:
+        """Of the tenant of a prompt with ``salt``."""
+        tenant = tenant_of(salt)
         if tenant not in self._tags:
             self._tags[tenant] = tenant_tag(self._secret, tenant)
         return self._tags[tenant]

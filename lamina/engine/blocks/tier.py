@@ -86,6 +86,7 @@ class Tier:
         self.medium = facts.medium
         self._exact = not prompts_only  # whether a page is kept, too, that is not whole
         self._keys = PageKeys(facts)
+        self.identity = facts.identity
         self._ledger = ledger
         self._owners = [
             {w for lanes, group in zip(ledger.lanes, holders, strict=True) if lane in lanes for w in group}
@@ -221,14 +222,14 @@ class Tier:
         here = all(self._ledger.table(group, sequence.id)[0] == 0 for group in range(len(self._ledger.windows)))
         if not here or length > (self._most or length):
             return [], []
-        keys, parent = list[bytes](), self._keys.root(sequence, root)
+        keys, parent = list[bytes](), self._keys.root(sequence.salt, root)
         for number in range(-(-length // self.page)):
             parent = page_key(parent, number, [number])
             keys.append(parent)
         return keys, self._export(sequence, keys, range(len(keys)), length)
 
     def _export(self, sequence: Sequence, keys: Several[bytes], numbers: Iterable[int], length: int) -> list[Export]:
-        ops, prompt, tag = list[Export](), len(sequence.prompt), self._keys.tag(sequence)
+        ops, prompt, tag = list[Export](), len(sequence.prompt), self._keys.tag(sequence.salt)
         for run in _runs(numbers):
             some, first = [keys[n] for n in run], run[0] * self.page
             count = min(len(some) * self.page, length - first)
@@ -350,6 +351,10 @@ class Tier:
     def keys_of(self, sequence: Sequence, length: int, *, parts: bool = False) -> list[bytes]:
         """Of the whole pages of its first ``length`` tokens; ``parts``: and of one with which they end."""
         return [*self._keys.of(sequence, length), *(self._keys.part(sequence, length) if parts and self._exact else ())]
+
+    def keys_behind(self, salt: bytes, tokens: Several[int]) -> list[bytes]:
+        """Of the whole pages of ``tokens``, of a prompt with ``salt``."""
+        return self._keys.behind(salt, tokens)
 
     def _lane(self, place: Place, number: int) -> int:
         """Of a page."""

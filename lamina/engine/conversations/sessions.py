@@ -8,10 +8,13 @@ room, it only wakes more slowly. After CachedAttention (arXiv 2403.19708).
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from lamina.protocol.placement import FIRST, Place
 
@@ -49,6 +52,20 @@ class SessionState:
     keys: list[bytes] = field(default_factory=list)
     left_behind: dict[bytes, None] = field(default_factory=dict)  # keys of pages that only earlier turns had
     discarded: int = 0  # tokens of the conversation that its KV has no more
+    tokens: array[int] = field(default_factory=lambda: array("I"))  # those of its pages
+    salt: bytes = b""  # of its last turn
+
+
+class SessionCopy(msgspec.Struct, frozen=True, kw_only=True):
+    """A session as another engine takes it over, which finds the KV by the tokens, where its store has it.
+    ``identity``: of the model and its KV; ``tokens``: of whole pages, 4 bytes each, little-endian.
+    """
+
+    identity: bytes
+    name: str
+    turns: int
+    salt: bytes
+    tokens: bytes
 
 
 class Sessions:
@@ -67,6 +84,10 @@ class Sessions:
             _, oldest = self._by_name.popitem(last=False)
             self._let_go(oldest)
         return session
+
+    def named(self, name: SessionName) -> SessionState | None:
+        """The session of that name, if there is one."""
+        return self._by_name.get(name)
 
     def of_tenant(self, tenant: bytes) -> list[SessionState]:
         """The sessions of one tenant."""

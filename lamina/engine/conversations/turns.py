@@ -35,10 +35,18 @@ class Said(NamedTuple):
 NOTHING_SAID = Said("", b"")
 
 
-class _Spoken(NamedTuple):
+class Spoken(NamedTuple):
+    """What a turn has sent, as far as it is remembered."""
+
     kind: str
     length: int
     digest: bytes
+
+
+def check_name(name: SessionName) -> None:
+    """Raises ValueError for a name that is none."""
+    if not 1 <= len(name.name) <= MOST_CHARS or not name.name.isprintable():
+        raise ValueError(f"session_id must be 1 to {MOST_CHARS} printable characters: correct it")
 
 
 def said_of(prompt: str | Sequence[int]) -> Said:
@@ -58,17 +66,13 @@ class Turns:
     """The turns of all sessions. A turn that ends without an answer leaves the session where it was."""
 
     def __init__(self) -> None:
-        self._last: OrderedDict[SessionName, _Spoken] = OrderedDict()
+        self._last: OrderedDict[SessionName, Spoken] = OrderedDict()
         self._running: dict[SessionName, Said] = {}
 
     def begin(self, name: SessionName, said: Said) -> None:
         """Raises SessionBusyError, and ValueError for a name that is none or what does not go on with the session."""
-        if not 1 <= len(name.name) <= MOST_CHARS or not name.name.isprintable():
-            raise ValueError(f"session_id must be 1 to {MOST_CHARS} printable characters: correct it")
-        if name in self._running:
-            raise SessionBusyError(
-                f"session_id {name.name!r}: a turn of it is under way: wait for its end, or abort it"
-            )
+        check_name(name)
+        self._check_idle(name)
         last = self._last.get(name)
         if last is not None and not _goes_on(last, said):
             raise ValueError(
@@ -82,19 +86,33 @@ class Turns:
         said = self._running.pop(name, None)
         if said is None or not answered:
             return
-        self._last[name] = _Spoken(said.kind, len(said.data), hashlib.sha256(said.data).digest())
+        self._last[name] = Spoken(said.kind, len(said.data), hashlib.sha256(said.data).digest())
         self._last.move_to_end(name)
         if len(self._last) > MOST_SESSIONS:
             self._last.popitem(last=False)
 
+    def spoken(self, name: SessionName) -> Spoken | None:
+        """What the last turn has sent; None: there was none. Raises SessionBusyError."""
+        self._check_idle(name)
+        return self._last.get(name)
+
+    def bring(self, name: SessionName, spoken: Spoken | None) -> None:
+        """Take over a session, whose next turn begins with that. Raises SessionBusyError."""
+        self.drop(name)
+        if spoken is not None:
+            self._last[name] = spoken
+
     def drop(self, name: SessionName) -> None:
         """Forget a session. Raises SessionBusyError."""
+        self._check_idle(name)
+        self._last.pop(name, None)
+
+    def _check_idle(self, name: SessionName) -> None:
         if name in self._running:
             raise SessionBusyError(
                 f"session_id {name.name!r}: a turn of it is under way: wait for its end, or abort it"
             )
-        self._last.pop(name, None)
 
 
-def _goes_on(last: _Spoken, said: Said) -> bool:
+def _goes_on(last: Spoken, said: Said) -> bool:
     return said.kind == last.kind and hashlib.sha256(said.data[: last.length]).digest() == last.digest

@@ -161,8 +161,13 @@ def store_secret(folder: StoreFolder, key_file: str = "", *, make: bool = True) 
             raise ValueError(f"{folder.name}: its secret is not there: name its file by --kv-key-file")
         text = text or folder.create(SECRET, secrets.token_hex(SECRET_BYTES).encode() + b"\n")
         return _decoded(text, f"{folder.name}: {folder.path / SECRET}")
+    return read_secret(key_file, "--kv-key-file")
+
+
+def read_secret(key_file: str, flag: str) -> bytes:
+    """SECRET_BYTES of a file of one's own. Raises ValueError, which names ``flag``."""
     path = Path(key_file).expanduser()
-    name = f"--kv-key-file {key_file}"
+    name = f"{flag} {key_file}"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as e:

@@ -59,6 +59,8 @@ _BY_FLAG = {
     "/cordon": "LAMINA_ADMIN_KEY",
     "/v1/sessions": "--enable-prefix-caching",
     "/v1/sessions/{session_id:path}": "--enable-prefix-caching",
+    "/v1/sessions/{session_id:path}/export": "--enable-prefix-caching",
+    "/v1/sessions/import": "--enable-prefix-caching",
     "/v1/completions/{answer_id}": "--journal DIR",
     "/v1/chat/completions/{answer_id}": "--journal DIR",
 }

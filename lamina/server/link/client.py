@@ -22,6 +22,7 @@ from lamina.protocol.options.engine import EngineConfig
 from lamina.request import Blame, SamplingParams
 
 from .messages import (
+    AskSessions,
     Cancel,
     Cordon,
     Delta,
@@ -182,10 +183,14 @@ class EngineClient:
 
     async def sessions(self, tenant: bytes, drop: str | None = None) -> list[SessionFacts]:
         """Those of a tenant; or the one that is called ``drop``, which then is no more. Raises EngineGoneError."""
+        return (await self.ask(AskSessions(0, tenant, drop))).sessions
+
+    async def ask(self, question: AskSessions) -> SessionsAre:
+        """The answer to any question about sessions. Raises EngineGoneError."""
         if self.failure is not None or not self._is_ready:
             raise EngineGoneError(self.failure or "it is being replaced")
         try:
-            return await self._questions.ask(self._send, tenant, drop)
+            return await self._questions.ask(self._send, question)
         except TimeoutError:
             raise EngineGoneError(f"it has not answered for {ANSWER_S:g} s") from None
 

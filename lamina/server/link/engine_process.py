@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lamina import netstack
-from lamina.engine.conversations.sessions import SessionName
+from lamina.engine.conversations.sessions import SessionCopy, SessionName
 from lamina.engine.engine import Engine
 from lamina.engine.tuning.measure import tune
 from lamina.engine.wire import WorkerError
@@ -238,7 +238,20 @@ class _Loop:
         if asked.drop is not None:
             sessions = [s for s in sessions if s.name == asked.drop]
             self._engine.drop_session(SessionName(asked.tenant, asked.drop))
-        self._outbox.put(SessionsAre(asked.number, sessions))
+        try:
+            copy, refusal = self._port_session(asked), ""
+        except ValueError as e:
+            copy, refusal = None, str(e)
+        self._outbox.put(SessionsAre(asked.number, sessions, copy, refusal))
+
+    def _port_session(self, asked: AskSessions) -> SessionCopy | None:
+        leaves = self._engine.scheduler.leaves
+        if asked.bring is not None:
+            leaves.bring(asked.tenant, asked.bring)
+        if asked.copy is None:
+            return None
+        self._engine.settle()  # its last turn has ended for the client; so it has for the scheduler, then
+        return leaves.copy(SessionName(asked.tenant, asked.copy))
 
     def _add(self, add: Add) -> None:
         try:

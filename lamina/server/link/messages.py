@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lamina.engine.conversations.sessions import SessionFacts, SessionName
+from lamina.engine.conversations.sessions import SessionCopy, SessionFacts, SessionName
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import Blame, SamplingParams, Score, Told
 
@@ -47,19 +47,23 @@ class Reset(msgspec.Struct, frozen=True, tag="reset"):
 
 class AskSessions(msgspec.Struct, frozen=True, tag="ask-sessions"):
     """Server -> engine: the sessions of a tenant, answered by SessionsAre. ``drop``: the one to forget; then the answer
-    has that one, or none where there is no such session.
+    has that one, or none where there is no such session. ``copy``: the one to copy; ``bring``: one to take over.
     """
 
     number: int
     tenant: bytes
     drop: str | None = None
+    copy: str | None = None
+    bring: SessionCopy | None = None
 
 
 class SessionsAre(msgspec.Struct, frozen=True, tag="sessions-are"):
-    """Engine -> server, in answer to AskSessions of that ``number``."""
+    """Engine -> server, in answer to AskSessions of that ``number``. ``refusal``: why nothing was copied or taken."""
 
     number: int
     sessions: list[SessionFacts]
+    copy: SessionCopy | None = None
+    refusal: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from lamina.engine.conversations.sessions import SessionFacts
+from msgspec import structs
 
 from .messages import AskSessions, SessionsAre
 
@@ -16,16 +16,16 @@ class Questions:
     """The open questions to the engine. All methods belong to the event loop's thread."""
 
     def __init__(self) -> None:
-        self._open: dict[int, asyncio.Future[list[SessionFacts]]] = {}
+        self._open: dict[int, asyncio.Future[SessionsAre]] = {}
         self._next = 0
 
-    async def ask(self, send: Callable[[AskSessions], None], tenant: bytes, drop: str | None) -> list[SessionFacts]:
-        """The engine's answer to one question. Raises TimeoutError after ANSWER_S."""
+    async def ask(self, send: Callable[[AskSessions], None], question: AskSessions) -> SessionsAre:
+        """The engine's answer to one question, which gets its number. Raises TimeoutError after ANSWER_S."""
         number, self._next = self._next, self._next + 1
-        answer: asyncio.Future[list[SessionFacts]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[SessionsAre] = asyncio.get_running_loop().create_future()
         self._open[number] = answer
         try:
-            send(AskSessions(number, tenant, drop))
+            send(structs.replace(question, number=number))
             async with asyncio.timeout(ANSWER_S):
                 return await answer
         finally:
@@ -35,4 +35,4 @@ class Questions:
         """Also where nobody waits any more."""
         answer = self._open.get(said.number)
         if answer is not None and not answer.done():
-            answer.set_result(said.sessions)
+            answer.set_result(said)
