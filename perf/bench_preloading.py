@@ -55,7 +55,7 @@ class TurnTimes:
 
     def __init__(self, path: Path, **options: Any) -> None:
         self._llm = LLM(
-            str(path), dtype="bfloat16", memory_workers=1, max_model_len=2048, prefill_chunk=1024, **options
+            str(path), dtype="float32", memory_workers=1, max_model_len=2048, prefill_chunk=1024, **options
         )
         swaps = self._llm.engine.scheduler.swaps
         self._measured = swaps.compute_s if swaps else None
