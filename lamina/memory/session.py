@@ -13,7 +13,7 @@ from typing import Protocol
 from msgspec import structs
 
 from lamina.netstack import Arrival, Channel, ChannelTimeout
-from lamina.observe.trace import Event, Recorder
+from lamina.observe.trace import FLIP, Event, Recorder
 from lamina.protocol.blocks.tables import NoBlocksError, PlanError
 from lamina.protocol.options.resolve import LayerPath, layer_path
 from lamina.protocol.plan import (
@@ -144,8 +144,8 @@ class Session:
             steps, sums = self._round(layers), self._store.sums
             if layers is self._device_layers:
                 self._await_loads(steps)
-            if self._trace.due(Event.FLIP) and damage(self._store, steps):
-                self._trace.done(Event.FLIP)
+            if self._trace.due(FLIP) and damage(self._store, steps):
+                self._trace.done(FLIP)
             if sums:
                 sums.begin(steps)
             layers.run(steps)

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 
 ENGINE = "engine"  # the driver's device name; workers are "compute-0", "memory-1"
 CAPACITY = 1 << 18  # records of a process: 12 MiB, of which only the pages in use are ever touched
+FLIP = 255  # no Event, as it is never recorded: a drill wants a memory worker to damage its KV
 _NATIVE = struct.Struct("=qqqqqq")
 _RECORD = struct.Struct("<BxxxiIiQQdd")  # event, layer, batch, peer, step, value, start, end
 
@@ -54,7 +55,6 @@ class Event(enum.IntEnum):
     GRANT = 28  # memory: K and V of a prefill worker, to their blocks
     LOAD = 29  # memory: pages' K and V of some layers, the first of which is ``layer``, from beside the pool to blocks
     WAIT_LAYER = 31  # memory: until stored K and V of a layer are loaded
-    FLIP = 32  # memory: nothing that is recorded; a drill damages its KV then
     RESERVE = 30  # any sender: until a slot of the peer's inbox is free
 
 
@@ -135,11 +135,11 @@ class Recorder:
         _RECORD.pack_into(self._data, offset, event, layer, at.batch, peer, at.step, value, start, end)
         self._count += 1
 
-    def due(self, event: Event) -> bool:
+    def due(self, event: int) -> bool:
         """Whether somebody wants something done here that nothing brings by itself."""
         return False
 
-    def done(self, event: Event) -> None:
+    def done(self, event: int) -> None:
         """It is done."""
 
     @property

@@ -39,7 +39,7 @@ class Tripwire:
         finally:
             os.close(fd)
 
-    def set(self, pid: int, event: Event, times: int) -> None:
+    def set(self, pid: int, event: int, times: int) -> None:
         """Process ``pid`` is to end as ``event`` comes for the so-manyth time."""
         self.loosen()
         _WORDS.pack_into(self.memory, 0, pid, event, 0)
@@ -57,7 +57,7 @@ class Tripwire:
         pid, _, left = _WORDS.unpack_from(self.memory)
         return pid != NOBODY and not left
 
-    def names(self, event: Event) -> int:
+    def names(self, event: int) -> int:
         """How often ``event`` is still to come here."""
         pid, named, left = _WORDS.unpack_from(self.memory)
         return left if event == named and pid == os.getpid() else 0
@@ -85,10 +85,10 @@ class Tripping(Recorder):
     def native(self) -> object:
         return memoryview(self._tripwire.memory)
 
-    def due(self, event: Event) -> bool:
+    def due(self, event: int) -> bool:
         return self._tripwire.names(event) > 0
 
-    def done(self, event: Event) -> None:
+    def done(self, event: int) -> None:
         self._tripwire.done()
 
     def add(self, event: Event, start: float, at: Moment, layer: int = -1, peer: int = -1, value: int = 0) -> float:

@@ -11,7 +11,7 @@ from tiny import llama
 
 from lamina import LLM, SamplingParams
 from lamina.engine.wire import WorkerError
-from lamina.observe.trace import Event
+from lamina.observe.trace import FLIP
 from lamina.observe.tripwire import TRIPWIRE, Tripwire
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
@@ -38,7 +38,7 @@ def run(llm: LLM, tripwire: Tripwire, victim: str) -> list[tuple[list[int], list
         for output in stream:
             outputs[output.request_id] = output
             if victim and not tripped and sum(len(o.outputs[0].token_ids) for o in outputs.values()) > 30:
-                tripwire.set(llm.pools.pids[victim], Event.FLIP, 1)
+                tripwire.set(llm.pools.pids[victim], FLIP, 1)
                 tripped = True
         ids = stream.request_ids
     assert not tripped or tripwire.tripped
@@ -99,7 +99,7 @@ def test_where_the_worker_is_a_thread_the_run_ends(
     monkeypatch.setenv(TRIPWIRE, str(tmp_path / "wire"))
     tripwire = Tripwire(tmp_path / "wire")
     with open_llm(checkpoint, kv_checks=1.0, transport="loopback") as llm:
-        tripwire.set(os.getpid(), Event.FLIP, 1)
+        tripwire.set(os.getpid(), FLIP, 1)
         with pytest.raises(WorkerError, match="KV block .* is not what was written there"):
             llm.generate(PROMPTS, PARAMS)
 

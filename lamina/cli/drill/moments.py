@@ -19,7 +19,7 @@ class StrikeMoment(NamedTuple):
     """
 
     kind: str
-    event: Event | None = None
+    event: int | None = None
     times: int = 1
     early: bool = False
 

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from lamina.observe.trace import Event
+from lamina.observe.trace import FLIP
 from lamina.observe.tripwire import TRIPWIRE, Tripwire
 from lamina.processes import lives
 
@@ -49,7 +49,7 @@ FLIP_S = 30.0  # for a step to attend KV
 
 
 ANY_TIME = StrikeMoment(ANY)
-FLIPPED = StrikeMoment(ANY, Event.FLIP)
+FLIPPED = StrikeMoment(ANY, FLIP)
 
 
 class Victim(NamedTuple):
