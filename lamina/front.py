@@ -69,6 +69,7 @@ class Front:
             try:
                 self.tokenizer = loading.result(limit_s)
                 self.engine = Engine(self.pools, config, trace=self.pools.tracer.recorder)
+                self.pools.attend(self.engine)
                 tune(self.engine, on_progress)
             except BaseException:
                 self.pools.close()

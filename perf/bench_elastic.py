@@ -22,6 +22,7 @@ from common import cpu_pressure, record, spread
 from reference_model import make
 
 from lamina import LLM, SamplingParams
+from lamina.engine.configured import check_room
 from lamina.fleet.elastic import Changed
 
 # Much KV behind few weights: 64 KiB a token in half precision.
@@ -105,7 +106,7 @@ def change(llm: LLM, count: int) -> tuple[Changed, float, list[float]]:
     """
     elastic, before = llm.pools.elastic, moving(llm)
     wanted = elastic.plan(count)
-    llm.engine.check_room(wanted.capacity)
+    check_room(llm.engine.scheduler, llm.engine.info, wanted.capacity)
     elastic.begin(wanted)
     last, silence, outcome = time.perf_counter(), 0.0, None
     while outcome is None:

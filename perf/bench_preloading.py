@@ -54,9 +54,7 @@ class TurnTimes:
     """An engine beside a slow medium, and histories that it has saved there."""
 
     def __init__(self, path: Path, **options: Any) -> None:
-        self._llm = LLM(
-            str(path), dtype="float32", memory_workers=1, max_model_len=2048, prefill_chunk=1024, **options
-        )
+        self._llm = LLM(str(path), dtype="float32", memory_workers=1, max_model_len=2048, prefill_chunk=1024, **options)
         swaps = self._llm.engine.scheduler.swaps
         self._measured = swaps.compute_s if swaps else None
 

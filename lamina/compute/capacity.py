@@ -128,15 +128,18 @@ def split_blocks(
     return BlockSplit(groups, sizes, counts)
 
 
-def check_longest(bounds: Sequence[Bound], max_len: int, block_size: int) -> None:
+def check_longest(bounds: Sequence[Bound], max_len: int, block_size: int, kv_bytes: int = 0, more: int = 0) -> None:
     """Raises ValueError where memory workers of ``bounds`` lend each other stripes, and cannot hold one sequence of
-    ``max_len`` tokens together.
+    ``max_len`` tokens together, in ``kv_bytes`` and in ``more`` bytes that they may borrow.
     """
-    if bounds[0].stays and (most := longest_lent(bounds, block_size)) < max_len:
-        raise ValueError(
-            f"--partition spill: the memory workers hold one sequence of {most} tokens together, not of {max_len}: "
-            f"raise --kv-memory, or lower --max-model-len to {most}"
-        )
+    if not bounds[0].stays or (most := longest_lent(bounds, block_size)) >= max_len:
+        return
+    if more and int(most * (kv_bytes + more) / kv_bytes) >= max_len:
+        return
+    raise ValueError(
+        f"--partition spill: the memory workers hold one sequence of {most} tokens together, not of {max_len}: "
+        f"raise --kv-memory{' or --borrow' * bool(more)}, or lower --max-model-len to {most}"
+    )
 
 
 def longest_lent(bounds: Sequence[Bound], block_size: int) -> int:

@@ -200,7 +200,8 @@ class ComputeServer(ModelServer):
             else:
                 direct = self._layer_path(kernels=can_be_direct(channel, self.staging)) is LayerPath.DEVICE
                 bounds.append(self._bind_next(links[-1], self._bind(meeting, worker, direct=direct), bounds))
-        check_longest(bounds, cut.max_len, start.kv.block_size)
+        own = sum(b.kv_bytes for b in bounds)
+        check_longest(bounds, cut.max_len, start.kv.block_size, own, start.topology.borrow_bytes)
         path = self._layer_path(kernels=all(bound.direct for bound in bounds))
         wires = open_wires(connects, bounds, self.staging, start.deadlines.step_timeout_s, path)
         if ring and start.number + 1 < start.topology.replicas:

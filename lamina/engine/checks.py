@@ -35,6 +35,15 @@ def check_ids(prompt: list[int], params: SamplingParams, vocabulary: int) -> Non
             raise ValueError(f"{name}: token id {bad} is out of vocabulary: it has {vocabulary} tokens")
 
 
+def check_stops(params: SamplingParams, stops: Collection[int], vocabulary: int) -> None:
+    """Raises ValueError where ``min_tokens`` bans all tokens that there are, as each is one of ``stops``."""
+    if params.min_tokens and set(stops).issuperset(range(vocabulary)):
+        raise ValueError(
+            f"min_tokens {params.min_tokens} bans the stop tokens until then, and stop_token_ids with the end tokens "
+            f"are all {vocabulary} of the vocabulary: leave one out, or leave out min_tokens"
+        )
+
+
 def too_long(tokens: int, limit: int) -> str:
     """Of a prompt that leaves no room for a token, in the words by which clients and scripts know it."""
     return (

@@ -6,9 +6,11 @@ import math
 import secrets
 from collections.abc import Callable
 
+from msgspec import structs
+
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.control import ComputeReady
-from lamina.protocol.groups import usable_blocks
+from lamina.protocol.groups import Capacity, usable_blocks
 from lamina.protocol.options.engine import EngineConfig
 
 from .blocks.evictions import Evictions
@@ -28,9 +30,9 @@ def blocks_of(info: ComputeReady) -> BlockTables:
     )
 
 
-def check_room(scheduler: Scheduler, info: ComputeReady) -> None:
-    """Raises ValueError where memory workers of ``info`` have no room for the KV of all that runs."""
-    if lacking := scheduler.lacks_room(blocks_of(info)):
+def check_room(scheduler: Scheduler, info: ComputeReady, capacity: Capacity) -> None:
+    """Raises ValueError where memory workers of ``capacity`` have no room for the KV of all that runs."""
+    if lacking := scheduler.lacks_room(blocks_of(structs.replace(info, **capacity._asdict()))):
         raise ValueError(
             f"the KV of {lacking} running sequences would have no room: take more --memory-workers, or wait until some "
             f"have ended"
@@ -83,6 +85,7 @@ def scheduler_of(
         swaps=_swaps(config, tier),
         evictions=_evictions(config, info),
         keep_first=config.overflow.keep_first,
+        homes=topology.memory_workers if topology.borrow else 0,
         view=info.view,
     )
 

@@ -11,7 +11,6 @@ import msgspec
 
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.control import ComputeReady, Draw, Drawn, RunRound, RunStep, StepDone
-from lamina.protocol.groups import Capacity
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.plan import Keep
 from lamina.protocol.sparse_ops import Scored
@@ -19,8 +18,8 @@ from lamina.protocol.tiers import GateOpened, Transferred
 from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes, SamplingParams, Told
 
 from .blocks.tier import Moved
-from .checks import check_ids, check_session, is_sparse, kv_form, too_long
-from .configured import blocks_of, check_room, scheduler_of
+from .checks import check_ids, check_session, check_stops, is_sparse, kv_form, too_long
+from .configured import blocks_of, scheduler_of
 from .conversations.overflow import overflow_of
 from .conversations.sessions import SessionName
 from .draws import draw_of, scores_of, seed_of
@@ -41,11 +40,8 @@ class Engine:
     """Continuous batching over one compute worker and a pool of memory workers."""
 
     def __init__(self, wire: Wire, config: EngineConfig, clock: Clock = time.monotonic, trace: Recorder = OFF) -> None:
-        self.config = config
-        self.wire = wire
-        self.info = wire.ready
-        self._clock = clock
-        self._trace = trace
+        self.config, self.wire, self.info = config, wire, wire.ready
+        self._clock, self._trace = clock, trace
         self._ledger = blocks_of(self.info)
         self._tuner: Tuner | None = None
         num_batches = 1 if config.topology.plans else config.topology.most_batches
@@ -57,6 +53,9 @@ class Engine:
         self._early = EarlyDraws()
         self._next_round = 0
         self.idle = False  # whether the last pass of the loop found nothing to do: what is left waits for its caller
+        self.hope: Callable[[], str | None] = lambda: (
+            None
+        )  # for room, when idle: "" = a moment has passed, else why not
         self._requests: dict[int, Request] = {}
         self._next_request = 0
         self._seeds = random.Random(config.batching.seed)
@@ -145,17 +144,16 @@ class Engine:
             raise ValueError(too_long(len(prompt), limit))
         check_ids(prompt, params, vocab)
         is_sparse(params, self.config)
-        if params.min_tokens and self._stops(params).issuperset(range(vocab)):
-            raise ValueError(
-                f"min_tokens {params.min_tokens} bans the stop tokens until then, and stop_token_ids with the end "
-                f"tokens are all {vocab} of the vocabulary: leave one out, or leave out min_tokens"
-            )
+        check_stops(params, self._stops(params), vocab)
 
     def step(self) -> list[RequestOutput]:
         """One pass of the loop; returns the requests that got tokens. Raises WorkerError when a worker is lost."""
         start = self._trace.now()
         steps = self.scheduler.schedule()
         self.idle = not steps and not self._steps and not self.scheduler.awaits_transfer
+        if self.idle and self._requests and (said := self.hope()) is not None:
+            self.idle = False
+            return self._refuse(said) if said else self.look()
         for step in steps if self._trace.native is not None else ():
             self._trace.add(Event.SCHEDULE, start, step.plan, value=step.pairs)
         done = self._run(steps)
@@ -287,10 +285,6 @@ class Engine:
             keep = self.scheduler.lay_out(blocks_of(self.info), keep)
         return keep
 
-    def check_room(self, capacity: Capacity) -> None:
-        """Raises ValueError where memory workers of ``capacity`` have no room for the KV of all that runs."""
-        check_room(self.scheduler, msgspec.structs.replace(self.info, **capacity._asdict()))
-
     def _take(self, done: Done | ViewChanged | None) -> list[RequestOutput]:
         if isinstance(done, ViewChanged):
             return self._change(done)
@@ -315,6 +309,12 @@ class Engine:
             return []
         request.output.outputs[transfer.loaded.output.index].blame = Blame.SERVER
         request.end(transfer.loaded, "error", transfer.error)
+        return self._ended([request])
+
+    def _refuse(self, why: str) -> list[RequestOutput]:
+        """The request that is to run next ends."""
+        request = self._requests[self.scheduler.waiting[0].request_id]
+        request.refuse(why)
         return self._ended([request])
 
     def _ended(self, touched: Iterable[Request]) -> list[RequestOutput]:

@@ -42,6 +42,12 @@ class Request:
                 text.finish(search=False)
                 sequence.output.text = text.text
 
+    def refuse(self, why: str) -> None:
+        """All of it ends, by no fault of its own."""
+        for sequence in self.sequences:
+            sequence.output.blame = Blame.SERVER
+            self.end(sequence, "error", why)
+
     def append(self, sequence: Sequence, drawn: Drawn) -> None:
         """Take the token that was drawn for a sequence, or the reason why there is none."""
         output, text = sequence.output, self.texts[sequence.output.index]

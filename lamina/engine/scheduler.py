@@ -61,6 +61,7 @@ class Scheduler:
         swaps: Swaps | None = None,
         evictions: Evictions | None = None,
         keep_first: int = 0,
+        homes: int = 0,
         view: int = 0,
     ) -> None:
         """``aligned``: cut prompts at multiples of ``prefill_chunk`` only, whatever else is in the step.
@@ -68,17 +69,17 @@ class Scheduler:
         need. ``prefill``: who computes the prompts; None = the batches do. ``prefixes``: what is kept of finished
         sequences; None = nothing. ``tier``: where it is kept besides; None = nowhere; ``swaps``: so too that of
         preempted ones. ``evictions``: how sparse sequences lose blocks; None = there are none. ``keep_first``: tokens
-        of a session that are never discarded. ``view``: of the first plans.
+        of a session that are never discarded. ``homes``: memory workers on which sequences begin, the first ones; 0 =
+        all. ``view``: of the first plans.
         """
         self.view = view
         self._ledger = ledger
         self._cuts = Cuts(prefill_chunk, aligned)
-        self._room = Room(ledger, max_num_seqs + prefill_chunk)
+        self._room = Room(ledger, max_num_seqs + prefill_chunk, homes)
         self.closed = self._room.closed  # groups in which no sequence begins
-        self._waiting: deque[Sequence] = deque()
+        self.waiting: deque[Sequence] = deque()  # the next one first
         self.batches = [Batch(i) for i in range(num_batches)]
-        self._num_layers = num_layers
-        self._num_replicas = num_replicas
+        self._num_layers, self._num_replicas = num_layers, num_replicas
         self._prefill = prefill or Prefill(0, prefill_chunk, num_batches)
         self.prefixes = prefixes or Prefixes(ledger, 0)
         self.sessions, self.leaves = self.prefixes.sessions, Leaves(self.prefixes, ledger, tier, keep_first)
@@ -98,7 +99,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences without rows that are not finished: a cancelled one stays in line until the next round."""
-        return sum(not s.finished for s in self._waiting)
+        return sum(not s.finished for s in self.waiting)
 
     @property
     def num_running(self) -> int:
@@ -133,7 +134,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
-        self._waiting.append(sequence)
+        self.waiting.append(sequence)
 
     @property
     def may_run_ahead(self) -> bool:
@@ -188,7 +189,7 @@ class Scheduler:
         if len(self._in_flight) != 1 or changes:
             return None
         (flight,) = self._in_flight
-        head = self._waiting[0] if self._waiting else None
+        head = self.waiting[0] if self.waiting else None
         if head and (self.prefixes.num_retained or self.prefixes.beginnings(head)):
             return None
         steps = sorted(flight.left, key=lambda s: s.plan.batch)
@@ -213,8 +214,8 @@ class Scheduler:
             self._drop_finished(batch)
             batch.ops += self.evictions.prunes(batch.running) if self.evictions else []
             batch.ops += self.tier.fill(batch.running) if self.tier else []
-        if self._waiting or (self.tier and self.tier.ahead):
-            self._newcomers.admit(self._waiting, self.batches, [self._cuts.wanted(b) for b in self.batches])
+        if self.waiting or (self.tier and self.tier.ahead):
+            self._newcomers.admit(self.waiting, self.batches, [self._cuts.wanted(b) for b in self.batches])
         steps = [s for s in map(self._next, self.batches) if s is not None]
         for step in steps:
             step.plan = msgspec.structs.replace(step.plan, more=step is not steps[-1])
@@ -228,10 +229,10 @@ class Scheduler:
 
     def forget_finished(self) -> None:
         """Let go of sequences that were cancelled while they waited."""
-        if ended := [s for s in self._waiting if s.finished]:
+        if ended := [s for s in self.waiting if s.finished]:
             for sequence in ended:
                 self._forget_swapped(sequence)
-            self._waiting = deque(s for s in self._waiting if not s.finished)
+            self.waiting = deque(s for s in self.waiting if not s.finished)
 
     def _forget_swapped(self, sequence: Sequence) -> None:
         if self.swaps:
@@ -271,7 +272,7 @@ class Scheduler:
         if self.evictions:
             self.evictions.forget()
         self._ops = []
-        keep, waiting = list[Keep](), list(self._waiting)
+        keep, waiting = list[Keep](), list(self.waiting)
         for batch in self.batches:
             for sequence in batch.running:
                 sequence.roll_back(kept(Keep(sequence.id, sequence.num_scheduled, sequence.place)))
@@ -288,8 +289,8 @@ class Scheduler:
 
     def _begin_anew(self, sequences: Iterable[Sequence]) -> None:
         """They are all that wait, oldest first."""
-        self._waiting = deque(sorted(sequences, key=lambda s: (s.request_id, s.output.index)))
-        for sequence in self._waiting:
+        self.waiting = deque(sorted(sequences, key=lambda s: (s.request_id, s.output.index)))
+        for sequence in self.waiting:
             sequence.roll_back(0)
             sequence.restart()
 
@@ -298,7 +299,7 @@ class Scheduler:
         self._ledger.become(blocks)
         kept = self._room.deal(keep)
         self._ledger.reconcile(kept, moved=True)
-        self._begin_anew([*self._waiting, *settle(self.batches, kept)])
+        self._begin_anew([*self.waiting, *settle(self.batches, kept)])
         return kept
 
     def lacks_room(self, blocks: Ledger) -> int:
@@ -311,7 +312,7 @@ class Scheduler:
         for sequence in self._running:
             sequence.outlived = True
         if self.tier:
-            self.tier.forget(era, (*self._running, *self._waiting))
+            self.tier.forget(era, (*self._running, *self.waiting))
 
     def drop_session(self, name: SessionName) -> bool:
         """Forget a session, and give up its KV with the next plan. False: there is no such session."""
@@ -367,7 +368,7 @@ class Scheduler:
         plan = self._plan(batch, picked)
         while stuck or (picked and not self._ledger.can_apply(plan)):
             if (victim := self._relief.make_room(batch, picked, stuck)) is not None:
-                self._waiting.appendleft(victim)
+                self.waiting.appendleft(victim)
                 self.num_preemptions += 1
             plan = self._plan(batch, picked)
         return picked, plan

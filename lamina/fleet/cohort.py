@@ -77,6 +77,7 @@ class Cohort:
         self._told_models = False  # whether these were told to load
         self._started: dict[tuple[str, int], int] = {}  # role and index -> workers that were started for them
         self._names: dict[WorkerHandle, str] = {}  # which they prove to their peers
+        self._keys: dict[WorkerHandle, bytes] = {}  # of memory workers on loan, which have keys of their own
         self.tier = TierKeeper(config, self._incarnation)
         self.spares = Spares(members, config.launching.spares, self._start_spare)
         self.kv_bytes: list[list[int]] = []  # rank -> of its memory workers, once they are known
@@ -153,7 +154,7 @@ class Cohort:
 
     def may_have(self, count: int, stay: Sequence[int] = ()) -> bool:
         """Whether there may be so many memory workers from now on. ``stay``: of those that there are, in this order."""
-        launcher = None if self._one_process else self._launcher
+        launcher = None if self._one_process or self._config.topology.borrow else self._launcher
         if launcher is not None and stay:
             launcher.keep("memory", stay)
         return launcher is None or launcher.grow("memory", count)
@@ -165,7 +166,12 @@ class Cohort:
 
     def address_of(self, member: Member) -> Address:
         """Of a memory worker."""
-        return Address(self._urls[member], self._name(member.handle))
+        return Address(self._urls[member], self._name(member.handle), self._keys.get(member.handle, b""))
+
+    def adopt(self, handle: WorkerHandle, key: bytes) -> StartMemory:
+        """The first message to a memory worker on loan, whose peers reach it by ``key``."""
+        self._keys[handle], self._names[handle] = key, f"guest-{len(self._names)}-{self._incarnation}"
+        return self._start_memory(handle)
 
     def close(self) -> None:
         """End the spares, and give back what the launcher holds. Idempotent."""
@@ -197,8 +203,7 @@ class Cohort:
         here = self._one_process or module is not None
         threaded = {"memory": self._one_process, "compute": here, "prefill": here}
         wanted = {role: 0 if threaded[role] else count for role, count in counts.items()}
-        key = cluster_key()
-        self._launcher = launcher = self._launch_by(config, key, wanted)
+        self._launcher = launcher = self._launch_by(config, key := cluster_key(), wanted)
         self._compute_key = key if here else launcher.key
         for role, count in counts.items():
             for index in range(count):
@@ -334,14 +339,14 @@ class Cohort:
         return chosen or (0 if self._one_process or launcher is None else launcher.share(role, index))
 
     def _start_memory(self, handle: WorkerHandle) -> StartMemory:
-        config, index = self._config, handle.index
+        config, index, own = self._config, handle.index, self._keys.get(handle, b"")
         named = config.launching.memory_addresses
         return StartMemory(
             scheme=config.launching.scheme,
             address=named[index] if named else handle.place,
             name=self._name(handle),
-            key=self._launcher.key if self._launcher else b"",
-            threads=self._threads("memory", index),
+            key=own or (self._launcher.key if self._launcher else b""),
+            threads=0 if own else self._threads("memory", index),
             devices=config.devices,
             device_number=self._gpu_number(handle),
             device_users=1 if handle.place else config.gpu_number("memory", self.topology.memory_workers),

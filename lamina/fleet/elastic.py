@@ -86,6 +86,8 @@ class Elastic:
         Raises ValueError where they cannot be, NotInPlaceError.
         """
         topology, binds = self._cohort.topology, self._cohort.binds
+        if topology.borrow:
+            raise ValueError(f"--memory-workers {count}: with --borrow they come and go by what is lent")
         self._check_in_place()
         if count < 1 or count % topology.tensor_parallel_size:
             raise ValueError(
@@ -105,10 +107,24 @@ class Elastic:
         ranks = [together(_bounds(rank), lambda w, r=r: w * number + r) for r, rank in enumerate(by_rank)]  # type: ignore[misc]
         return Change(wanted, by_rank, of_all_ranks(ranks))
 
-    def begin(self, change: Change, leaving: Sequence[int] = (), *, told: bool = True) -> None:
+    def plan_loans(self, coming: Sequence[int], leaving: Collection[int]) -> Change:
+        """Beside those that there are, memory workers on loan of so many bytes; without ``leaving``. Raises ValueError,
+        NotInPlaceError.
+        """
+        self._check_in_place()
+        cohort, (bind,) = self._cohort, self._cohort.binds
+        kv_bytes = [n for worker, n in enumerate(cohort.kv_bytes[0]) if worker not in leaving] + list(coming)
+        wanted = structs.replace(cohort.topology, memory_workers=len(kv_bytes))
+        made = self._binds_of(wanted, 0, bind, 0, 0)
+        binds = [structs.replace(each, kv_bytes=n) for each, n in zip(made, kv_bytes, strict=True)]
+        return Change(wanted, [binds], together(_bounds(binds, wanted.borrow_bytes)))
+
+    def begin(
+        self, change: Change, leaving: Sequence[int] = (), coming: Sequence[Member] = (), *, told: bool = True
+    ) -> None:
         """Start who is to come; nobody waits for them. ``leaving``: memory workers that go, else the last ones do;
-        where as many are to be as there are, others come in their places. ``told``: whether ``take_outcome`` is to say
-        what became of it. Raises ValueError, NotInPlaceError, OSError.
+        where as many are to be as there are, others come in their places. ``coming``: who has been started already.
+        ``told``: whether ``take_outcome`` is to say what became of it. Raises ValueError, NotInPlaceError, OSError.
         """
         there, count = self._members.memory, change.topology.memory_workers
         gone, size = list(leaving) or list(range(count, len(there))), change.topology.tensor_parallel_size
@@ -123,7 +139,8 @@ class Elastic:
         self._change, self._going, self._told = change, gone, told
         self._deadline = self._clock() + self._config.deadlines.start_timeout_s
         try:
-            for index in fresh:
+            self._coming = dict.fromkeys(coming, "")
+            for index in list(fresh)[len(coming) :]:
                 self._coming[self._cohort.start_beside("memory", index)] = ""
         except (OSError, ValueError) as error:
             self._give_up(str(error))
@@ -294,7 +311,9 @@ class Elastic:
     ) -> list[tuple[Member, Recut]]:
         """Of one rank: who is told what, but for the KV that is kept."""
         peers = before + [m for m in after if m not in before]
+        peers.sort(key=lambda m: not self._cohort.address_of(m).key)  # the later one connects: guests need no key
         addresses = [self._cohort.address_of(m) for m in peers]
+        bare = [structs.replace(address, key=b"") for address in addresses]
         return [
             (
                 member,
@@ -304,7 +323,7 @@ class Elastic:
                     before=partition,
                     after=binds[0].partition,
                     keep=[],
-                    peers=addresses,
+                    peers=bare if addresses[me].key else addresses,
                     me=me,
                     sources=[peers.index(m) for m in before],
                     targets=[peers.index(m) for m in after],
@@ -377,8 +396,10 @@ def staying(there: Sequence[Member], gone: Collection[int], size: int) -> list[M
     return [member for each in zip(*ranks, strict=True) for member in each]
 
 
-def _bounds(binds: Sequence[Bind]) -> list[Bound]:
-    """What memory workers of a rank will say. Raises ValueError where they cannot hold a sequence together."""
+def _bounds(binds: Sequence[Bind], more: int = 0) -> list[Bound]:
+    """What memory workers of a rank will say. Raises ValueError where they cannot hold a sequence together, with
+    ``more`` bytes that they may borrow.
+    """
     # They need torch, which whoever only starts workers does without.
     from lamina.compute.capacity import check_longest
     from lamina.memory.store import form_of
@@ -395,5 +416,6 @@ def _bounds(binds: Sequence[Bind]) -> list[Bound]:
         )
         for bind, f in zip(binds, forms, strict=True)
     ]
-    check_longest(bounds, binds[0].max_model_len, binds[0].kv.block_size)
+    own = sum(bind.kv_bytes for bind in binds)
+    check_longest(bounds, binds[0].max_model_len, binds[0].kv.block_size, own, more)
     return bounds

@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import structs
 
+from lamina.engine.engine import Engine
 from lamina.engine.wire import Clock, Done, ViewChanged, WorkerError
 from lamina.observe.collect import ROUND_TRIPS, Tracer
 from lamina.observe.trace import Event, Recorder
@@ -24,6 +25,7 @@ from .arrivals import Arrivals
 from .cohort import Cohort
 from .counters import Counters
 from .elastic import Elastic
+from .lending.borrower import Borrower, open_borrower
 from .members import JOIN_AFTER_LOSS_S, JOIN_S, BadInputError, LostError, Member, Members
 from .notices import Notices
 from .supervise import Supervisor
@@ -36,6 +38,8 @@ GRACE_S = 1.0  # a worker that waits for another one in vain knows more than we 
 
 class Pools:
     """Memory workers, the replicas of the model on compute workers, prefill workers, and the engine's links to them."""
+
+    borrower: Borrower | None = None  # where memory may be borrowed, once all have started
 
     def __init__(
         self,
@@ -65,9 +69,16 @@ class Pools:
                 self.ready = self._cohort.connect()
                 self._read_clocks()
                 self._cohort.spares.fill()
+            if config.topology.borrow:
+                self.borrower = open_borrower(config, self._members, self._cohort, self.elastic)
         except BaseException:
             self.close()
             raise
+
+    def attend(self, engine: Engine) -> None:
+        """The engine that uses these pools from now on, for which memory may be borrowed."""
+        if self.borrower is not None:
+            self.borrower.attend(engine)
 
     def connect(self) -> ComputeReady:
         """Have all workers meet anew, under the next view, with all that they have loaded and stored. No step may be in
@@ -164,6 +175,7 @@ class Pools:
         with self._lock:
             if self._loss is None:
                 self._supervisor.tend_spares()
+                self._tend_loans()
                 with self._or_note():
                     self._members.check()
                     self._notices.heed()
@@ -303,7 +315,12 @@ class Pools:
 
     def _look_round(self) -> None:
         self._supervisor.look_round(self._owing())
+        self._tend_loans()
         self._meanwhile()
+
+    def _tend_loans(self) -> None:
+        if self.borrower is not None and not self.recovering:
+            self.borrower.tend()
 
     def _owing(self) -> list[Member]:
         """Who has something to do. All others may stand still."""
@@ -344,6 +361,8 @@ class Pools:
         self.tracer.gather({m.label: m.link for m in self._members}, limit_s)
 
     def _after_end(self) -> None:
+        if self.borrower is not None:
+            self.borrower.close()
         self.elastic.close()
         self._cohort.close()
         self.tracer.save()

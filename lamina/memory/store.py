@@ -17,6 +17,7 @@ from lamina.attention import Operator, get, name_of
 from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
 from lamina.buffers import tensor_over
+from lamina.env import lease_bytes
 from lamina.facts.room import free_bytes, too_little
 from lamina.kv.pool import LayerStore, allocate, shapes_of
 from lamina.kv.rotate import rotate_blocks
@@ -345,6 +346,8 @@ def _check_rotary(rotary: Rotary, width: int) -> None:
 
 def _kv_bytes(bind: Bind, device: torch.device, share: float, given: int) -> int:
     """For KV blocks; on a device of its own memory, where nobody says how much, what it has. Raises ValueError."""
+    if 0 < (lease := lease_bytes()) < bind.kv_bytes:
+        raise ValueError(f"{bind.kv_bytes} bytes are asked for of a memory worker that was lent with {lease}")
     free = available_bytes(device) + given
     if device.type != "cpu" and bind.kv_most:
         return min(bind.kv_most, int(free * share))

@@ -10,6 +10,7 @@ from pprint import pformat
 from typing import Any, NamedTuple
 
 from lamina.config import make_config
+from lamina.engine.configured import check_room
 from lamina.engine.engine import Engine
 from lamina.request import CompletionOutput, RequestOutput, Told, scored
 
@@ -178,7 +179,7 @@ class _Play:
             asked = self._changes.pop(0)
             shape = self._of.layout_of(asked.workers, asked.num_blocks)
             with suppress(ValueError):
-                self._engine.check_room(capacity_of(shape))
+                check_room(self._engine.scheduler, self._engine.info, capacity_of(shape))
                 elastic.begin(asked, shape)
 
     def _cancel(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lamina import LLM, SamplingParams
+from lamina.engine.configured import check_room
 from lamina.fleet.elastic import Changed, Elastic, NotInPlaceError
 from lamina.kv import slabs
 from lamina.memory import moves
@@ -30,7 +31,7 @@ def open_llm(path: Path, **options: Any) -> LLM:
 
 def change(llm: LLM, count: int, leaving: Sequence[int] = ()) -> None:
     wanted = llm.pools.elastic.plan(count)
-    llm.engine.check_room(wanted.capacity)
+    check_room(llm.engine.scheduler, llm.engine.info, wanted.capacity)
     llm.pools.elastic.begin(wanted, leaving)
 
 
@@ -200,7 +201,7 @@ def test_what_cannot_be_is_refused_and_nothing_changes(tiny_lm: Path) -> None:
         for _ in range(8):
             llm.engine.step()
         with pytest.raises(ValueError, match="1 running sequences would have no room"):
-            llm.engine.check_room(short)
+            check_room(llm.engine.scheduler, llm.engine.info, short)
         while llm.engine.has_work:
             llm.engine.step()
     ways: dict[str, dict[str, Any]] = {

@@ -42,7 +42,7 @@ class Workers:
         self.asked = 0
         self.stats: dict[str, dict[str, float]] | None = None
         self.called: Any = None
-        self.recovering = False
+        self.recovering, self.borrower = False, None
         self.elastic = SimpleNamespace(take_outcome=lambda: None)
 
     def meanwhile(self, call: Any) -> None:

@@ -64,6 +64,8 @@ class NoPools:
     def __init__(self, *_: Any) -> None:
         pass
 
+    def attend(self, engine: Any) -> None: ...
+
     def close(self) -> None:
         NoPools.closed += 1
 

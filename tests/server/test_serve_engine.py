@@ -124,6 +124,8 @@ class Pools(Workers):
         progress("load", 1, 2)
         Pools.made.append(self)
 
+    def attend(self, engine: Any) -> None: ...
+
     def submit(self, new: Any) -> None:
         self.wire.submit(new)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
+from lamina.engine.configured import check_room
 from lamina.llm import LLM
 from lamina.request import RequestOutput, SamplingParams
 
@@ -45,7 +46,7 @@ class Resized:
     def _begin(self, change: Resize) -> None:
         """And wait until those who come are there: sequences must not end before."""
         wanted = self._elastic.plan(change.workers)
-        self._llm.engine.check_room(wanted.capacity)
+        check_room(self._llm.engine.scheduler, self._llm.engine.info, wanted.capacity)
         self._elastic.begin(wanted, change.leaving)
         self._under_way = True
         while self._elastic.preparing:

@@ -19,7 +19,9 @@ from .ledger import Ledger
 class Loans:
     """The loans of a ledger whose sequences stay, but for stripes on loan. Blocks are by layer group."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, homes: int = 0) -> None:
+        """``homes``: lanes in which sequences begin, the first ones; 0 = all."""
+        self._homes = homes or ledger.num_lanes
         self._ledger, self._placement = ledger, ledger.placement
         self._size = ledger.block_size
         first = self._room(ledger.num_blocks)  # one lane of each worker
@@ -30,16 +32,20 @@ class Loans:
         first ``kept`` tokens are; None: nowhere.
         """
         room, first = self._room(blocks), self._stripes(kept)
-        place = Place(max(room, key=lambda lane: room[lane])) if begun is None else settled(begun, first)
+        home = max((lane for lane in room if lane < self._homes), key=lambda lane: room[lane])
+        place = Place(home) if begun is None else settled(begun, first)
         return spread(place, first, self._stripes(length), room)
 
     def places(self, length: int, blocks: list[int]) -> list[Place]:
         """For a sequence of ``length`` tokens that may begin anywhere: whole in a lane; else spread over several, from
         the one with the most room on.
         """
-        whole = [Place(lane) for lane, room in self._room(blocks).items() if room >= self._stripes(length)]
+        whole = [Place(lane) for lane, room in self._room(blocks).items() if self._may_begin(lane, room, length)]
         lent = None if whole else self.place(None, length, 0, blocks)
         return whole or ([lent] if lent else [])
+
+    def _may_begin(self, lane: int, room: int, length: int) -> bool:
+        return lane < self._homes and room >= self._stripes(length)
 
     def settled(self, place: Place, length: int) -> Place:
         """Where the first ``length`` tokens of a sequence at ``place`` are."""

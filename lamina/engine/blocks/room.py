@@ -16,6 +16,8 @@ from .ledger import Ledger
 from .loans import Loans
 from .prefixes import Hit
 
+MOST_LANES = 1 << 20
+
 
 class Fit(NamedTuple):
     """Where a new sequence finds room. ``blocks``: that it takes besides those of the hit, by layer group."""
@@ -28,17 +30,17 @@ class Fit(NamedTuple):
 class Room:
     """The ledger's blocks, by layer group, as sequences will take them: what is promised counts as taken."""
 
-    def __init__(self, ledger: Ledger, max_rows: int) -> None:
-        """``max_rows``: of a step."""
-        self._ledger = ledger
-        self.loans = Loans(ledger) if ledger.placement.stays else None
+    def __init__(self, ledger: Ledger, max_rows: int, homes: int = 0) -> None:
+        """``max_rows``: of a step. ``homes``: lanes in which sequences begin, the first ones; 0 = all."""
+        self._ledger, self._homes = ledger, homes
+        self.loans = Loans(ledger, homes) if ledger.placement.stays else None
         self._max_rows = max_rows
         self.closed: set[int] = set()  # groups in which no sequence begins
 
     @property
     def _places(self) -> list[Place]:
         """Where sequences may begin."""
-        return [Place(lane) for lane in range(self._ledger.num_lanes)]
+        return [Place(lane) for lane in range(min(self._homes or MOST_LANES, self._ledger.num_lanes))]
 
     def blocks_of(self, place: Place, length: int) -> list[int]:
         """That a sequence at ``place``, of ``length`` tokens, takes at most."""
@@ -123,14 +125,14 @@ class Room:
     def lacking(self, other: Ledger, running: Iterable[Sequence]) -> int:
         """Of those that are ``running``, so many would have no room in other blocks."""
         keep = [Keep(s.id, s.num_promised, s.place) for s in running]
-        return len(keep) - len(Room(other, self._max_rows).deal(keep))
+        return len(keep) - len(Room(other, self._max_rows, self._homes).deal(keep))
 
     def deal(self, keep: Iterable[Keep]) -> list[Keep]:
         """Where sequences come to lie if all blocks are free, the longest first, so that each group holds its portion
         as far as that goes; without those for which there is no room left. They may begin everywhere from now on.
         """
         self.closed.clear()
-        self.loans = Loans(self._ledger) if self._ledger.placement.stays else None
+        self.loans = Loans(self._ledger, self._homes) if self._ledger.placement.stays else None
         total = self._ledger.num_blocks
         left, kept = list(total), list[Keep]()
 

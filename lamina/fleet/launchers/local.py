@@ -133,10 +133,14 @@ class LocalLauncher:
         self._wanted, self._on = dict(wanted), {role: list(each) for role, each in on.items()}
 
     def share(self, role: str, index: int) -> int:
-        return len(self._on[role][index]) or max(1, len(os.sched_getaffinity(0)) // self._wanted[role])
+        return len(self._cores(role, index)) or max(1, len(os.sched_getaffinity(0)) // self._wanted[role])
 
     def start(self, role: str, index: int, threads: int = 0) -> ProcessWorker:
-        return ProcessWorker(role, index, threads, self._on[role][index])
+        return ProcessWorker(role, index, threads, self._cores(role, index))
+
+    def _cores(self, role: str, index: int) -> cores.Cores:
+        """Of one in the place of a worker that somebody else had lent, those of the last one here."""
+        return self._on[role][min(index, len(self._on[role]) - 1)]
 
     def may_replace(self, lost: WorkerHandle) -> bool:
         return True

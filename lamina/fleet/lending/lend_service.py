@@ -1,8 +1,9 @@
 """A creditor as a process: it lends memory of its host, and runs a memory worker for each lease.
 
 A guest has its control link from the debtor, who gives it a key for that lease alone; of the cluster's key it knows
-nothing. Its memory is its process's: when a lease ends, the process does, and the kernel gives its pages to nobody
-before they are wiped. A debtor that is gone is known by its link's end.
+nothing, and it takes no more than was lent (LAMINA_LEASE_BYTES). Its memory is its process's: when a lease ends, the
+process does, and the kernel gives its pages to nobody before they are wiped. A debtor that is gone is known by its
+link's end.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from lamina.env import LEASE_BYTES
 from lamina.fleet.launchers.local import in_words, supervised
 from lamina.lending.creditor import Creditor, LendingTerms
 from lamina.lending.messages import (
@@ -161,8 +163,9 @@ class LendService:
             if awaited is None or awaited[0] not in self.creditor.leases:
                 return False
             lease = awaited[0]
+            lent = str(len(self.creditor.leases[lease].blocks) * BLOCK_BYTES)
             with sock:
-                process, life_line = supervised("memory", sock, keys, self._threads, **UNKEYED)
+                process, life_line = supervised("memory", sock, keys, self._threads, **UNKEYED, **{LEASE_BYTES: lent})
             self._guests[lease] = GuestProcess(process, life_line)
             self.creditor.in_use.add(lease)
         threading.Thread(target=self._watch, args=(lease, process), name=f"lamina-guest-{lease}", daemon=True).start()

@@ -219,6 +219,10 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
         "multiple of --tensor-parallel-size",
     ] = 0
     spare_memory: Annotated[int, Meta(ge=0), "the same of memory workers"] = 0
+    ledger: Annotated[str, "with --borrow: the ledger of who lends, HOST:PORT of `lamina-launch ledger serve`"] = ""
+    borrow_wait_s: Annotated[
+        float, Meta(gt=0.0), "with --borrow: seconds that a request waits for memory that nobody lends; then it fails"
+    ] = 60.0
     trace: Annotated[str, "write a Perfetto/Chrome trace of the run to this file, at the end (or set LAMINA_TRACE)"] = (
         ""
     )

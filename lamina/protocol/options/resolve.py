@@ -33,6 +33,7 @@ def check_together(config: EngineConfig) -> None:
     _check_sparsity(config)
     _check_devices(config)
     _check_spares(config)
+    _check_loans(config)
 
 
 def check_names(config: EngineConfig, attention: Collection[str], gemm: Collection[str]) -> None:
@@ -78,7 +79,7 @@ def check_model(config: EngineConfig, model: ModelLimits) -> int:
             )
     # One sequence takes this for certain: a byte for each element, and no more tokens than the narrowest window has.
     need, workers = model.token_elements * min(max_len, model.window or max_len), topology.memory_workers
-    if 0 < config.devices.kv_bytes() * workers < need:
+    if 0 < config.devices.kv_bytes() * workers < need - topology.borrow_bytes:
         on = f"{workers} memory worker{'s' if workers > 1 else ''}"
         raise ValueError(
             f"--kv-memory {config.devices.kv_memory} on {on} cannot hold one sequence of {max_len} tokens, which "
@@ -163,6 +164,29 @@ def _check_spares(config: EngineConfig) -> None:
             raise ValueError(
                 f"--spare-compute {count} must be a multiple of --tensor-parallel-size {size}: each rank needs its own"
             )
+
+
+def _check_loans(config: EngineConfig) -> None:
+    topology, launching = config.topology, config.launching
+    if bool(topology.borrow) != bool(launching.ledger):
+        given, other = ("--borrow", "--ledger HOST:PORT") if topology.borrow else ("--ledger", "--borrow SIZE")
+        raise ValueError(f"{given} needs {other}: say both, or leave it out")
+    if not topology.borrow:
+        return
+    wrong = {
+        "--partition spill": topology.partition != "spill",
+        "--memory-workers 2 or more": topology.memory_workers < 2,
+        "--tensor-parallel-size 1": topology.tensor_parallel_size > 1,
+        "equal --memory-weights": bool(topology.memory_weights) or topology.plans,
+        "--launcher local": launching.starter != "local",
+        "free places of memory workers": bool(launching.memory_addresses),
+        "--transport shm or tcp": in_process(launching.scheme),
+        "--memory-device cpu": config.devices.memory_device != "cpu",
+        "all KV in the pool": bool(config.tier.medium) or config.overflow.truncates,
+        "--kv-sparsity none": config.kv.evicts or config.kv.selects,
+    }
+    if missing := next((name for name, is_wrong in wrong.items() if is_wrong), ""):
+        raise ValueError(f"--borrow needs {missing}")
 
 
 def _check_weights(config: EngineConfig) -> None:

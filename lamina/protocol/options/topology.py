@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from lamina.protocol.partition import PARTITIONS
 
-from .declare import MEASURED, OneOf, Options, ReadText, parse_weights
+from .declare import MEASURED, OneOf, Options, ReadText, parse_size, parse_weights
 
 _T = TypeVar("_T")
 MOST_WORKERS = 1024
@@ -63,8 +63,15 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
         "workers of their own for prompts, which then do not slow decoding; 0 = the compute workers do them",
     ] = 0
 
+    borrow: Annotated[
+        str,
+        "KV memory that may be borrowed from other deployments while there is too little here, at most, such as 8GiB; "
+        "with --ledger and --partition spill; empty = none",
+    ] = ""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.borrow_bytes  # noqa: B018 - or it raises
         if self.memory_weights != MEASURED:
             parse_weights(self.memory_weights)
         if isinstance(self.pipeline, str):
@@ -81,6 +88,11 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
         if self.most_batches > MOST_BATCHES:
             name = "--plan auto:n" if self.plan else "--pipeline"
             raise ValueError(f"{name} must be at most {MOST_BATCHES}, not {self.most_batches}")
+
+    @property
+    def borrow_bytes(self) -> int:
+        """``borrow`` in bytes. Raises ValueError on anything else than a size."""
+        return parse_size(self.borrow, "--borrow") if self.borrow else 0
 
     @property
     def plans(self) -> bool:

@@ -91,6 +91,7 @@ def _serve(link: ControlLink, start: Start) -> None:
     pools = Pools(start.model, config, progress)
     try:
         engine = Engine(pools, config, trace=pools.tracer.recorder)
+        pools.attend(engine)
         tune(engine, progress)
         loop = _Loop(link, engine, pools, tokenizer.result(limit_s))
         try:
@@ -306,7 +307,7 @@ class _Loop:
         self._outbox.put(self._state())
 
     def _state(self) -> State:
-        scheduler = self._engine.scheduler
+        scheduler, borrower = self._engine.scheduler, self._pools.borrower
         return State(
             running=scheduler.num_unfinished,
             waiting=scheduler.num_waiting,
@@ -315,6 +316,8 @@ class _Loop:
             preemptions=scheduler.num_preemptions,
             dropped_blocks=scheduler.evictions.num_dropped if scheduler.evictions else 0,
             borrowed=scheduler.borrowed,
+            leased=borrower.by_creditor if borrower else None,
+            loan_refusals=borrower.refusals if borrower else 0,
             prefix_queries=scheduler.prefixes.num_queried,
             prefix_hits=scheduler.prefixes.num_hit,
             external_queries=scheduler.tier.num_queried if scheduler.tier else 0,

@@ -174,6 +174,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     evictable_blocks: list[int] = []  # of the free ones, those that hold KV of finished requests
     dropped_blocks: int = 0  # KV blocks that sequences have lost, each in all sparse layers
     borrowed: list[int] | None = None  # KV blocks by the group that lends them; None: none does
+    leased: dict[str, int] | None = None  # bytes by the deployment that lends them; None: nothing may be borrowed
+    loan_refusals: int = 0
     prefix_queries: int = 0  # tokens of all completions that were admitted
     prefix_hits: int = 0  # of them, those whose KV was there
     external_queries: int = 0  # of them, those whose KV the pools had not, where it is kept beside them

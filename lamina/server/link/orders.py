@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lamina.engine.configured import cordon, cordoned
+from lamina.engine.configured import check_room, cordon, cordoned
 from lamina.engine.engine import Engine
 from lamina.fleet.elastic import NotInPlaceError
 from lamina.fleet.pools import Pools
@@ -29,7 +29,7 @@ def _scale(engine: Engine, pools: Pools, wanted: Scale) -> Scaled | None:
         if left := [w for w in cordoned(engine.scheduler, engine.info) if w not in gone]:
             raise ValueError(f"memory worker {left[0]} is cordoned, and sequences would move to it: undo that first")
         change = pools.elastic.plan(wanted.memory_workers)
-        engine.check_room(change.capacity)
+        check_room(engine.scheduler, engine.info, change.capacity)
         pools.elastic.begin(change, wanted.leaving)
     except (ValueError, OSError) as error:
         return Scaled(error=str(error), in_place=not isinstance(error, NotInPlaceError))

@@ -99,6 +99,13 @@ class EngineGauges(Collector):
             for worker, count in creditors.items():
                 borrowed.add_metric([*self._values, f"memory-{worker}"], count)
             yield borrowed
+        if state.leased is not None:
+            leased = self._gauge_of("leased_bytes", "memory that other deployments lend this one", "creditor")
+            for creditor, nbytes in state.leased.items():
+                leased.add_metric([*self._values, creditor], nbytes)
+            refusals = self._counter("loan_refusals", "creditors that had not what was asked for")
+            refusals.add_metric(self._values, state.loan_refusals)
+            yield from (leased, refusals)
 
     def _tiers(self, state: State) -> Iterator[Metric]:
         """Blocks of running sequences where they keep all, and where they lose some."""

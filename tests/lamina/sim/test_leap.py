@@ -106,7 +106,7 @@ class World:
         return {
             "now": self.clock.now,
             "positions": [(s.id, s.num_scheduled, s.num_drawing, s.tokens) for s in scheduler._running],
-            "waiting": [s.tokens for s in scheduler._waiting],
+            "waiting": [s.tokens for s in scheduler.waiting],
             "ledger": {s: (ledger._sequences[s], [ledger.table(g, s) for g in groups]) for s in ledger.sequences},
             "free": [list(pool._free) for pool in ledger._pools],
             "last plans": {b: (p.step, p.ops, p.rows) for b, p in ledger._last.items()},

@@ -166,7 +166,7 @@ def waiting_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Scheduler.roll_back
 
     def wrong(self: Scheduler, *args: Any) -> Any:
-        before = [(s, s.num_drawing) for s in self._waiting]
+        before = [(s, s.num_drawing) for s in self.waiting]
         keep = right(self, *args)
         for sequence, count in before:
             sequence.num_drawing = count

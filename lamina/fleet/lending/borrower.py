@@ -1,0 +1,171 @@
+"""How an engine borrows: what its scheduler lacks is asked for, what comes joins as one more memory worker, on which no
+sequence begins, and goes again when it is not needed, is wanted back, or is lost.
+
+Who comes and goes does so by the same change of the view as an operator's workers (fleet/elastic.py): KV moves, nothing
+is loaded. In the place of a guest that dies a worker of this host stands until the next change, which lets it go.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from lamina.engine.configured import check_room
+from lamina.fleet.cohort import Cohort
+from lamina.fleet.elastic import Elastic
+from lamina.fleet.members import Member, Members
+from lamina.protocol.control import LinkClosedError
+from lamina.protocol.options.engine import EngineConfig
+
+from .lend_service import BLOCK_BYTES
+from .links import key_of, parse_place
+from .loan_links import GuestWorker, LoanLinks
+
+if TYPE_CHECKING:
+    from lamina.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+LOOK_S = 0.1
+MOMENT_S = 0.01
+SPARE = 1.1  # times what is lacking is asked for, as memory goes in whole stripes
+UNUSED_S = 3.0  # that loans stay, once they are not needed
+STRANDED_S = 1.0  # without a question, the line is another one
+
+
+class Borrower:
+    """``tend`` is for the engine's thread, between steps."""
+
+    def __init__(
+        self, config: EngineConfig, members: Members, cohort: Cohort, elastic: Elastic, links: LoanLinks
+    ) -> None:
+        self._members, self._cohort, self._elastic, self._links = members, cohort, elastic, links
+        self._most = config.topology.borrow_bytes // BLOCK_BYTES
+        self._homes, self._wait_s = config.topology.memory_workers, config.launching.borrow_wait_s
+        self._engine: Engine | None = None
+        self._looked = self._asked = self._stranded = 0.0
+        self._unused: float | None = None  # since when
+        self._pause: Callable[[], object] = lambda: time.sleep(MOMENT_S)
+
+    def attend(self, engine: Engine) -> None:
+        """Borrow for this engine from now on."""
+        self._engine, engine.hope = engine, self.hope
+
+    @property
+    def by_creditor(self) -> dict[str, int]:
+        """Bytes."""
+        return {name: blocks * BLOCK_BYTES for name, blocks in self._links.by_creditor.items()}
+
+    @property
+    def refusals(self) -> int:
+        return self._links.refusals
+
+    def hope(self) -> str | None:
+        """What waits has no room, and nothing else goes on: "" while it may get some, else why it gets none."""
+        if self._engine is None or not self._engine.scheduler.waiting:
+            return None
+        now = time.monotonic()
+        if now - self._asked > STRANDED_S:
+            self._stranded = now
+        self._asked = now
+        self.tend()
+        if self._elastic.under_way or now - self._stranded < self._wait_s:
+            self._pause()
+            return ""
+        self._stranded = now
+        limit = f"--borrow-wait-s {self._wait_s:g}"
+        return f"it does not fit into the memory here, and nobody has lent {self._lacking()} MiB more in time ({limit})"
+
+    def tend(self) -> None:
+        """Have guests come or go, where that is due."""
+        now = time.monotonic()
+        if self._engine is None or now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        self._elastic.reap()
+        if self._elastic.under_way:
+            return
+        if (gone := next((i for i, m in enumerate(self._members.memory) if self._must_go(i, m)), -1)) >= 0:
+            self._let_go(gone)
+        elif self._links.arrived:
+            self._take_in(self._links.arrived.popleft())
+        else:
+            self._ask(now)
+
+    def close(self) -> None:
+        """Give all back."""
+        self._links.close()
+
+    def _must_go(self, index: int, member: Member) -> bool:
+        handle = member.handle
+        return index >= self._homes and not (isinstance(handle, GuestWorker) and not handle.recalled)
+
+    def _take_in(self, guest: GuestWorker) -> None:
+        guest.index = len(self._members.memory)
+        try:
+            change, member = self._elastic.plan_loans([guest.nbytes], []), self._members.prepare(guest)
+            with suppress(LinkClosedError):  # its end is noticed as it is to take its place
+                member.link.send(self._cohort.adopt(guest, guest.key))
+            self._elastic.begin(change, coming=[member])
+        except (ValueError, OSError) as error:
+            log.warning("what %s lends is of no use: %s", guest.loan.creditor, error)
+            guest.join(0.0)
+
+    def _let_go(self, index: int) -> None:
+        try:
+            self._elastic.begin(self._elastic.plan_loans([], [index]), [index])
+        except (ValueError, OSError) as error:
+            log.warning("memory worker %d stays: %s", index, error)
+
+    def _ask(self, now: float) -> None:
+        """For what the first one in line lacks; what was borrowed and is not needed goes back after a while."""
+        lacking, guests = self._lacking(), len(self._members.memory) - self._homes
+        there = sum(self._cohort.kv_bytes[0][self._homes :]) // BLOCK_BYTES
+        coming = self._links.borrowed - there
+        self._links.want(min(lacking, self._most - there) if coming <= 0 else 0)
+        if lacking or not guests or coming > 0:
+            self._unused = None
+        elif self._unused is None:
+            self._unused = now
+        elif now - self._unused > UNUSED_S:
+            self._unused = now
+            if self._fits_without(self._homes + guests - 1):
+                self._let_go(self._homes + guests - 1)
+
+    def _fits_without(self, index: int) -> bool:
+        assert self._engine is not None
+        try:
+            capacity = self._elastic.plan_loans([], [index]).capacity
+            check_room(self._engine.scheduler, self._engine.info, capacity)
+        except ValueError:
+            return False
+        return True
+
+    def _lacking(self) -> int:
+        """Blocks for the whole of the sequence that is to run next; 0: it waits for something else."""
+        assert self._engine is not None
+        engine = self._engine
+        first = next((s for s in engine.scheduler.waiting if not s.finished), None)
+        if first is None:
+            return 0
+        info, size = engine.info, engine.info.block_size
+        whole = [sum(min(n) for n, w in zip(info.num_blocks, info.windows, strict=True) if not w)]
+        free = sum(n for n, window in zip(engine.free_blocks, info.windows, strict=True) if not window)
+        tokens = first.max_len - free * size
+        if tokens <= 0:
+            return 0
+        of_token = sum(self._cohort.kv_bytes[0]) / (max(1, *whole, 1) * size)
+        return math.ceil(SPARE * tokens * of_token / BLOCK_BYTES) + 1
+
+
+def open_borrower(config: EngineConfig, members: Members, cohort: Cohort, elastic: Elastic) -> Borrower:
+    """Raises ValueError, OSError where there is no ledger, or it refuses this process."""
+    key, host = key_of("--borrow"), socket.gethostname()
+    ledger = parse_place(config.launching.ledger, "--ledger")
+    name = f"engine-{host[:16]}-{secrets.token_hex(4)}"
+    return Borrower(config, members, cohort, elastic, LoanLinks(ledger, key, name, host))

@@ -1,0 +1,140 @@
+"""An engine that borrows: one sequence over the memory of other deployments, with the bits of a large one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import llama
+
+from lamina import LLM, SamplingParams
+from lamina.config import make_config
+from lamina.fleet.lending.ledger_service import LedgerService
+from lamina.fleet.lending.lend_service import LendService
+from lamina.lending.creditor import LendingTerms
+
+KEY = "ab" * 32
+HERE = "127.0.0.1", 0
+PARAMS = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=3)
+LONG = [(7 * i + 3) % 300 + 5 for i in range(1030)]
+SHORT = [(11 * i + 3) % 300 + 5 for i in range(100)]
+TINY = {"dtype": "float32", "prefill_chunk": 128, "max_model_len": 1152, "deterministic": True}
+SPILL = {"partition": "spill", "kv_memory": "220KB", "memory_workers": 2}  # two stripes of 128 tokens on each
+Told = list[tuple[list[int], Any]]
+
+
+class Lent:
+    """Two creditors of a block each, their ledger, and an engine that borrows."""
+
+    def __init__(self, path: str, stack: ExitStack) -> None:
+        self._stack, self._over = stack, threading.Event()
+        self._ledger = LedgerService(HERE, bytes.fromhex(KEY))
+        self._run(self._ledger)
+        self.creditors = [self._creditor(name) for name in ("c1", "c2")]
+        with LLM(path, transport="loopback", memory_workers=1, kv_memory="8MB", **TINY) as llm:
+            self.large = told(llm, [LONG, SHORT])
+        borrowing = {"borrow": "4MiB", "ledger": self._ledger.address, "borrow_wait_s": 30.0}
+        self.llm: LLM = stack.enter_context(LLM(path, transport="shm", **SPILL, **borrowing, **TINY))
+
+    def _run(self, service: Any) -> None:
+        thread = threading.Thread(target=service.serve, args=(self._over,))
+        thread.start()
+        self._stack.callback(thread.join)
+        self._stack.callback(service.close)
+        self._stack.callback(self._over.set)
+
+    def _creditor(self, name: str) -> LendService:
+        place = "127.0.0.1", int(self._ledger.address.rpartition(":")[2])
+        service = LendService(HERE, place, bytes.fromhex(KEY), name, 1, LendingTerms(1, 1), threads=1)
+        self._run(service)
+        return service
+
+    def guests(self) -> list[tuple[LendService, int]]:
+        """Of memory workers that are members: who lends them, and their processes."""
+        names = [getattr(m.handle, "loan", None) for m in self.llm.pools._members.memory]
+        members = {loan.creditor for loan in names if loan is not None}
+        return [(s, g.process.pid) for s in self.creditors for g in s._guests.values() if s.name in members]
+
+
+def told(llm: LLM, prompts: list[list[int]]) -> Told:
+    return [(o.token_ids, o.logprobs) for r in llm.generate(prompts, PARAMS) for o in r.outputs]
+
+
+@pytest.fixture(scope="module")
+def lent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lent]:
+    path: Path = tmp_path_factory.mktemp("longer")
+    llama(max_position_embeddings=2048).save_pretrained(path)
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAMINA_CLUSTER_KEY", KEY)
+        yield Lent(str(path), stack)
+
+
+def test_a_prompt_of_more_than_there_is_has_a_large_ones_bits(lent: Lent) -> None:
+    assert told(lent.llm, [LONG]) == lent.large[:1]
+    assert lent.llm.pools.borrower is not None
+    assert set(lent.llm.pools.borrower.by_creditor) <= {"c1", "c2"}
+    stats = {n: s for n, s in lent.llm.stats().items() if n.startswith("memory") and int(n[7:]) >= 2}
+    assert stats, "nobody has lent anything"
+    guest = stats["memory-2"]
+    assert guest["stored_bytes"] > 0, "a creditor attends what it holds"
+    assert guest["bytes_sent"] < guest["stored_bytes"] / 4, "and returns results, not K and V"
+
+
+@pytest.mark.parametrize("end", ["recalled", "killed"])
+def test_a_guest_that_goes_in_the_midst_costs_no_token(end: str, lent: Lent) -> None:
+    gone, tokens = list[int](), dict[int, list[int]]()
+    for output in lent.llm.stream([LONG, SHORT], PARAMS):
+        tokens[output.request_id] = output.outputs[0].token_ids
+        if not gone and len(output.prompt_token_ids) > 500 and len(output.outputs[0].token_ids) > 3:
+            creditor, pid = lent.guests()[0]
+            gone.append(pid)
+            if end == "killed":
+                os.kill(pid, signal.SIGKILL)
+            else:
+                creditor.recall(1)
+    assert gone
+    assert [tokens[number] for number in sorted(tokens)] == [ids for ids, _ in lent.large]
+
+
+def test_what_is_not_needed_goes_back(lent: Lent) -> None:
+    told(lent.llm, [LONG])
+    for _ in range(3000):
+        lent.llm.engine.look()
+        if all(s.creditor.free == 1 for s in lent.creditors):
+            break
+        threading.Event().wait(0.02)
+    assert all(s.creditor.free == 1 for s in lent.creditors)
+    assert told(lent.llm, [SHORT]) == lent.large[1:], "and short ones need none"
+
+
+def test_without_a_creditor_a_request_ends_in_time(lent: Lent) -> None:
+    for creditor in lent.creditors:
+        creditor.close()
+    assert lent.llm.pools.borrower is not None
+    lent.llm.pools.borrower._wait_s = 1.0
+    (ended,) = lent.llm.generate([LONG], PARAMS)
+    assert ended.outputs[0].finish_reason == "error"
+    assert "nobody has lent" in str(ended.outputs[0].stop_reason)
+    assert told(lent.llm, [SHORT]) == lent.large[1:]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"borrow": "1GB"}, "--borrow needs --ledger"),
+        ({"ledger": "a:1"}, "--ledger needs --borrow"),
+        ({"borrow": "lots", "ledger": "a:1"}, "--borrow"),
+        ({"borrow": "1GB", "ledger": "a:1", "partition": "token"}, "--borrow needs --partition spill"),
+        ({"borrow": "1GB", "ledger": "a:1", "memory_workers": 1}, "--borrow needs --memory-workers 2"),
+        ({"borrow": "1GB", "ledger": "a:1", "transport": "loopback"}, "--borrow needs --transport shm or tcp"),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_config({"partition": "spill", **options})
