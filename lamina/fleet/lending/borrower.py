@@ -93,7 +93,7 @@ class Borrower:
         if (gone := next((i for i, m in enumerate(self._members.memory) if self._must_go(i, m)), -1)) >= 0:
             self._let_go(gone)
         elif self._links.arrived:
-            self._take_in(self._links.arrived.popleft())
+            self._take_in([self._links.arrived.popleft() for _ in range(len(self._links.arrived))])
         else:
             self._ask(now)
 
@@ -105,16 +105,19 @@ class Borrower:
         handle = member.handle
         return index >= self._homes and not (isinstance(handle, GuestWorker) and not handle.recalled)
 
-    def _take_in(self, guest: GuestWorker) -> None:
-        guest.index = len(self._members.memory)
+    def _take_in(self, guests: list[GuestWorker]) -> None:
         try:
-            change, member = self._elastic.plan_loans([guest.nbytes], []), self._members.prepare(guest)
-            with suppress(LinkClosedError):  # its end is noticed as it is to take its place
-                member.link.send(self._cohort.adopt(guest, guest.key))
-            self._elastic.begin(change, coming=[member])
+            change, members = self._elastic.plan_loans([g.nbytes for g in guests], []), list[Member]()
+            for index, guest in enumerate(guests, len(self._members.memory)):
+                guest.index = index
+                members.append(self._members.prepare(guest))
+                with suppress(LinkClosedError):  # its end is noticed as it is to take its place
+                    members[-1].link.send(self._cohort.adopt(guest, guest.key))
+            self._elastic.begin(change, coming=members)
         except (ValueError, OSError) as error:
-            log.warning("what %s lends is of no use: %s", guest.loan.creditor, error)
-            guest.join(0.0)
+            log.warning("what others lend is of no use: %s", error)
+            for guest in guests:
+                guest.join(0.0)
 
     def _let_go(self, index: int) -> None:
         try:
