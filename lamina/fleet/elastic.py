@@ -23,11 +23,12 @@ from lamina.protocol.control import Failed, LinkClosedError, MemoryReady, Stop
 from lamina.protocol.groups import Capacity, of_all_ranks, partition_of, together
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.options.topology import TopologyOptions
-from lamina.protocol.plan import Bind, Bound, Keep
+from lamina.protocol.plan import Bind, Keep
 from lamina.protocol.recut import MakeRoom, Recut, Recutted, RoomMade
 
 from .cohort import Cohort
 from .members import JOIN_S, LostError, Member, Members
+from .seats import bounds_of, seated, staying
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class Elastic:
         if not self._config.launching.elsewhere and more > (free := self._free()):
             raise ValueError(too_little(more, free))
         number = topology.tensor_parallel_size
-        ranks = [together(_bounds(rank), lambda w, r=r: w * number + r) for r, rank in enumerate(by_rank)]  # type: ignore[misc]
+        ranks = [together(bounds_of(rank), lambda w, r=r: w * number + r) for r, rank in enumerate(by_rank)]  # type: ignore[misc]
         return Change(wanted, by_rank, of_all_ranks(ranks))
 
     def plan_loans(self, coming: Sequence[int], leaving: Collection[int]) -> Change:
@@ -117,7 +118,7 @@ class Elastic:
         wanted = structs.replace(cohort.topology, memory_workers=len(kv_bytes))
         made = self._binds_of(wanted, 0, bind, 0, 0)
         binds = [structs.replace(each, kv_bytes=n) for each, n in zip(made, kv_bytes, strict=True)]
-        return Change(wanted, [binds], together(_bounds(binds, wanted.borrow_bytes)))
+        return Change(wanted, [binds], together(bounds_of(binds, wanted.borrow_bytes)))
 
     def begin(
         self, change: Change, leaving: Sequence[int] = (), coming: Sequence[Member] = (), *, told: bool = True
@@ -371,51 +372,3 @@ class Elastic:
             self._tell(member, Stop())
             member.link.close()
             self._gone[member] = self._clock() + JOIN_S
-
-
-def seated(there: Sequence[Member], gone: Collection[int], coming: Sequence[Member], size: int) -> list[Member]:
-    """Of memory workers ``there`` and those that come, who there is to be, in order: as many as go take their places,
-    else see ``staying``.
-    """
-    if len(coming) == len(gone):
-        new = iter(coming)
-        return [next(new) if i in gone else member for i, member in enumerate(there)]
-    return staying(there, gone, size) + list(coming)
-
-
-def staying(there: Sequence[Member], gone: Collection[int], size: int) -> list[Member]:
-    """Of memory workers ``there``, who stays where those with the numbers ``gone`` go, in the order in which each of
-    ``size`` ranks keeps its own. Raises ValueError where ranks would keep unequal numbers.
-    """
-    ranks = [[m for i, m in enumerate(there) if i % size == rank and i not in gone] for rank in range(size)]
-    if len({len(rank) for rank in ranks}) > 1:
-        raise ValueError(
-            f"memory workers {', '.join(map(str, sorted(gone)))} cannot go: memory worker w is rank w mod {size}'s "
-            f"(--tensor-parallel-size), and each rank must keep as many"
-        )
-    return [member for each in zip(*ranks, strict=True) for member in each]
-
-
-def _bounds(binds: Sequence[Bind], more: int = 0) -> list[Bound]:
-    """What memory workers of a rank will say. Raises ValueError where they cannot hold a sequence together, with
-    ``more`` bytes that they may borrow.
-    """
-    # They need torch, which whoever only starts workers does without.
-    from lamina.compute.capacity import check_longest
-    from lamina.memory.store import form_of
-
-    forms = [form_of(bind, bind.kv_bytes) for bind in binds]
-    bounds = [
-        Bound(
-            windows=f.windows,
-            lanes=f.lanes,
-            sparse=f.sparse,
-            stripe=f.stripe,
-            stays=bind.partition.stays,
-            num_blocks=f.num_blocks,
-        )
-        for bind, f in zip(binds, forms, strict=True)
-    ]
-    own = sum(bind.kv_bytes for bind in binds)
-    check_longest(bounds, binds[0].max_model_len, binds[0].kv.block_size, own, more)
-    return bounds

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,8 +46,6 @@ from lamina.workers.staging import NOTHING, open_staging
 from .sums import BlockSums
 from .written import WrittenTokens
 
-RATE_BYTES = 256 << 20
-RATE_PASSES = 5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -391,13 +387,3 @@ def available_bytes(device: torch.device = CPU) -> int:
     if device.type != "cpu":
         return torch.cuda.mem_get_info(device)[0]
     return free_bytes()
-
-
-def read_rate(device: torch.device) -> float:
-    """Bytes a second that ``device`` reads from memory that no cache holds, with the threads that it has."""
-    data, rates = torch.ones(RATE_BYTES // 8, dtype=torch.int64, device=device), []
-    for _ in range(RATE_PASSES):
-        start = time.perf_counter()
-        data.sum().item()
-        rates.append(RATE_BYTES / (time.perf_counter() - start))
-    return statistics.median(rates)

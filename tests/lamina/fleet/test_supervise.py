@@ -13,11 +13,12 @@ from test_cohort import LIMIT_S, OPTIONS
 from lamina.config import make_config
 from lamina.engine.wire import ViewChanged, WorkerError
 from lamina.fleet.cohort import Cohort
-from lamina.fleet.elastic import Elastic, staying
+from lamina.fleet.elastic import Elastic
 from lamina.fleet.members import LostError, Members
 from lamina.fleet.notices import Notices
 from lamina.fleet.pools import Pools
 from lamina.fleet.recoveries import RECENT_S
+from lamina.fleet.seats import staying
 from lamina.fleet.supervise import Supervisor
 from lamina.observe.collect import Tracer
 from lamina.protocol.control import ComputeReady, Connect, Failed, Halt, StartCompute, StartMemory, StepDone
