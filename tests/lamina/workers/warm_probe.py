@@ -34,7 +34,9 @@ def serve_probe(sock: socket.socket) -> None:
     if order == "abort":
         signal.signal(signal.SIGABRT, signal.SIG_DFL)
         os.abort()
-    return sys.exit(int(order or 0))
+    if status := int(order or 0):
+        sys.exit(status)
+    return None  # as a worker that is done: taking modules apart takes 0.4 s
 
 
 class LastWord:
