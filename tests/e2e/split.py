@@ -102,7 +102,7 @@ class MemoryWorkers:
                 fields = {
                     "view": self._view, "worker": worker, "partition": partition, "layers": layers,
                     "dtype": str(dtype)[6:], "kv": KVOptions(block_size=16, attention=backend),
-                    "kv_bytes": 64 << 20, "max_rows": MAX_ROWS, "max_model_len": MAX_LEN, **options,
+                    "kv_bytes": 16 << 20, "max_rows": MAX_ROWS, "max_model_len": MAX_LEN, **options,
                 }  # fmt: skip
                 links[-1].bind(Bind(**fields))
             yield MemoryPool(links, partition, layers, attention.get(backend, torch.device("cpu"), dtype))
