@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="(20)")
     parser.add_argument("--spread", type=float, default=4.0, help="milliseconds behind a transfer's begin (4)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds, behind which nobody is killed")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     draw = random.Random(args.seed)
@@ -126,7 +127,8 @@ def main() -> None:
         }
         with LLM(str(path), **OPTIONS, **small) as llm:
             free, killer = llm.engine.free_blocks, TransferKiller(llm, draw, args.spread / 1000)
-            while killer.hits.total() < args.kills:
+            end = time.monotonic() + args.limit_s
+            while killer.hits.total() < args.kills and time.monotonic() < end:
                 some = draw.sample(asked, 2)
                 with killer.during():
                     found = answers(llm, some)
@@ -140,7 +142,7 @@ def main() -> None:
                     raise BrokenError(f"{llm.engine.free_blocks} blocks are free, of {free}")
                 print(f"{killer.hits.total()} kills", file=sys.stderr)
         left = check_directory(store)
-    settings = {"kills": args.kills, "spread_ms": args.spread, "seed": args.seed}
+    settings = {"kills": killer.hits.total(), "spread_ms": args.spread, "seed": args.seed}
     results = {"hits": dict(killer.hits), "requests": requests, "wrong": 0, "cached_tokens": cached, **left}
     print(record("kv_kills", settings, results, write=args.write))
 
