@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_peer import bind, shape
+from msgspec import structs
 
 from lamina.kv.media import AtomLostError, Medium, MediumPlace, open_medium
 from lamina.kv.pages import PAGE, SCALE_BYTES, Atom, AtomForm
@@ -73,6 +74,18 @@ def fill(store: Store, sequence: int, place: Place, seed: int, pages: int = PAGE
         for part in (piece.kv.k, piece.kv.v, *(piece.kv.scales or ())):
             flat = part.view(-1).view(torch.uint8)
             flat.copy_(torch.randint(0, 255, flat.shape, generator=generator, dtype=torch.uint8))
+
+
+def fill_rows(store: Store, sequence: int, count: int, step: int) -> None:
+    """A sequence whose numbers say whose they are, written in all layers."""
+    rows = Rows(sequence, 0, count)
+    store.begin(plan(New(sequence), rows, step=step))
+    store.make_ready()
+    store.written.done([rows])
+    for piece in (piece for layer in store.layers for piece in layer):
+        for block in store.tables.table(piece.group, sequence)[1]:
+            for part in (piece.kv.k, piece.kv.v):
+                part[block].fill_(sequence)
 
 
 def rows_of(store: Store, sequence: int, count: int = PAGES * PAGE) -> dict[tuple[int, int, int], bytes]:
@@ -433,6 +446,47 @@ def test_what_is_being_saved_may_go_at_any_time(ops: tuple[Any, ...], *, at_once
     assert bench.report().pages == PAGES
     assert rows_of(bench.store, 2) == wanted
     bench.transfers.end()
+
+
+def test_a_copy_goes_into_a_block_of_what_is_being_saved() -> None:
+    """It is freed in the same plan; the page is taken out of it first."""
+    gate = Gate(medium())
+    bench = Bench(gate)
+    fill(bench.store, 1, Place(), 1)
+    bench.do(New(5), Rows(5, 0, 40))
+    bench.store.written.done([Rows(5, 0, 40)])
+    wanted, forked = rows_of(bench.store, 1), rows_of(bench.store, 5, 37)
+    bench.do(save())
+    assert gate.came.wait(WAIT_S), "the first page waits in the medium"
+    freed = {*bench.store.tables.table(0, 1)[1]}
+    bench.do(Fork(6, 5, 37), Free(1))
+    assert bench.store.tables.table(0, 6)[1][1] in freed
+    assert rows_of(bench.store, 6, 37) == forked
+    gate.may_go.set()
+    assert bench.report() == Transferred(view=3, id=0, pages=PAGES)
+    bench.do(New(2), load())
+    assert bench.report().pages == PAGES
+    assert rows_of(bench.store, 2) == wanted
+    bench.transfers.end()
+
+
+@pytest.mark.parametrize("wipes", [True, False])
+def test_forks_read_what_others_write_in_the_same_plan(*, wipes: bool) -> None:
+    """Two sources are freed, whose begun blocks the copies go into, and are wiped where that is asked."""
+    (store,) = stores("head", (1.0,), block_size=32)
+    store.bind = structs.replace(store.bind, kv=structs.replace(store.bind.kv, zero_on_free=wipes))
+    store.tables.freed() if wipes else None
+    for number, sequence in enumerate((1, 2)):
+        fill_rows(store, sequence, 50, step=10 + number)
+    wanted = {source: rows_of(store, source, 45) for source in (1, 2)}
+    begun = {source: store.tables.table(0, source)[1][1] for source in (1, 2)}
+    ops = [Fork(3, 1, 45), Fork(4, 2, 45), Fork(5, 1, 40), Free(1), Free(2)]
+    store.begin(plan(*ops, step=20))
+    store.make_ready()
+    assert {store.tables.table(0, fork)[1][1] for fork in (3, 4)} & set(begun.values()), "the case that is meant"
+    assert (rows_of(store, 3, 45), rows_of(store, 4, 45)) == (wanted[1], wanted[2])
+    assert rows_of(store, 5, 40) == {at: data for at, data in wanted[1].items() if at[2] < 40}
+    store.tables.check_integrity()
 
 
 def test_copies_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
