@@ -133,6 +133,9 @@ def _memory_text(model: str, config: EngineConfig) -> str:
     if not any(lent):
         return memory_text(workers, free)
     told = f"  one sequence: {max(lent):,} tokens at home, {sum(lent):,} with what others lend"
+    topology, own = config.topology, config.devices.kv_bytes() * config.topology.memory_workers
+    if topology.borrow and own:
+        told += f", {int(sum(lent) * (1 + topology.borrow_bytes / own)):,} with --borrow {topology.borrow}"
     return "\n".join([memory_text(workers, free), told])
 
 

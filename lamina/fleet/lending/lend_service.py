@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -60,8 +62,19 @@ def guest_name(lease: int, debtor: str) -> str:
     return f"g{lease}:{debtor}"
 
 
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Of all threads of these processes, since they began; of one that has ended none."""
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 class LendService:
-    """``threads``: of each guest, 0 = as many as there are cores."""
+    """``threads``: of each guest, 0 = as many as there are cores; ``most_cores``: that all guests may use before no new
+    loan is made.
+    """
 
     def __init__(
         self,
@@ -73,7 +86,7 @@ class LendService:
         terms: LendingTerms,
         *,
         threads: int = 0,
-        busy: Callable[[], str] = lambda: "",
+        most_cores: float = math.inf,
     ) -> None:
         """Raises OSError where it cannot listen or there is no ledger, ValueError where that refuses."""
         self.name, self._ledger_at, self._key, self._threads = name, ledger, key, threads
@@ -82,8 +95,9 @@ class LendService:
         self._guests: dict[int, GuestProcess] = {}
         self._awaited: dict[str, tuple[int, float]] = {}  # by the name of its connection: lease, and until when
         self._debtors: dict[str, ControlLink] = {}
-        self._beat_at = 0.0
-        self.creditor = Creditor(name, blocks, terms, busy)
+        self._beat_at, self._beaten_at = 0.0, time.monotonic()
+        self._most_cores, self._used_s, self._cores = most_cores, 0.0, 0.0
+        self.creditor = Creditor(name, blocks, terms, self._busy)
         self._door = LendingDoor(place, key, name, ToCreditor, self._attend, self._claim)
         self.address = self._door.address
         self.creditor.terms = replace(terms, address=self.address)
@@ -95,6 +109,7 @@ class LendService:
             self._end_overdue(now)
             if now >= self._beat_at:
                 self._beat_at = now + BEAT_S
+                self._measure(now)
                 self._beat(now)
 
     def recall(self, blocks: int) -> None:
@@ -111,6 +126,15 @@ class LendService:
             self._end(lease)
         if self._ledger is not None:
             self._ledger.close()
+
+    def _busy(self) -> str:
+        return f"guests use {self._cores:.1f} of {self._most_cores:g} cores" if self._cores > self._most_cores else ""
+
+    def _measure(self, now: float) -> None:
+        """Cores that guests have used since the last time."""
+        used_s = cpu_seconds([guest.process.pid for guest in list(self._guests.values())])
+        self._cores = max(0.0, used_s - self._used_s) / max(1e-3, now - self._beaten_at)
+        self._used_s, self._beaten_at = used_s, now
 
     # Debtors:
     def _attend(self, name: str, link: ControlLink) -> None:

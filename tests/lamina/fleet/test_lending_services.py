@@ -18,11 +18,11 @@ import pytest
 from lamina.cli.launch import main
 from lamina.fleet.lending import links
 from lamina.fleet.lending.ledger_service import LedgerService
-from lamina.fleet.lending.lend_service import LendService
+from lamina.fleet.lending.lend_service import LendService, cpu_seconds
 from lamina.fleet.lending.links import open_link
 from lamina.fleet.lending.loan_links import GuestWorker, LoanLinks
 from lamina.lending.creditor import LendingTerms
-from lamina.lending.messages import AskDebts, DebtsAre, LoanAsk, LoanGranted, OfCreditor, OfLedger
+from lamina.lending.messages import AskDebts, DebtsAre, LoanAsk, LoanGranted, LoanRefused, OfCreditor, OfLedger
 from lamina.protocol.control import ControlLink, LinkClosedError, MemoryReady, StartMemory
 
 KEY = b"k" * 32
@@ -59,9 +59,11 @@ class Street:
         self._stack.callback(self._over.set)
         return service
 
-    def creditor(self, name: str, blocks: int, **terms: Any) -> LendService:
+    def creditor(self, name: str, blocks: int, most_cores: float = 99.0, **terms: Any) -> LendService:
         own = LendingTerms(**{"cap": blocks, "debtor_cap": blocks, **terms})
-        service: LendService = self._run(LendService(HERE, self.place, KEY, name, blocks, own, threads=1))
+        service: LendService = self._run(
+            LendService(HERE, self.place, KEY, name, blocks, own, threads=1, most_cores=most_cores)
+        )
         until(lambda: name in self.shown(), f"{name} is not known")
         return service
 
@@ -178,6 +180,22 @@ def test_a_recall_is_told_and_not_renewed(street: Street) -> None:
     assert until(guest.fate, "the debtor does not know")
 
 
+def test_guests_that_use_too_much_of_the_processors_get_no_company(street: Street) -> None:
+    """The limit is one that even idle ones are above."""
+    began = cpu_seconds([os.getpid()])
+    service = street.creditor("c", 8, most_cores=-1.0)
+    link = open_link(
+        ("127.0.0.1", int(service.address.rpartition(":")[2])), KEY, OfCreditor, name="d", peer="c", what=""
+    )
+    link.send(LoanAsk(debtor="d", number=1, blocks=2))
+    answer = link.recv(SOON_S)
+    assert isinstance(answer, LoanRefused)
+    assert "cores" in answer.why
+    assert street.shown()["c"].free == 0, "and the ledger sends nobody"
+    link.close()
+    assert 0.0 < began <= cpu_seconds([os.getpid(), 2**22 + 1])
+
+
 def test_nobody_speaks_for_another(street: Street) -> None:
     service = street.creditor("c", 8)
     at = "127.0.0.1", int(service.address.rpartition(":")[2])
@@ -215,6 +233,7 @@ BAD = {
     "--lend must be above 0 and at most 1": ["--lend", "1.5"],
     "--lend-memory": ["--lend-memory", "900000GiB"],
     "HOST:PORT": ["--address", "nowhere"],
+    "--lend-cores must be above 0": ["--lend-cores", "0"],
     "--lease-s": ["--lease-s", "0"],
     "there is no ledger at 127.0.0.1:9": ["--ledger", "127.0.0.1:9", "--lend-memory", "2MiB"],
 }

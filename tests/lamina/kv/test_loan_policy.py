@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from lamina.engine.blocks.loans import Loans
+from lamina.engine.blocks.room import Room
 from lamina.engine.sequence import Sequence
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place, Run
+from lamina.protocol.plan import Keep
 from lamina.request import CompletionOutput, SamplingParams
 
 BLOCK, STRIPE = 2, 4  # tokens of a block, blocks of a stripe
 
 
-def loans(blocks: list[int], windows: tuple[int, ...] = (0,)) -> Loans:
+def tables(blocks: list[int], windows: tuple[int, ...] = (0,)) -> BlockTables:
     """Of workers with so many blocks; each has a group for every one of ``windows``."""
     lanes = [Lanes(tuple(n == w for n in range(len(blocks)))) for w in range(len(blocks))]
     groups = [(window, lanes[w], blocks[w]) for window in windows for w in range(len(blocks))]
-    return Loans(
-        BlockTables([g[0] for g in groups], [g[2] for g in groups], BLOCK, [g[1] for g in groups], STRIPE, True)
-    )
+    return BlockTables([g[0] for g in groups], [g[2] for g in groups], BLOCK, [g[1] for g in groups], STRIPE, True)
+
+
+def loans(blocks: list[int], windows: tuple[int, ...] = (0,), homes: int = 0) -> Loans:
+    return Loans(tables(blocks, windows), homes)
 
 
 def sequence(length: int, place: Place) -> Sequence:
@@ -32,6 +36,20 @@ def test_a_new_sequence_is_at_home_where_there_is_most_room() -> None:
     assert of.place(None, 8 * STRIPE * BLOCK, 0, [8, 20, 12]) == Place(1, (Run(5, 8, 2),))
     assert of.place(None, 10 * STRIPE * BLOCK, 0, [8, 20, 12]) == Place(1, (Run(5, 8, 2), Run(8, 10, 0)))
     assert of.place(None, 10 * STRIPE * BLOCK + 1, 0, [8, 20, 12]) is None
+
+
+def test_none_begins_on_a_guest_however_much_room_it_has() -> None:
+    of, free = loans([8, 12, 40], homes=2), [8, 12, 40]
+    assert of.place(None, 8 * STRIPE * BLOCK, 0, free) == Place(1, (Run(3, 8, 2),))
+    assert of.places(4 * STRIPE * BLOCK, free) == [Place(1, (Run(3, 4, 2),))], "not whole on the guest"
+    assert of.places(2 * STRIPE * BLOCK, free) == [Place(0), Place(1)]
+    room = Room(tables([8, 12, 40]), 4, homes=2)
+    kept = room.deal([Keep(0, 8 * STRIPE * BLOCK - 1, Place(2)), Keep(1, STRIPE, Place(2))])
+    assert {k.sequence: k.place.lane for k in kept} == {0: 1, 1: 0}, "nor comes to lie there when all are laid out"
+    others = [sequence(STRIPE * BLOCK, Place(0)), sequence(STRIPE * BLOCK, Place(1))]
+    short = room.fit(sequence(STRIPE * BLOCK, Place(0)), None, free, others, others)
+    assert short is not None
+    assert short.place.lane < 2
 
 
 def test_one_that_goes_on_from_another_keeps_its_home_and_its_loans() -> None:
