@@ -65,12 +65,12 @@ class Pools:
         self._expect_nothing()
         try:
             with self._or_end():
+                if config.topology.borrow:  # whose ledger may not be there
+                    self.borrower = open_borrower(config, self._members, self._cohort, self.elastic)
                 self._cohort.start(model)
                 self.ready = self._cohort.connect()
                 self._read_clocks()
                 self._cohort.spares.fill()
-            if config.topology.borrow:
-                self.borrower = open_borrower(config, self._members, self._cohort, self.elastic)
         except BaseException:
             self.close()
             raise

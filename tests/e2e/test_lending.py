@@ -15,6 +15,7 @@ from tiny import llama
 
 from lamina import LLM, SamplingParams
 from lamina.config import make_config
+from lamina.fleet.cohort import Cohort
 from lamina.fleet.lending.ledger_service import LedgerService
 from lamina.fleet.lending.lend_service import LendService
 from lamina.lending.creditor import LendingTerms
@@ -124,10 +125,24 @@ def test_without_a_creditor_a_request_ends_in_time(lent: Lent) -> None:
     assert told(lent.llm, [SHORT]) == lent.large[1:]
 
 
+def test_a_ledger_that_is_not_there_is_one_line_before_anything_starts(
+    tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cohort, "start", lambda *_: pytest.fail("workers are started"))
+    borrowing = {"borrow": "4MiB", "ledger": "127.0.0.1:9", "transport": "shm", **SPILL}
+    monkeypatch.setenv("LAMINA_CLUSTER_KEY", KEY)
+    with pytest.raises(OSError, match=r"there is no ledger at 127\.0\.0\.1:9: Connection refused"):
+        LLM(str(tiny_lm), **borrowing)
+    monkeypatch.delenv("LAMINA_CLUSTER_KEY")
+    with pytest.raises(ValueError, match="--borrow needs the cluster's key"):
+        LLM(str(tiny_lm), **borrowing)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"borrow": "1GB"}, "--borrow needs --ledger"),
+        ({"borrow": "1GB", "ledger": "here"}, "--ledger must be HOST:PORT"),
         ({"ledger": "a:1"}, "--ledger needs --borrow"),
         ({"borrow": "lots", "ledger": "a:1"}, "--borrow"),
         ({"borrow": "1GB", "ledger": "a:1", "partition": "token"}, "--borrow needs --partition spill"),

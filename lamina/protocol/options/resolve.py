@@ -173,6 +173,9 @@ def _check_loans(config: EngineConfig) -> None:
         raise ValueError(f"{given} needs {other}: say both, or leave it out")
     if not topology.borrow:
         return
+    host, _, port = launching.ledger.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit():
+        raise ValueError(f"--ledger must be HOST:PORT, such as 10.0.0.1:7100, not {launching.ledger!r}")
     wrong = {
         "--partition spill": topology.partition != "spill",
         "--memory-workers 2 or more": topology.memory_workers < 2,
