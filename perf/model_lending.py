@@ -3,10 +3,10 @@
 Instances of 40 blocks each lend and borrow by the shipped policy, on a virtual clock over a network that loses nothing
 (lamina.sim.lending). Requests come by chance, most of few blocks, some of more than an instance has. A request goes on
 as fast as its instance does, and that is slower by the part of its data that is on loan, times how much slower a
-creditor's link is. Data of requests that end is freed where it lies. Prints requests a second and the part on loan, with
-and without settlements; --write appends a line for each to perf/results/model_lending.jsonl.
+creditor's link is. Data of requests that end is freed where it lies. Prints requests a second and the part on loan,
+with and without settlements; --write appends a line for each to perf/results/model_lending.jsonl.
 
-    python perf/model_lending.py --write        # a few minutes
+    python perf/model_lending.py --write        # a quarter of a minute of CPU
 """
 
 from __future__ import annotations
