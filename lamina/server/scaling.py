@@ -77,6 +77,9 @@ async def scale(request: Request) -> Response:
     had = _sizes(before)
     if had == had | asked:
         return json_response({"before": had, "after": had, "pause_s": 0.0})
+    if before.launching.by_hand:
+        text = "workers of --launcher static are started by hand: drain some, or start the server with other numbers"
+        raise ApiError(400, text, code="invalid_value")
     try:
         wanted = await asyncio.to_thread(_wanted, service.root, before, asked, service.client.ready)
     except ValueError as error:
@@ -177,8 +180,6 @@ def _wanted(model: str, before: EngineConfig, asked: dict[str, int], ready: Read
     """``before`` with other sizes. Raises ValueError, naming the flag and the fix, where workers cannot share or keep
     the model so.
     """
-    if before.launching.by_hand:
-        raise ValueError("workers of --launcher static are started by hand: start the server with other numbers")
     wanted = resized(before, asked)
     raw = peek_config(model, trust_remote_code=before.model.trust_remote_code)
     text: dict[str, Any] = raw.get("text_config", raw)
