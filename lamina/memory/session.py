@@ -40,10 +40,10 @@ from .layers.device import DeviceLayers
 from .layers.host import RESERVE_S, HostLayers
 from .layers.native import NativeLayers, can_be_native
 from .meter import Meter
+from .pages.transfers import Transfers
 from .step import Step
 from .store import Store
 from .sums import damage
-from .transfers import Transfers
 
 
 class Layers(Protocol):

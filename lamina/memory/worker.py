@@ -33,10 +33,10 @@ from lamina.workers.view import ViewDoor, ViewFabric, ViewListener
 
 from .meter import Meter
 from .moves import Mover
+from .pages.transfers import Transfers
 from .rate import read_rate
 from .session import Session
 from .store import Store, check_bind, shapes_by_layer
-from .transfers import Transfers
 
 POLL_S = 1.0  # of a wait that only an event ends: somebody comes
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lamina.memory.grants import Grants
 from lamina.memory.inbox import RoundInbox
-from lamina.memory.loads import Loads
 from lamina.memory.meter import Meter
+from lamina.memory.pages.loads import Loads
 from lamina.memory.step import Step, Stored
 from lamina.memory.store import Store
 from lamina.memory.write import Written

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from lamina.memory import pace
-from lamina.memory.pace import SHARE, SavePace, waited_s
+from lamina.memory.pages import pace
+from lamina.memory.pages.pace import SHARE, SavePace, waited_s
 
 
 class Clock:

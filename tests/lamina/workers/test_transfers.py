@@ -17,11 +17,11 @@ from msgspec import structs
 
 from lamina.kv.media import AtomLostError, Medium, MediumPlace, open_medium
 from lamina.kv.pages import PAGE, SCALE_BYTES, Atom, AtomForm
-from lamina.memory import loads as loads_module
-from lamina.memory.atoms import PoolAtoms
 from lamina.memory.meter import Meter
+from lamina.memory.pages import loads as loads_module
+from lamina.memory.pages.atoms import PoolAtoms
+from lamina.memory.pages.transfers import END_S, LAST_S, Transfers
 from lamina.memory.store import Store
-from lamina.memory.transfers import END_S, LAST_S, Transfers
 from lamina.protocol.blocks.tables import PlanError
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import (

@@ -19,12 +19,12 @@ from typing import NamedTuple
 from lamina.kv.gate import opens, runs_of
 from lamina.kv.media import AtomLostError, Medium, MediumError
 from lamina.kv.pages import PAGE
+from lamina.memory.meter import Meter
+from lamina.memory.store import Store
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.plan import Import, Key, Kind, Rows, StepPlan
 
 from .atoms import Located, PoolAtoms
-from .meter import Meter
-from .store import Store
 
 log = logging.getLogger(__name__)
 LATE_S = 5.0  # for a layer that rows have come to

@@ -21,6 +21,8 @@ from queue import SimpleQueue
 
 from lamina.kv.media import Medium, MediumError
 from lamina.kv.pages import DECODE, PAGE, PROMPT, TENANT_BYTES, Atom, Page, Recipe
+from lamina.memory.meter import Meter
+from lamina.memory.store import Store
 from lamina.observe.trace import OFF, Recorder
 from lamina.protocol.blocks.tables import PlanError
 from lamina.protocol.control import LinkClosedError
@@ -46,9 +48,7 @@ from lamina.protocol.tiers import GateOpened, Transferred
 from .atoms import Located, PoolAtoms
 from .fetches import Fetches
 from .loads import EndedImport, Loads
-from .meter import Meter
 from .pace import SavePace
-from .store import Store
 
 log = logging.getLogger(__name__)
 LAST_S = 1.0  # for what is still to be saved, once the driver ends

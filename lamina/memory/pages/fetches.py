@@ -13,10 +13,10 @@ from queue import SimpleQueue
 
 from lamina.kv.media import Medium, MediumError
 from lamina.kv.pages import PAGE
+from lamina.memory.meter import Meter
 from lamina.protocol.plan import MOST_EXPECTED, MOST_PAGES, Expect, ProtocolError
 
 from .atoms import PoolAtoms
-from .meter import Meter
 
 
 class Fetches:

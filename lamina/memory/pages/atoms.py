@@ -16,9 +16,8 @@ from torch import Tensor
 
 from lamina.kv.pages import PAGE, SCALE_BYTES, Atom, AtomForm
 from lamina.kv.pool import LayerStore
+from lamina.memory.store import Store
 from lamina.protocol.placement import Place
-
-from .store import Store
 
 Numbers = NDArray[np.uint8]
 

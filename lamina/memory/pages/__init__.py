@@ -1,0 +1,1 @@
+"""Pages on their way between a memory worker's pool and the medium beside it."""
