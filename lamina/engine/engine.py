@@ -53,9 +53,7 @@ class Engine:
         self._early = EarlyDraws()
         self._next_round = 0
         self.idle = False  # whether the last pass of the loop found nothing to do: what is left waits for its caller
-        self.hope: Callable[[], str | None] = lambda: (
-            None
-        )  # for room, when idle: "" = a moment has passed, else why not
+        self.hope: Callable[[], str | None] = lambda: None  # for room, when idle: "" = some may come; else why none
         self._requests: dict[int, Request] = {}
         self._next_request = 0
         self._seeds = random.Random(config.batching.seed)
