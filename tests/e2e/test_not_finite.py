@@ -4,6 +4,7 @@ the others do not notice.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,22 +24,33 @@ def tokens(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [o.outputs[0].token_ids for o in llm.generate(prompts, PARAMS)]
 
 
-@pytest.mark.parametrize("options", [{}, {"pipeline": 3}, {"prefill_workers": 1}], ids=str)
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_only_the_request_with_such_logits_ends(options: dict[str, Any], value: float) -> None:
-    """KV blocks that it leaves behind are used again, and are no harm."""
+@pytest.fixture(scope="module", params=[{}, {"pipeline": 3}, {"prefill_workers": 1}], ids=str)
+def breakable(request: pytest.FixtureRequest) -> Iterator[tuple[Any, LLM]]:
+    """A model, and an engine that computes with it as it is at the time."""
     model = llama()
-    with LLM(model, transport="loopback", kv_memory="1MiB", prefill_chunk=16, max_num_seqs=4, **options) as llm:
-        wanted = tokens(llm, GOOD)
-        assert [len(t) for t in wanted] == [12, 12, 12]
-        with torch.no_grad():
-            model.get_input_embeddings().weight[BROKEN] = value
-        for _ in range(2):
-            found = [o.outputs[0] for o in llm.generate([*GOOD, *BAD], PARAMS)]
-            assert [o.token_ids for o in found] == [*wanted, [], []]
-            assert [o.finish_reason for o in found] == ["length"] * 3 + ["error"] * 2
-            assert "logit is not a finite number" in str(found[-1].stop_reason)
-        assert tokens(llm, GOOD) == wanted
+    small = {"kv_memory": "1MiB", "prefill_chunk": 16, "max_num_seqs": 4}
+    with LLM(model, transport="loopback", **small, **request.param) as llm:
+        yield model, llm
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_only_the_request_with_such_logits_ends(breakable: tuple[Any, LLM], value: float) -> None:
+    """KV blocks that it leaves behind are used again, and are no harm."""
+    model, llm = breakable
+    wanted = tokens(llm, GOOD)
+    assert [len(t) for t in wanted] == [12, 12, 12]
+    row = model.get_input_embeddings().weight[BROKEN]
+    whole = row.clone()
+    with torch.no_grad():
+        row.fill_(value)
+    for _ in range(2):
+        found = [o.outputs[0] for o in llm.generate([*GOOD, *BAD], PARAMS)]
+        assert [o.token_ids for o in found] == [*wanted, [], []]
+        assert [o.finish_reason for o in found] == ["length"] * 3 + ["error"] * 2
+        assert "logit is not a finite number" in str(found[-1].stop_reason)
+    assert tokens(llm, GOOD) == wanted
+    with torch.no_grad():
+        row.copy_(whole)
 
 
 @pytest.mark.parametrize("options", [{}, {"pipeline": 3}, {"prefill_workers": 1}], ids=str)
