@@ -49,7 +49,8 @@ from lamina.protocol.plan import (
 
 ROOT = Path(__file__).resolve().parents[3]
 KEY = b"k" * 32
-WAIT_S = 30.0
+WAIT_S = 60.0  # a fresh process imports torch, on a busy machine
+SOON_S = 15.0
 SERVE = "lamina.memory.main:serve_memory"
 GEOMETRY = Geometry(slots=4, slot_bytes=1 << 16)
 SHAPE = LayerShape(2, 1, 16, 16, AttentionSpec(scale=0.25).encode())
@@ -184,7 +185,7 @@ def test_it_ends_when_the_driver_says_so_or_is_gone(how: str, state: str) -> Non
             driver.link.close()
         thread.join(WAIT_S)
         assert not thread.is_alive()
-        assert time.monotonic() - start < WAIT_S / 2
+        assert time.monotonic() - start < SOON_S
         if state != "idle":
             with pytest.raises(PeerFault):
                 channel.wait_signal(timeout_s=WAIT_S)
@@ -354,4 +355,4 @@ def test_a_process_goes_with_its_driver() -> None:
         start = time.monotonic()
         driver.link.close()
         child.wait(WAIT_S)
-        assert time.monotonic() - start < WAIT_S / 2
+        assert time.monotonic() - start < SOON_S
