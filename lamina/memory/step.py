@@ -18,8 +18,8 @@ from lamina.protocol.layout import Layout
 from lamina.protocol.plan import Rows, StepPlan
 from lamina.protocol.sparse_ops import Dense
 
-from .scoring import Scoring, starts_of
-from .selection import Selection
+from .sparse.scoring import Scoring, starts_of
+from .sparse.selection import Selection
 from .store import Store, StoredPiece
 from .write import WritePlace, Writes, Written, layouts_of
 

@@ -18,7 +18,7 @@ from lamina.attention.spec import AttentionSpec
 from lamina.kv.pool import LayerStore, WriteIndex, allocate, row_table, write_index
 from lamina.kv.sparsity import Budget
 from lamina.kv.stored import Scales, as_stored, dequantise
-from lamina.memory.selection import Selection
+from lamina.memory.sparse.selection import Selection
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.plan import New, Rows, StepPlan
 from lamina.protocol.sparse_ops import SCORE_BITS

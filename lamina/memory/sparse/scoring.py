@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lamina.memory.store import Store, StoredPiece
 from lamina.protocol.plan import Rows, StepPlan
 from lamina.protocol.sparse_ops import Score, Scored
-
-from .store import Store, StoredPiece
 
 
 @dataclass
