@@ -215,7 +215,7 @@ class Scheduler:
             batch.ops += self.evictions.prunes(batch.running) if self.evictions else []
             batch.ops += self.tier.fill(batch.running) if self.tier else []
         if self.waiting or (self.tier and self.tier.ahead):
-            self._newcomers.admit(self.waiting, self.batches, [self._cuts.wanted(b) for b in self.batches])
+            self._newcomers.admit(self.waiting, self.batches)
         steps = [s for s in map(self._next, self.batches) if s is not None]
         for step in steps:
             step.plan = msgspec.structs.replace(step.plan, more=step is not steps[-1])

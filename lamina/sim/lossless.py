@@ -196,11 +196,15 @@ def ready_of(*, num_layers: int, num_blocks: int, block_size: int, max_len: int)
 
 
 def _load(step: RunStep) -> StepLoad:
-    rows = step.plan.rows
-    prompt = sum(row.count for row in rows if row.count > 1)
-    stored = sum(row.first + row.count for row in rows)
-    pairs = sum(row.count * row.first + row.count * (row.count + 1) // 2 for row in rows)
-    return StepLoad(step.plan.batch, step.plan.num_rows, prompt, stored, pairs)
+    number = prompt = stored = pairs = 0
+    for row in step.plan.rows:
+        first, count = row.first, row.count
+        number, stored = number + count, stored + first + count
+        if count == 1:
+            pairs += first + 1
+        else:
+            prompt, pairs = prompt + count, pairs + count * first + count * (count + 1) // 2
+    return StepLoad(step.plan.batch, number, prompt, stored, pairs)
 
 
 def _done(step: RunStep) -> StepDone:

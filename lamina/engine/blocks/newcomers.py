@@ -115,7 +115,7 @@ class Newcomers:
         self._max_num_seqs, self._leaves = max_num_seqs, leaves
         self._next_id = 0
 
-    def admit(self, waiting: deque[Sequence], batches: Several[Batch], wanted: Several[dict[Sequence, int]]) -> None:
+    def admit(self, waiting: deque[Sequence], batches: Several[Batch]) -> None:
         """Deal waiting sequences to the batches while there is room for all of their known tokens; the first that does
         not fit holds up those behind it, so that nobody starves. Each goes to the batch that reads least, of those
         whose next chunk has room for tokens of it: so all chunks are filled. Blocks of sequences that have ended or
@@ -125,6 +125,7 @@ class Newcomers:
         running = _running(batches)
         if running and waiting and self._nobody_fits(waiting[0]):
             return
+        wanted = [self._cuts.wanted(batch) for batch in batches]
         budgets = [self._cuts.chunk - sum(c for c in w.values() if c > 1) for w in wanted]
         loads = [b.load for b in batches]
         left = self._room.left(running, {s: c for w in wanted for s, c in w.items()})

@@ -14,7 +14,8 @@ from .counts import num_lanes
 from .extents import Extent, Extents
 from .pool import BlockPool
 
-After = tuple[dict[int, Extent | None], list[Fork]]  # extents that a plan changes (None: gone), and its forks
+# Extents that a plan changes (None: gone), those of sequences that go on in their last block, and its forks.
+After = tuple[dict[int, Extent | None], dict[int, Extent], list[Fork]]
 BlockCopy = tuple[int, int]  # from one block to another
 
 

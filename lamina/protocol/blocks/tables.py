@@ -57,7 +57,7 @@ class BlockTables(HeldBlocks):
         too, under a number of their own. ``copies`` is then what the plan's forks have begun of a block that they do
         not share; all are to be read before one is written. Raises NoBlocksError, PlanError.
         """
-        changes, forks = self._checked_after(plan)
+        changes, steady, forks = self._checked_after(plan)
         shifts = [] if self.comes_again(plan) else [op for op in plan.ops if isinstance(op, Shift)]
         self._last[plan.batch] = plan
         begun = [self._begun(fork) for fork in forks]
@@ -66,6 +66,7 @@ class BlockTables(HeldBlocks):
         for op in shifts:
             self._shift(op)
         self._change(changes)
+        self._sequences |= steady
         self.copies = [self._copies(group, forks, begun) for group in range(len(self.windows))]
 
     def _checked_after(self, plan: StepPlan) -> After:
@@ -138,8 +139,9 @@ class BlockTables(HeldBlocks):
         Of blocks with several holders that ``plan`` gives back none counts as free, nor of those that a shift does.
         """
         changes: dict[int, Extent | None] = {}
+        steady: dict[int, Extent] = {}
         if self.comes_again(plan):
-            return changes, []
+            return changes, steady, []
         shared, forked = dict[int, int](), dict[int, int]()  # sequence -> tokens that others come to hold
         shifted = {op.sequence: op for op in plan.ops if isinstance(op, Shift)}
         for op in plan.ops:
@@ -168,6 +170,10 @@ class BlockTables(HeldBlocks):
             if row.sequence in seen:
                 raise PlanError(f"sequence {row.sequence} is twice in step {plan.step}, or shifted")
             seen.add(row.sequence)
+            old = None if shares or row.sequence in changes else self._sequences.get(row.sequence)
+            if old is not None and self._extents.in_block(old, row):  # most rows: no block changes hands
+                steady[row.sequence] = Extent(row.first + row.count, row.first, *old[2:])
+                continue
             before = changes.get(row.sequence) or self._extent(changes, row.sequence)
             length = forked.get(row.sequence, 0)
             if length and not self._extents.alike(before.place, row.place, length):
@@ -178,7 +184,7 @@ class BlockTables(HeldBlocks):
         changes = {s: e for s, e in changes.items() if e is not None or s in self._sequences}
         forks = [op for op in plan.ops if isinstance(op, Fork) and op.sequence in changes]
         self._check_room(plan.step, {s: e for s, e in changes.items() if e is None or s not in shifted}, forks)
-        return changes, forks
+        return changes, steady, forks
 
     def _check_score(self, plan: StepPlan, op: Score) -> None:
         """Raises PlanError where the rows of a sequence cannot be scored."""
