@@ -266,13 +266,12 @@ class Scheduler:
                     sequence.num_scheduled = min(sequence.num_scheduled, rows.first)
         self._in_flight = []
         self._prefill.roll_back()
-        self.prefixes.forget_all()  # memory workers do so too
         if self.tier:
             self.tier.cancel()
         if self.evictions:
             self.evictions.forget()
         self._ops = []
-        keep, waiting = list[Keep](), list(self.waiting)
+        keep, waiting = self.prefixes.stay(kept), list(self.waiting)
         for batch in self.batches:
             for sequence in batch.running:
                 sequence.roll_back(kept(Keep(sequence.id, sequence.num_scheduled, sequence.place)))
@@ -295,9 +294,10 @@ class Scheduler:
             sequence.restart()
 
     def lay_out(self, blocks: Ledger, keep: Iterable[Keep]) -> list[Keep]:
-        """Have other blocks, behind ``roll_back``. Where what is kept is to lie; who finds no room is computed anew."""
+        """Have other blocks, behind ``roll_back``. Where what runs is to lie; who finds no room is computed anew."""
+        retained = {op.sequence for op in self.prefixes.forget_all()}
         self._ledger.become(blocks)
-        kept = self._room.deal(keep)
+        kept = self._room.deal(each for each in keep if each.sequence not in retained)
         self._ledger.reconcile(kept, moved=True)
         self._begin_anew([*self.waiting, *settle(self.batches, kept)])
         return kept

@@ -320,6 +320,29 @@ def test_a_reset_is_forgotten_where_workers_meet_anew() -> None:
     check_tokens([again])
 
 
+def test_what_is_retained_stays_where_workers_meet_anew() -> None:
+    """As far as all of them have it whole; what ran is found no more, but computed again."""
+    house = House(40)
+    for number in (1, 2):
+        house.ask(tokens((number, 9)), 4)
+        house.serve()
+    first, second = house.scheduler.prefixes.oldest
+    running = house.ask(tokens((3, 9)), 30)
+    for step in house.scheduler.schedule():
+        house.pool.run(step)
+        take(step, dict(house.pool.drawn[step.plan.batch]))
+        house.scheduler.complete(step)
+    lengths = {first: 12, second: 11}
+    keep = house.scheduler.roll_back([], lambda each: lengths.get(each.sequence, 0))
+    assert [(each.sequence, each.length) for each in keep] == [(first, 12)], "of the second one a token is missing"
+    house.pool.tables.reconcile(keep)
+    house.pool.stored = {first: house.pool.stored[first][:12]}
+    again = [house.ask([*tokens((number, 9)), 7], 4) for number in (1, 2)]
+    house.serve()
+    check_tokens([running, *again])
+    assert [sequence.num_cached for sequence in again] == [9, 0]
+
+
 def family(order: random.Random, count: int) -> list[Sequence]:
     """Prompts that begin with one another's tokens."""
     known = [tokens((500 + name, 40)) for name in range(3)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -230,9 +230,25 @@ class Prefixes:
         for known in self._known.values():
             yield from () if known.sequence.outlived else known.sequence.page_keys
 
-    def forget_all(self) -> list[SequenceOp]:
+    def stay(self, kept: Callable[[Keep], int]) -> list[Keep]:
+        """Behind a change of the view nobody runs, and of what is retained that stays which is there whole: it is
+        returned. ``kept``: how many tokens are there of what is to be kept.
+        """
+        keep = list[Keep]()
+        for number, (sequence, pages) in list(self._known.items()):
+            owner = self.sessions.owner(number)
+            each = Keep(number, sum(map(len, pages)) or (owner.length if owner else 0), sequence.place)
+            if number not in self._retained:
+                self._forget(number)
+            elif each.length and kept(each) == each.length:
+                keep.append(each)
+            else:
+                self.evict(number)
+        return keep
+
+    def forget_all(self) -> list[Free]:
         """Give up all."""
-        ops: list[SequenceOp] = [self.evict(number) for number in list(self._retained)]
+        ops = [self.evict(number) for number in list(self._retained)]
         self._known.clear()
         self._roots.clear()
         return ops

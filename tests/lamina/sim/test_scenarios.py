@@ -235,7 +235,9 @@ MISTAKES = {
     "KV behind a window": replacing(
         BlockTables, "held_of", lambda self, keep: self._extents.held(self._sequences.get(keep.sequence))
     ),
-    "retained KV": replacing(Prefixes, "forget_all", lambda self: []),
+    "retained KV": replacing(
+        Prefixes, "stay", lambda self, kept, right=Prefixes.stay: right(self, lambda keep: keep.length)
+    ),
     "shared blocks": replacing(BlockPool, "share", lambda self, blocks: None),
     "KV of another preempted one": replacing(
         Tier, "save_own", lambda self, of, length, root, right=Tier.save_own: right(self, of, length, b"")
@@ -252,7 +254,7 @@ MISTAKES = {
     ),
     "transfers of an older view": replacing(Tier, "cancel", lambda self: None),
     "a beginning that was given back": replacing(
-        Tier, "keys_of", lambda self, sequence, length, right=Tier.keys_of: right(self, sequence, length)[::-1]
+        Tier, "keys_of", lambda self, of, length, right=Tier.keys_of, **more: right(self, of, length, **more)[::-1]
     ),
 }
 
