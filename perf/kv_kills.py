@@ -122,7 +122,7 @@ def main() -> None:
         small: dict[str, Any] = {
             "kv_memory": "700KB",
             "kv_store_dir": str(store),
-            "kv_store_size": "24MiB",
+            "kv_store_size": "1536KiB",
             "memory_workers": 2,
         }
         with LLM(str(path), **OPTIONS, **small) as llm:
