@@ -51,7 +51,7 @@ def asked_twice(llm: LLM, prompt: list[int] = PROMPT) -> tuple[list[int], list[i
 def test_a_layer_comes_under_the_slice_before_it(
     llama_path: Path, tmp_path: Path, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script(monkeypatch, {"call": "read", "delay_s": 0.03})
+    script(monkeypatch, {"call": "read", "after": 2, "delay_s": 0.6})  # rows are there first
     trace = str(tmp_path / "trace.json")
     with LLM(str(llama_path), trace=trace, **OPTIONS, **way) as llm:
         computed, loaded, cached = asked_twice(llm)

@@ -65,7 +65,9 @@ def test_a_replay_goes_on_with_other_workers(tmp_path: Path, capsys: pytest.Capt
         assert main(["sessions", "import", server.url, *ported]) == 2
         assert "there is a session 'second': drop that first" in capsys.readouterr().err
         assert main(["sessions", "list", server.url]) == 0
-        assert capsys.readouterr().out.splitlines()[1].split() == ["second", "2", "384", "file"]
+        name, turns, tokens, tier = capsys.readouterr().out.splitlines()[1].split()
+        assert (name, turns, tier) == ("second", "2", "file")
+        assert int(tokens) >= 384, "two turns of three pages"
         with pytest.raises(httpx.HTTPStatusError, match="400"):
             ask(server, "something else", session_id="second")
         for name in OPENINGS:
