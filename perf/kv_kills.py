@@ -50,10 +50,10 @@ class TransferKiller:
         self.hits = Counter[str]()  # kills, by what was under way then
 
     @contextmanager
-    def during(self) -> Iterator[None]:
-        """One kill, while the block goes on."""
+    def during(self, wanted: type[Export | Import]) -> Iterator[None]:
+        """One kill, as soon as such a transfer is under way, while the block goes on."""
         over = threading.Event()
-        thread = threading.Thread(target=self._wait_and_kill, args=(over,))
+        thread = threading.Thread(target=self._wait_and_kill, args=(over, wanted))
         thread.start()
         try:
             yield
@@ -61,8 +61,8 @@ class TransferKiller:
             over.set()
             thread.join()
 
-    def _wait_and_kill(self, over: threading.Event) -> None:
-        wanted, delay_s = self._draw.choice((Export, Import)), self._draw.uniform(0.0, self._spread_s)
+    def _wait_and_kill(self, over: threading.Event, wanted: type[Export | Import]) -> None:
+        delay_s = self._draw.uniform(0.0, self._spread_s)
         end = time.monotonic() + PATIENCE_S
         while not any(isinstance(op, wanted) for op in self._moving()):
             if over.is_set() or time.monotonic() > end:
@@ -129,8 +129,10 @@ def main() -> None:
             free, killer = llm.engine.free_blocks, TransferKiller(llm, draw, args.spread / 1000)
             end = time.monotonic() + args.limit_s
             while killer.hits.total() < args.kills and time.monotonic() < end:
-                some = draw.sample(asked, 2)
-                with killer.during():
+                some, wanted_now = draw.sample(asked, 2), draw.choice((Export, Import))
+                if wanted_now is Export:  # all is to be saved again
+                    llm.reset_prefix_cache()
+                with killer.during(wanted_now):
                     found = answers(llm, some)
                 for prompt, (tokens, had) in zip(some, found, strict=True):
                     if tokens != wanted[tuple(prompt)]:
