@@ -4,7 +4,7 @@ to --spread milliseconds later. Every request must get the tokens that it gets w
 must all be free behind it, and at the end the directory must have no file that its index does not know, and no damage.
 Prints counts; --write appends a line to perf/results/kv_kills.jsonl.
 
-    python perf/kv_kills.py --kills 200 --write    # 10 minutes of two cores
+    python perf/kv_kills.py --kills 200 --write    # 5 minutes of two cores
 """
 
 from __future__ import annotations
