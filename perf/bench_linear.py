@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lamina.attention._native import VARIANTS, Kernels
 from lamina.gemm._native import Engine, usable
-from lamina.gemm.native import TYPES, huge
+from lamina.gemm.native import TYPES, HugePages
 
 REST_S = 0.003  # before a turn, while idle threads of the one before go on spinning for work
 TURN_S = 0.5
@@ -84,7 +84,8 @@ def native_packed(layers: LayerWeights, variant: str, threads: int) -> Callable[
     """By a variant that has an order of weights of its own."""
     engine = Engine(threads, variant)
     shapes = [(TYPES[w.dtype], *w.shape, w.stride(0)) for w in layers.weights]
-    room = [huge(engine.packed_bytes(*shape[:3])) for shape in shapes]
+    pages = HugePages()
+    room = [pages.take(engine.packed_bytes(*shape[:3])) for shape in shapes]
     for w, to, shape in zip(layers.weights, room, shapes, strict=True):
         engine.pack(w.data_ptr(), to.data_ptr(), *shape)
 

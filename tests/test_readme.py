@@ -14,8 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from forked import ForkedProgram
 
+from lamina import gemm
 from lamina.cli.launch import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,7 +113,7 @@ def test_readme_is_short_and_its_links_lead_somewhere() -> None:
 
 
 def test_the_table_of_memory_is_a_true_print(printed: Printed) -> None:
-    """But for what depends on the machine: the last three columns, and the line below."""
+    """But for what depends on the machine: the last three columns, the line below, and whether weights are packed."""
     shown = ALL[ALL.index("$ lamina-launch generate examples/tiny_lm/model --prompt x --dry-run") :]
     command, *lines = shown[: shown.index("```")].splitlines()
     assert main(shlex.split(command)[2:]) == 0
@@ -119,4 +121,7 @@ def test_the_table_of_memory_is_a_true_print(printed: Printed) -> None:
     assert found[0] == lines[0]
     assert len(found) == len(lines)
     cells = [[re.split(r"\s{2,}", line.strip())[:6] for line in text[1:5]] for text in (found, lines)]
+    weights = [float(rows[1].pop(2).removesuffix(" MB")) for rows in cells]
     assert cells[0] == cells[1]
+    packs = gemm.get("native", 1).packed_bytes(torch.bfloat16, 1, 1) > 0
+    assert weights[0] == pytest.approx(weights[1] * (2 if packs else 1), rel=0.05)

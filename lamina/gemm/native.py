@@ -18,17 +18,29 @@ from ._native import Engine, usable
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_LIMIT = (1 << 63) - 1
+LINE, SLAB = 64, 64 << 20  # bytes
 # Rows of bf16 up to which native is about as fast as torch, by variant, where torch has a product of its own for it
 # (perf/DIARY.md). The last two are for CPUs without bf16 instructions: others have a variant before them.
 MOST_ROWS = {"amx": 128, "avx512_bf16": NO_LIMIT, "avx512": 32, "avx2": 32}
 
 
-def huge(size: int) -> Tensor:
-    """``size`` bytes of zeros in huge pages, where the system has some."""
-    memory = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+class HugePages:
+    """Memory in huge pages, where the system has some: many tensors share slabs, as small ones would have none."""
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """``size`` bytes of zeros, at a multiple of 64."""
+        room = -(-size // LINE) * LINE
+        if room > len(self._left):
+            whole = max(SLAB, room)
+            memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # what is shared has none
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            self._left = torch.frombuffer(memory, dtype=torch.uint8)
+        taken, self._left = self._left[:size], self._left[room:]
+        return taken
 
 
 class NativeLinear:
@@ -40,6 +52,7 @@ class NativeLinear:
         """Raises ValueError where the CPU lacks ``variant``, or AVX2."""
         self.engine = Engine(threads, variant)
         self.packs = False
+        self._pages = HugePages()
         self._run = self.engine.linear
         self.most_rows: dict[torch.dtype, int] = {}  # by dtype, where there is a limit
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -59,7 +72,7 @@ class NativeLinear:
         Raises ValueError where the variant has none.
         """
         kind, (cols, k_size) = TYPES[w.dtype], w.shape
-        to = huge(max(1, self.packed_bytes(w.dtype, cols, k_size)))
+        to = self._pages.take(self.packed_bytes(w.dtype, cols, k_size))
         self.engine.pack(w.data_ptr(), to.data_ptr(), kind, cols, k_size, w.stride(0))
         return to
 
