@@ -151,8 +151,7 @@ const char* panel_at(const void* w, std::size_t n, std::size_t k_size) {
 }
 
 void packed_columns(const Problem& p, std::size_t begin, std::size_t end, float* scratch) {
-  for (std::size_t n = begin; n < end; n += panels::kCols)
-    panels::multiply(p, n, panel_at(p.w, n, p.k_size), scratch);
+  for (std::size_t n = begin; n < end; n += panels::kCols) panels::multiply(p, n, panel_at(p.w, n, p.k_size), scratch);
 }
 
 std::size_t packed_bytes(std::size_t cols, std::size_t k_size) {

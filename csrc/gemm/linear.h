@@ -40,8 +40,8 @@ float to_float(Half v);
 
 // How a kernel goes about a problem.
 struct Plan {
-  std::size_t cols;     // done at a time: pieces of the work are multiples of it
-  std::size_t x;        // floats into which x is prepared once; 0: used as it is
+  std::size_t cols;  // done at a time: pieces of the work are multiples of it
+  std::size_t x;  // floats into which x is prepared once; 0: used as it is
   std::size_t scratch;  // floats of memory for each thread
 };
 
@@ -61,8 +61,8 @@ struct Packing {
 
 struct Variant {
   const char* name;
-  bool usable;             // on this CPU
-  Kernel kernels[3];       // by Type
+  bool usable;  // on this CPU
+  Kernel kernels[3];  // by Type
   const Packing* packing;  // of bf16, or null
 };
 

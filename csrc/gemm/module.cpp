@@ -111,7 +111,8 @@ using Object = EngineObject<Engine, variants, kVariants>;
 // `count` numbers of `args`, of which number `type` is a Type. False with an error set where they are not.
 bool numbers(const char* name, PyObject* const* args, Py_ssize_t given, Py_ssize_t count, int type,
              unsigned long long* v) {
-  if (given != count) return PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", name, count, given), false;
+  if (given != count)
+    return PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", name, count, given), false;
   for (Py_ssize_t i = 0; i < count; ++i) {
     v[i] = PyLong_AsUnsignedLongLong(args[i]);
     if (v[i] == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return false;

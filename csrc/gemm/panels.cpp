@@ -54,8 +54,7 @@ void interleave(const std::uint16_t* from, std::size_t ld, std::size_t k_size, s
     for (std::size_t r = 0; r < kLanes; ++r)
       rows[r] = r < count ? _mm512_maskz_loadu_epi16(there, from + r * ld + t * kDepth) : _mm512_setzero_si512();
     transpose(rows, pairs);
-    for (std::size_t c = 0; c < kChains; ++c)
-      _mm512_mask_storeu_epi32(to + (c * n + t) * room, kept, pairs[kOrder[c]]);
+    for (std::size_t c = 0; c < kChains; ++c) _mm512_mask_storeu_epi32(to + (c * n + t) * room, kept, pairs[kOrder[c]]);
   }
 }
 
