@@ -47,6 +47,7 @@ bool fits(const Instruction& each, const std::vector<std::int64_t>& row_bytes) {
   for (const View& view : each.views) {
     const std::int64_t room = row_bytes[view.slot];
     if (each.kind == Kind::kLinear && (view.type == Type::kInt || view.type != each.views[0].type)) return false;
+    if (each.kind == Kind::kLinear && !each.leading && view.type != Type::kBf16) return false;  // others are not packed
     if (!room || each.kind == Kind::kLinear) continue;  // weights; rows of a linear layer have no steps
     __int128 end = last(each.inner, view.inner) + 1;
     for (std::size_t d = 0; d < kDims; ++d) end += last(each.sizes[d], view.outer[d]);

@@ -1,4 +1,4 @@
-"""Linear layers by csrc/gemm: weights are read where they lie, by as many threads as the compute worker has.
+"""Linear layers by csrc/gemm: weights are read where they lie or were packed, by the compute worker's threads.
 
 Decoding has few rows, so a layer takes the time in which its weights are read. torch takes several times that for fp32,
 and for bf16 on a CPU without bf16 instructions; with them (AVX512-BF16, AMX) twice that, unless it may keep a copy of
@@ -83,7 +83,7 @@ class NativeLinear:
         kind = TYPES.get(x.dtype)
         if kind is None or w.dtype != x.dtype or not x.is_cpu or rows > self.most_rows.get(x.dtype, rows):
             return F.linear(x, w, b)
-        if w.stride(1) != 1 or (b is not None and (b.dtype != x.dtype or not b.is_contiguous())):
+        if w.stride(1) != 1 or not w.stride(0) or (b is not None and (b.dtype != x.dtype or not b.is_contiguous())):
             return F.linear(x, w, b)
         if x.shape[-1] != k_size or not w.numel() or (b is not None and b.shape != (cols,)):
             return F.linear(x, w, b)  # which says what is wrong, if anything is

@@ -78,7 +78,9 @@ def test_equals_fp64_within_the_bound(
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-@pytest.mark.parametrize("view", ["x strided", "w rows of a fused weight", "w transposed", "b strided", "meta dims"])
+@pytest.mark.parametrize(
+    "view", ["x strided", "w rows of a fused weight", "w transposed", "w one row for all", "b strided", "meta dims"]
+)
 def test_any_strides(name: str, view: str) -> None:
     x, w, b = operands(6, 9, 48, torch.bfloat16)
     if view == "x strided":
@@ -87,6 +89,8 @@ def test_any_strides(name: str, view: str) -> None:
         w = torch.cat([w, w, w])[9:18]
     elif view == "w transposed":
         w = w.T.contiguous().T
+    elif view == "w one row for all":
+        w = w[:1].expand(9, 48)
     elif view == "b strided":
         b = torch.stack([b, b * 3], dim=1)[:, 0]
     shape = (2, 3, 1) if view == "meta dims" else (6,)

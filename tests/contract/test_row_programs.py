@@ -495,6 +495,12 @@ def test_bad_tables_are_refused() -> None:
                 Program(engine, table[:at] + value.to_bytes(8, "little", signed=True) + table[at + 8 :], "")
             except ValueError:
                 continue
+    rows = [View(slot, torch.float32, 0, (4,), (1,)) for slot in (0, 1)]
+    unpacked = Instruction("linear", (4,), views=[*rows, View(2, torch.float32, 0, (4, 4), (4, 1))], n=4, leading=0)
+    with pytest.raises(ValueError, match="of the table makes no sense$"):  # fp32 is never packed
+        Program(engine, encode(3, [16, 16, 0], [], [unpacked]), "")
+    unpacked.leading = 4
+    Program(engine, encode(3, [16, 16, 0], [], [unpacked]), "")
     with pytest.raises(ValueError, match="^this CPU has no sse9$"):
         Program(engine, table, "sse9")
     good = Program(engine, table, "")
