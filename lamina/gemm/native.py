@@ -21,7 +21,7 @@ NO_LIMIT = (1 << 63) - 1
 LINE, SLAB = 64, 64 << 20  # bytes
 # Rows of bf16 up to which native is about as fast as torch, by variant, where torch has a product of its own for it
 # (perf/DIARY.md). The last two are for CPUs without bf16 instructions: others have a variant before them.
-MOST_ROWS = {"amx": 128, "avx512_bf16": NO_LIMIT, "avx512": 32, "avx2": 32}
+MOST_ROWS = {"amx": 128, "avx512_bf16": 128, "avx512": 32, "avx2": 32}
 
 
 class HugePages:
