@@ -113,7 +113,9 @@ class Loads:
         ended: Callable[[EndedImport], None],
         trace: Recorder = OFF,
     ) -> None:
-        """``opened``: a gate is; ``ended``: an op has come to its end. Both are called from threads of their own."""
+        """``opened``: a gate is; ``ended``: an op has come to its end, which is called from the
+        thread that serves rounds, too, where rows give a load up. Neither may wait for a medium.
+        """
         self._medium, self._store, self._atoms, self._meter, self._trace = medium, store, atoms, meter, trace
         self._opened, self._on_end = opened, ended
         self._gates = not any(store.tables.windows)  # else rows give back blocks that are being loaded
@@ -171,8 +173,8 @@ class Loads:
             if load.ended:
                 return
             load.fail_all(f"layer {layer} of sequence {load.sequence} was not loaded within {LATE_S:g} s")
-            self._end(load)
-        self._tell(load)
+            ended = self._end(load)
+        self._tell(ended)  # what is to be dropped is left to the other thread, as a medium may wait for a disk
 
     def settle(self) -> None:
         """Take in what has ended."""
@@ -198,13 +200,15 @@ class Loads:
                 self._load(load, start)
             except Exception as e:  # whatever it is, nobody must wait for ever
                 log.exception("a load has failed")
-                load.fail_all(f"{type(e).__name__}: {e}")
+                with self._lock:
+                    if not load.ended:
+                        load.fail_all(f"{type(e).__name__}: {e}")
             self._meter.add("load_s", time.perf_counter() - start)
             with self._lock:
-                if self._cancelled or load.ended:
-                    continue
-                self._end(load)
-            self._tell(load)
+                ended = [] if self._cancelled or load.ended else self._end(load)
+            with suppress(MediumError):
+                self._medium.drop([key for gone in load.gone for key in gone])
+            self._tell(ended)
 
     def _load(self, load: PageLoad, begun: float) -> None:
         spare_s, loaded = load.spare_s if self._gates else 0.0, 0
@@ -240,18 +244,20 @@ class Loads:
                 nbytes = sum(x.nbytes for x in room.values())
                 self._meter.add("kv_loaded_bytes", nbytes)
         except (MediumError, ValueError) as e:
-            load.fail(number, page, f"page {op.first // PAGE + page} was not loaded: {e}")
-            if isinstance(e, AtomLostError):  # whoever asks again is not to fail, too
-                load.gone[number].append(op.keys[page])
+            with self._lock:
+                if self._cancelled or load.ended:
+                    return 0
+                load.fail(number, page, f"page {op.first // PAGE + page} was not loaded: {e}")
+                if isinstance(e, AtomLostError):  # whoever asks again is not to fail, too
+                    load.gone[number].append(op.keys[page])
         return nbytes
 
-    def _end(self, load: PageLoad) -> None:
+    def _end(self, load: PageLoad) -> list[EndedImport]:
         """Holds the lock. Rows that wait for the last layer find that all is settled."""
         self._settling.append(load)
         load.arrive(len(self._store.layers), ended=True)
+        return [EndedImport(*each) for each in zip(load.ops, load.done, load.gone, load.errors, strict=True)]
 
-    def _tell(self, load: PageLoad) -> None:
-        with suppress(MediumError):
-            self._medium.drop([key for gone in load.gone for key in gone])
-        for each in zip(load.ops, load.done, load.gone, load.errors, strict=True):
-            self._on_end(EndedImport(*each))
+    def _tell(self, ended: list[EndedImport]) -> None:
+        for each in ended:
+            self._on_end(each)

@@ -81,7 +81,7 @@ class Transfers:
         recipe: Recipe = OF_PROMPTS,
         trace: Recorder = OFF,
     ) -> None:
-        """``report`` is called from threads of its own, and may raise what says that nobody listens any more.
+        """``report`` is called from threads of its own, too, and may raise what says that nobody listens any more.
         ``recipe``: of pages of prompts.
         """
         self._medium, self._store, self._report, self._meter, self._view = medium, store, report, meter, view

@@ -790,6 +790,29 @@ def test_a_layer_that_does_not_come_is_given_up(
     assert rows_of(bench.store, 2) == before
 
 
+def test_a_read_that_fails_behind_the_end_of_its_load_changes_nothing(
+    by_layer: tuple[Bench, LayerGate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And whoever serves rounds calls no medium, which may wait for a disk."""
+    monkeypatch.setattr(loads_module, "LATE_S", 0.0)
+    bench, gate = by_layer
+    callers, drop = list[threading.Thread](), gate.inner.drop
+    gate.drop = lambda keys: (callers.append(threading.current_thread()), drop(keys))  # type: ignore[attr-defined]
+    bench.do(New(2), early())
+    assert bench.opened() == 1
+    bench.do(ROW)
+    (load,) = needed = bench.transfers.loads.needed_by(plan(ROW))
+    assert bench.transfers.loads.wait(needed, 1, 0.0)
+    assert callers == []
+    assert bench.report().pages == 0
+    gate.lost = KEYS[1]
+    gate.may_go.set()
+    bench.do(New(3), Import(3, 2, 0, PAGE, KEYS[:1]))
+    assert bench.report() == Transferred(view=3, id=2, pages=1)
+    assert (load.done, load.gone) == ([0], [[]])
+    assert set(callers) == {bench.transfers.loads.thread}
+
+
 def test_a_long_load_comes_in_several_ops(by_layer: tuple[Bench, LayerGate]) -> None:
     """Of all of them one layer comes before the next one."""
     bench, gate = by_layer
