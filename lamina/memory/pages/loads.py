@@ -1,8 +1,9 @@
 """Pages on their way from the medium into a memory worker's pool, layer after layer.
 
 A sequence may have its first rows while it is loaded, once its gate is open (lamina.kv.gate): then layer k + 1 comes
-while rows go through layer k. A round waits for a layer right before it, and nowhere else; at most LATE_S, then it goes
-on with whatever lies there. The driver hears that the pages were not loaded, and drops what these rows have drawn.
+while rows go through layer k. A round waits for a layer right before it, and nowhere else; for all layers of a load at
+most LATE_S, then it goes on with whatever lies there. The driver hears that the pages were not loaded, and drops what
+these rows have drawn.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lamina.protocol.plan import Import, Key, Kind, Rows, StepPlan
 from .atoms import Located, PoolAtoms
 
 log = logging.getLogger(__name__)
-LATE_S = 5.0  # for a layer that rows have come to
+LATE_S = 5.0  # for layers of one load that rows have come to, all together
 
 
 class EndedImport(NamedTuple):
@@ -59,7 +60,8 @@ class PageLoad:
         self.open = self.ended = False
         self.layers = 0  # that are there
         self.changed = threading.Condition()
-        self._asked = -1, 0.0  # the layer that was asked for last, and since when
+        self._waited_s = 0.0  # until a layer came, for all that came
+        self._since: float | None = None  # when the next one was asked for; None: not yet
 
     @property
     def failed(self) -> bool:
@@ -85,19 +87,22 @@ class PageLoad:
     def arrive(self, layers: int, *, ended: bool = False) -> None:
         """So many are there now."""
         with self.changed:
-            self.layers, self.ended = layers, self.ended or ended
+            self._waited_s, self._since = self.waited_s, None
+            self.layers, self.ended = max(self.layers, layers), self.ended or ended
             self.changed.notify_all()
 
     def wait(self, layer: int, patience_s: float) -> bool:
         """Whether ``layer`` is there, within ``patience_s``."""
         with self.changed:
+            if self.layers <= layer and self._since is None:
+                self._since = time.monotonic()
             return self.changed.wait_for(lambda: self.layers > layer, patience_s)
 
-    def overdue_s(self, layer: int) -> float:
-        """How long it has been asked for."""
-        if self._asked[0] != layer:
-            self._asked = layer, time.monotonic()
-        return time.monotonic() - self._asked[1]
+    @property
+    def waited_s(self) -> float:
+        """How long rows have waited for layers, for all of them together."""
+        with self.changed:
+            return self._waited_s + (0.0 if self._since is None else time.monotonic() - self._since)
 
 
 class Loads:
@@ -160,10 +165,10 @@ class Loads:
         return [self._under_way[row.sequence] for row in plan.rows if row.sequence in self._under_way]
 
     def wait(self, loads: Iterable[PageLoad], layer: int, patience_s: float) -> bool:
-        """Whether ``layer`` of all is there, within ``patience_s``. What was asked for LATE_S is waited for no more."""
+        """Whether ``layer`` of all is there, within ``patience_s``. What rows have waited LATE_S for is given up."""
         for load in loads:
             if not load.wait(layer, patience_s):
-                if load.overdue_s(layer) < LATE_S:
+                if load.waited_s < LATE_S:
                     return False
                 self._give_up(load, layer)
         return True
@@ -172,7 +177,7 @@ class Loads:
         with self._lock:
             if load.ended:
                 return
-            load.fail_all(f"layer {layer} of sequence {load.sequence} was not loaded within {LATE_S:g} s")
+            load.fail_all(f"layer {layer} of sequence {load.sequence} was not there when rows had waited {LATE_S:g} s")
             ended = self._end(load)
         self._tell(ended)  # what is to be dropped is left to the other thread, as a medium may wait for a disk
 

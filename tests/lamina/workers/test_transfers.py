@@ -20,6 +20,7 @@ from lamina.kv.pages import PAGE, SCALE_BYTES, Atom, AtomForm
 from lamina.memory.meter import Meter
 from lamina.memory.pages import loads as loads_module
 from lamina.memory.pages.atoms import PoolAtoms
+from lamina.memory.pages.loads import PageLoad
 from lamina.memory.pages.transfers import END_S, LAST_S, Transfers
 from lamina.memory.store import Store
 from lamina.protocol.blocks.tables import PlanError
@@ -34,6 +35,8 @@ from lamina.protocol.plan import (
     Free,
     Grant,
     Import,
+    Key,
+    Kind,
     New,
     ProtocolError,
     Prune,
@@ -783,11 +786,26 @@ def test_a_layer_that_does_not_come_is_given_up(
     before, loads = rows_of(bench.store, 2), bench.transfers.loads
     assert loads.wait(loads.needed_by(plan(ROW)), 1, 0.0)
     said = bench.report()
-    assert (said.pages, said.error) == (0, "layer 1 of sequence 2 was not loaded within 0 s")
+    assert (said.pages, said.error) == (0, "layer 1 of sequence 2 was not there when rows had waited 0 s")
     gate.may_go.set()
     bench.do(New(3), Import(3, 2, 0, PAGE, KEYS[:1]))
     assert bench.report() == Transferred(view=3, id=2, pages=1), "the next load goes on behind it"
     assert rows_of(bench.store, 2) == before
+
+
+def test_rows_wait_for_all_layers_of_a_load_together() -> None:
+    """Time in which they go on does not count; and what was there once stays there."""
+    waiting = PageLoad([early()], [[None] * PAGES], Key.of(Kind.PLAN, plan()), 0)
+    assert not waiting.wait(0, 0.02)
+    waiting.arrive(1)
+    assert waiting.wait(0, 0.0)
+    so_far = waiting.waited_s
+    assert so_far == waiting.waited_s >= 0.02, "nobody waits now"
+    assert not waiting.wait(1, 0.02)
+    assert waiting.waited_s >= 0.04
+    waiting.arrive(2, ended=True)
+    waiting.arrive(1)
+    assert waiting.wait(1, 0.0)
 
 
 def test_a_read_that_fails_behind_the_end_of_its_load_changes_nothing(
