@@ -3,7 +3,8 @@
 Saving has no deadline, as blocks that are needed meanwhile are copied. So while rounds are served and cores are short,
 the thread that saves takes a small share of one: behind each page it rests. It keeps its priority meanwhile: who holds
 Python's lock must not wait for a core behind everybody else. Where cores are free, or nothing else is to be done, it
-goes on at once.
+goes on at once. All rests of a task end in time for its report, so that the driver does not take the worker for one
+that hangs.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ SERVED_S = 1.0  # behind a round, the next one may still come
 LOOK_S = 2.5  # between two looks at the pressure, which the kernel counts anew every 2 s
 SHORT = 0.02  # of the time some task has waited for a core: cores are short
 LONGEST_S = 0.5  # of one rest
+TASK_S = 5.0  # of all rests of one task
 PRESSURE = "/proc/pressure/cpu"
 
 
 class SavePace:
-    """Of one view. ``rest`` is for the thread that saves, all else for any."""
+    """Of one view. ``begin`` and ``rest`` are for the thread that saves, all else for any."""
 
     def __init__(
         self, pressure: Callable[[], float | None] | None = None, clock: Callable[[], float] = time.monotonic
@@ -32,7 +34,12 @@ class SavePace:
         self._served = -SERVED_S  # when a round came last
         self._looked, self._waited, self._short = clock(), self._pressure(), True
         self._used = 0.0  # seconds of CPU, at the end of the last rest
+        self._left = TASK_S  # of rests, for the task under way
         self._over = threading.Event()
+
+    def begin(self) -> None:
+        """A task that ends with a report."""
+        self._left = TASK_S
 
     def served(self) -> None:
         """A round has come."""
@@ -45,9 +52,10 @@ class SavePace:
     def rest(self) -> float:
         """Behind a page: as long as is due, seconds. It is over at once behind ``end``."""
         used = time.thread_time() - self._used
-        due = min(LONGEST_S, used * (1 / SHARE - 1)) if self._clock() - self._served < SERVED_S else 0.0
+        due = min(LONGEST_S, self._left, used * (1 / SHARE - 1)) if self._clock() - self._served < SERVED_S else 0.0
         if due and self._cores_are_short():
             self._over.wait(due)
+            self._left -= due
         else:
             due = 0.0
         self._used = time.thread_time()

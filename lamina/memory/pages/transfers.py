@@ -244,6 +244,7 @@ class Transfers:
 
     def _run(self) -> None:
         while (task := self._queue.get()) is not None and not self._cancelled:
+            self._pace.begin()
             if isinstance(task, Drop):
                 with suppress(MediumError):
                     self._medium.drop(task.keys)

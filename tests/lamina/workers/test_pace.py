@@ -69,6 +69,20 @@ def test_a_kernel_that_does_not_count_has_no_free_cores(clock: Clock) -> None:
     assert paced.rest() > 0
 
 
+def test_a_task_is_over_in_time(paced: SavePace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many pages it has: who waits for its report must not take the worker for one that hangs."""
+    monkeypatch.setattr(pace, "TASK_S", 0.02)
+    paced.served()
+    for _ in range(2):
+        paced.begin()
+        rests = []
+        for _ in range(4):
+            busy(0.001)
+            rests.append(paced.rest())
+        assert rests[0] > 0
+        assert sum(rests) == pytest.approx(0.02)
+
+
 def test_no_rest_behind_the_end(paced: SavePace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "LONGEST_S", 1000.0)
     paced.served()
