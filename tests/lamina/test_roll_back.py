@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 import pytest
 from scheduled import make
 
+from lamina.engine.blocks.prefixes import Prefixes
+from lamina.engine.conversations.sessions import SessionName
 from lamina.engine.prefill import Prefill
 from lamina.engine.rounds.steps import ScheduledStep
 from lamina.engine.scheduler import Scheduler
@@ -14,7 +16,7 @@ from lamina.engine.sequence import Sequence
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place
-from lamina.protocol.plan import Free, Keep, New, Rows
+from lamina.protocol.plan import Free, Keep, New, Rows, Shift
 
 BLOCKS, BLOCK = 50, 4
 
@@ -292,3 +294,28 @@ def test_all_steps_name_the_view_they_are_of() -> None:
         add(scheduler, make(view, 8, 20))
         steps = [*scheduler.schedule(), *scheduler.take_chunks()]
         assert [step.plan.view for step in steps] == [view, view]
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_leaf_whose_shift_may_not_have_been_done_is_computed_anew(done: bool) -> None:
+    """A plan without rows may count as done before it is applied; a memory worker that has all tokens where they were
+    says how many these are, no more.
+    """
+    tables = BlockTables([0], [BLOCKS], BLOCK)
+    scheduler = Scheduler(tables, max_num_seqs=9, prefill_chunk=99, prefixes=Prefixes(tables, BLOCK), keep_first=BLOCK)
+    before, turn = make(0, 20, 1), make(1, 14, 5)
+    before.session = turn.session = scheduler.sessions.of(SessionName(b"", "mine"))
+    add(scheduler, before)
+    for _ in range(3):
+        serve(scheduler, scheduler.schedule())
+    assert scheduler.prefixes.num_retained == 1
+    turn.prompt[:] = turn.tokens[:] = [*before.tokens[:BLOCK], *before.tokens[3 * BLOCK : 5 * BLOCK], 7, 8]
+    turn.discarded = 2 * BLOCK
+    add(scheduler, turn)
+    (step,) = scheduler.schedule()
+    assert step.plan.ops == [Shift(before.id, BLOCK, 2 * BLOCK)]
+    if done:
+        scheduler.complete(step)
+    assert scheduler.roll_back([] if done else [step], lambda keep: min(20, keep.length)) == []
+    assert tables.free_blocks == (BLOCKS,)
+    assert rows(scheduler.schedule()) == [[Rows(turn.id, 0, len(turn.tokens))]]

@@ -2,9 +2,9 @@
 clock.
 
 A sequence that begins with the tokens of another one is forked from it: both hold the blocks, and nothing is computed
-or moved. What they have in common is found in whole pages, and behind these to the token. The other one may still run,
-or it is *retained*: it has no more rows, and gives its blocks back as soon as others need them, the least recently used
-first. Sequences of different salts have nothing in common, whatever their tokens.
+or moved. What they have in common is looked up in whole pages, and behind these to the token. The other one may still
+run, or it is *retained*: it has no more rows, and gives its blocks back as soon as others need them, the least recently
+used first. Sequences of different salts have nothing in common, whatever their tokens.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Common(NamedTuple):
 class _Known(NamedTuple):
     sequence: Sequence
     pages: list[Page]
+    shifted: bool = False  # a plan has said so; whether memory workers have done it is not known
 
 
 class Prefixes:
@@ -199,7 +200,7 @@ class Prefixes:
         sequence.page_keys.clear()
         sequence.part_keys.clear()
         self._retained[number] = None
-        self._add(sequence, [])
+        self._known[number] = _Known(sequence, [], shifted=True)
 
     def drop(self, sequence: Sequence) -> None:
         """A running sequence has no KV any more."""
@@ -232,15 +233,16 @@ class Prefixes:
 
     def stay(self, kept: Callable[[Keep], int]) -> list[Keep]:
         """Behind a change of the view nobody runs, and of what is retained that stays which is there whole: it is
-        returned. ``kept``: how many tokens are there of what is to be kept.
+        returned; a shifted leaf does not, as nobody can tell whether it lies as before. ``kept``: how many tokens are
+        there of what is to be kept.
         """
         keep = list[Keep]()
-        for number, (sequence, pages) in list(self._known.items()):
+        for number, (sequence, pages, shifted) in list(self._known.items()):
             owner = self.sessions.owner(number)
             each = Keep(number, sum(map(len, pages)) or (owner.length if owner else 0), sequence.place)
             if number not in self._retained:
                 self._forget(number)
-            elif each.length and kept(each) == each.length:
+            elif each.length and not shifted and kept(each) == each.length:
                 keep.append(each)
             else:
                 self.evict(number)
@@ -302,7 +304,7 @@ class Prefixes:
 
     def _forget(self, number: int) -> None:
         self._retained.pop(number, None)
-        sequence, pages = self._known.pop(number)
+        sequence, pages, _ = self._known.pop(number)
         if not pages:
             return
         root = node = self._roots[sequence.salt]
