@@ -141,6 +141,22 @@ def test_a_session_that_is_deleted_in_its_turn_leaves_nothing(*, alone: bool) ->
     assert house.medium == shared
 
 
+def test_of_a_session_that_is_deleted_another_one_keeps_the_page_that_is_not_whole() -> None:
+    house, name = TierHouse(40), SessionName(b"me", "a")
+    turn, other = make(1, 9, 3), make(1, 9, 3)
+    turn.session = house.scheduler.sessions.of(name)
+    house.scheduler.add(turn)
+    house.serve([turn])
+    house.scheduler.give_up_retained()
+    house.scheduler.add(other)
+    house.serve([other])
+    before = dict(house.medium)
+    assert before.keys() == wanted(house, other).keys()
+    assert house.scheduler.drop_session(name)
+    house.serve([other])
+    assert house.medium == before
+
+
 def test_where_a_window_takes_blocks_nothing_is_saved_before_the_end() -> None:
     house = TierHouse(40, windows=(0, 6))
     sequence = make(1, 9, 20)

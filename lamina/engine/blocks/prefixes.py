@@ -229,7 +229,9 @@ class Prefixes:
     def page_keys(self) -> Iterator[bytes]:
         """Of the pages of sequences that are retained, or run and leave something, as far as they were asked for."""
         for known in self._known.values():
-            yield from () if known.sequence.outlived else known.sequence.page_keys
+            if not known.sequence.outlived:
+                yield from known.sequence.page_keys
+                yield from known.sequence.part_keys.values()
 
     def stay(self, kept: Callable[[Keep], int]) -> list[Keep]:
         """Behind a change of the view nobody runs, and of what is retained that stays which is there whole: it is
