@@ -19,6 +19,7 @@ from lamina.protocol.plan import Truncate
 from lamina.protocol.tiers import TierFacts
 
 TENANT, PAGE = b"t" * 32, 4
+MOST = 2 * PAGE  # tokens that a server takes
 NAME = SessionName(TENANT, "tea")
 
 
@@ -44,7 +45,7 @@ def test_its_pages_are_those_of_a_prompt_in_the_next_store() -> None:
     tokens = spoken(old)
     copy = old[0].copy(NAME)
     assert copy is not None
-    new[0].bring(TENANT, copy)
+    new[0].bring(TENANT, copy, MOST)
     again = make(2, 2 * PAGE + 1, 1)
     again.tokens, again.salt = tokens, TENANT
     session = new[1].sessions.named(NAME)
@@ -67,10 +68,12 @@ def test_who_may_not_take_it() -> None:
         (leaves(medium="host"), TENANT, "--kv-store-dir"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=why):
-            of[0].bring(tenant, copy)
+            of[0].bring(tenant, copy, MOST)
         assert of is old or not of[0].of_tenant(tenant)
     new = leaves()
-    new[0].bring(TENANT, replace(copy, tokens=copy.tokens[:-1]))
+    with pytest.raises(ValueError, match=f"more than the {2 * PAGE - 1} tokens of this server's --max-model-len"):
+        new[0].bring(TENANT, copy, 2 * PAGE - 1)
+    new[0].bring(TENANT, replace(copy, tokens=copy.tokens[:-1]), MOST)
     assert new[1].sessions.of(NAME).length == 2 * PAGE - 1, "of what is cut off nothing is found"
 
 

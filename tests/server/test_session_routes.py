@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import re
 from typing import Any
 
@@ -12,11 +13,12 @@ import pytest
 from fake import READY, FakeClient, make_service
 from test_layers import ask, error_of
 
-from lamina.engine.conversations.sessions import SessionName
-from lamina.engine.conversations.turns import said_in
+from lamina.engine.conversations.sessions import SessionCopy, SessionName
+from lamina.engine.conversations.turns import Spoken, said_in
 from lamina.server.app import layered, make_app
 from lamina.server.calls import Service
 from lamina.server.link.messages import State
+from lamina.server.sessions import PortedSession
 from lamina.server.tenants import salt_of
 
 
@@ -154,6 +156,20 @@ def test_a_session_goes_from_server_to_server() -> None:
     assert taken(new, data).json() == {"id": "mine", "object": "session", "turns": 1}
     assert error_of(chat(new, "something else"))["code"] == "session_mismatch"
     assert chat(new, "hi", "yes?", "more").status_code == 200
+
+
+@pytest.mark.parametrize(("tokens", "status"), [(20_000, 200), (24_000, 400)])
+def test_a_long_session_comes_as_long_as_it_may_be(tokens: int, status: int) -> None:
+    service = make_service()
+    client = service.client
+    assert isinstance(client, FakeClient)
+    client.ready = msgspec.structs.replace(READY, max_model_len=20_000)
+    copy = SessionCopy(identity=b"i" * 32, name="m" * 256, turns=9, salt=b"s" * 64, tokens=b"t" * 4 * tokens)
+    spoken = Spoken("messages", 1 << 20, b"d" * 32)
+    data = msgspec.msgpack.encode(PortedSession(copy, spoken))
+    response = taken(service, base64.b64encode(data).decode())
+    assert response.status_code == status
+    assert status == 200 or "session is larger than 110762 bytes" in error_of(response)["message"]
 
 
 def test_what_is_no_export() -> None:

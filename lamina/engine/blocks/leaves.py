@@ -91,8 +91,8 @@ class Leaves:
             tokens=_little(session.tokens).tobytes(),
         )  # fmt: skip
 
-    def bring(self, tenant: bytes, copy: SessionCopy) -> None:
-        """Take over a session of ``tenant``. Raises ValueError for one that cannot be it."""
+    def bring(self, tenant: bytes, copy: SessionCopy, most: int) -> None:
+        """Take over a session of ``tenant``, of ``most`` tokens at most. Raises ValueError for one that cannot be."""
         name, tier = SessionName(tenant, copy.name), self._with_tier()
         if copy.identity != tier.identity:
             raise ValueError("it is of another model, or of KV in another form, than this server's")
@@ -101,6 +101,8 @@ class Leaves:
         if self._sessions.named(name) is not None:
             raise ValueError(f"there is a session {name.name!r}: drop that first")
         tokens = array("I")
+        if len(copy.tokens) > most * tokens.itemsize:
+            raise ValueError(f"it has more than the {most} tokens of this server's --max-model-len")
         tokens.frombytes(copy.tokens[: len(copy.tokens) // tokens.itemsize * tokens.itemsize])
         session = self._sessions.of(name)
         session.turns, session.salt, session.tokens = max(1, copy.turns), copy.salt, _little(tokens)

@@ -70,6 +70,8 @@ def _value(name: str, raw: msgspec.Raw, config: ServerConfig, limit: int) -> Any
         return decoding.prompt(raw, config.max_prompts, limit)
     if name == "messages":
         return decoding.messages(raw, config.max_nesting)
+    if name == "session":
+        return decoding.session(raw, limit)
     if name == "tokens":
         try:
             return decoding.ids(name, raw, limit)

@@ -248,7 +248,7 @@ class _Loop:
     def _port_session(self, asked: AskSessions) -> SessionCopy | None:
         leaves = self._engine.scheduler.leaves
         if asked.bring is not None:
-            leaves.bring(asked.tenant, asked.bring)
+            leaves.bring(asked.tenant, asked.bring, self._engine.info.max_model_len)
         if asked.copy is None:
             return None
         self._engine.settle()  # its last turn has ended for the client; so it has for the scheduler, then

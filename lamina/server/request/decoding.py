@@ -17,6 +17,7 @@ MAX_TEXTS = 1 << 14  # in a body, keys included
 MAX_COMMAS = 1 << 20  # in a body: more take the scan longer than 20 ms
 PIECE = 1 << 20
 MAX_FIELD = 1 << 16  # bytes of a field that is no prompt
+SESSION_BYTES = 1 << 12  # of an exported session, beside its tokens
 FORMS = "prompt must be a string, strings, token ids, or lists of token ids"
 Fields = dict[str, msgspec.Raw]
 
@@ -56,11 +57,17 @@ def split(body: bytes, max_nesting: int) -> Fields:
         raise ApiError(400, f"the body is nested deeper than {max_nesting}", code="too_deep") from e
 
 
-def small(name: str, raw: bytes | msgspec.Raw, max_nesting: int) -> Any:
-    """The value of a field that is neither a prompt nor a conversation. Raises ApiError."""
+def session(raw: msgspec.Raw, max_len: int) -> Any:
+    """The value of ``session``: base64 of what holds ``max_len`` tokens at most, of 4 bytes each. Raises ApiError."""
+    is_text = bytes(raw).startswith(b'"')  # else it costs more than it looks
+    return small("session", raw, 1, SESSION_BYTES + max_len * 16 // 3 if is_text else MAX_FIELD)
+
+
+def small(name: str, raw: bytes | msgspec.Raw, max_nesting: int, most: int = MAX_FIELD) -> Any:
+    """The value of a field that is neither a prompt nor a conversation, of ``most`` bytes. Raises ApiError."""
     data = bytes(raw)
-    if len(data) > MAX_FIELD:
-        raise ApiError(400, f"{name} is larger than {MAX_FIELD} bytes", param=name, code="invalid_value")
+    if len(data) > most:
+        raise ApiError(400, f"{name} is larger than {most} bytes", param=name, code="invalid_value")
     try:
         field = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
