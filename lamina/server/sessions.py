@@ -20,7 +20,6 @@ from lamina.engine.conversations.turns import (
     Said,
     SessionBusyError,
     Spoken,
-    check_name,
     said_in,
     said_of,
 )
@@ -118,11 +117,8 @@ async def import_session(request: Request) -> Response:
     except (ValueError, msgspec.MsgspecError):
         raise ApiError(400, "session is no export of a session", param="session", code="invalid_value") from None
     name = SessionName(salt_of(request.state.key_id, None), ported.copy.name)
-    with _refusals():
-        check_name(name)
-        service.turns.spoken(name)  # which no turn may be changing
+    with _refusals(), service.turns.bring(name, ported.spoken):
         await _answered(service, AskSessions(0, name.tenant, bring=ported.copy))
-        service.turns.bring(name, ported.spoken)
     return json_response({"id": name.name, "object": "session", "turns": ported.copy.turns})
 
 

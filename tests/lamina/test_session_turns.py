@@ -95,6 +95,35 @@ def test_names_are_remembered_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> 
     speak(turns, said("z"), SessionName(b"", "a"))
 
 
+def test_sessions_that_come_are_remembered_up_to_the_same_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamina.engine.conversations.turns.MOST_SESSIONS", 2)
+    turns, old = Turns(), Turns()
+    speak(old, said("hi"))
+    for name in "abc":
+        with turns.bring(SessionName(b"", name), old.spoken(NAME)):
+            pass
+    assert [turns.spoken(SessionName(b"", name)) for name in "abc"] == [None, *[old.spoken(NAME)] * 2]
+
+
+def test_no_turn_begins_while_its_session_comes() -> None:
+    turns = Turns()
+    speak(turns, said("hi"))
+    before = turns.spoken(NAME)
+
+    def refused() -> None:
+        with turns.bring(NAME, None):
+            with pytest.raises(SessionBusyError):
+                turns.begin(NAME, said("hi"))
+            raise ValueError("no room")
+
+    with pytest.raises(ValueError, match="no room"):
+        refused()
+    assert turns.spoken(NAME) == before, "as it was"
+    with turns.bring(NAME, None):
+        pass
+    speak(turns, said("something else"))
+
+
 def test_what_a_message_is_made_of() -> None:
     parts: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     assert said_in(parts) == said_in([dict(reversed(list(parts[0].items())))])

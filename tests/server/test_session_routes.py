@@ -14,10 +14,10 @@ from fake import READY, FakeClient, make_service
 from test_layers import ask, error_of
 
 from lamina.engine.conversations.sessions import SessionCopy, SessionName
-from lamina.engine.conversations.turns import Spoken, said_in
+from lamina.engine.conversations.turns import SessionBusyError, Spoken, said_in
 from lamina.server.app import layered, make_app
 from lamina.server.calls import Service
-from lamina.server.link.messages import State
+from lamina.server.link.messages import AskSessions, SessionsAre, State
 from lamina.server.sessions import PortedSession
 from lamina.server.tenants import salt_of
 
@@ -192,6 +192,23 @@ def test_a_refused_import_leaves_the_session_as_it_was() -> None:
     response = taken(service, data)
     assert (response.status_code, error_of(response)["message"]) == (400, client.refusal)
     assert error_of(chat(service, "something else"))["code"] == "session_mismatch"
+
+
+def test_no_turn_begins_while_the_engine_takes_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = make_service(), make_service()
+    assert chat(old, "hi").status_code == 200
+    name, busy, answer = SessionName(salt_of(b"", None), "mine"), list[str](), new.client.ask
+
+    async def slow(question: AskSessions) -> SessionsAre:
+        with pytest.raises(SessionBusyError) as refused:
+            new.turns.begin(name, said_in(talk("something else")))
+        busy.append(str(refused.value))
+        return await answer(question)
+
+    monkeypatch.setattr(new.client, "ask", slow)
+    assert taken(new, ported(old).json()["session"]).status_code == 200
+    assert len(busy) == 1
+    assert chat(new, "hi", "yes?", "more").status_code == 200
 
 
 def test_a_session_that_speaks_is_not_copied() -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from .sessions import MOST_SESSIONS, SessionName
@@ -86,26 +87,39 @@ class Turns:
         said = self._running.pop(name, None)
         if said is None or not answered:
             return
-        self._last[name] = Spoken(said.kind, len(said.data), hashlib.sha256(said.data).digest())
-        self._last.move_to_end(name)
-        if len(self._last) > MOST_SESSIONS:
-            self._last.popitem(last=False)
+        self._remember(name, Spoken(said.kind, len(said.data), hashlib.sha256(said.data).digest()))
 
     def spoken(self, name: SessionName) -> Spoken | None:
         """What the last turn has sent; None: there was none. Raises SessionBusyError."""
         self._check_idle(name)
         return self._last.get(name)
 
-    def bring(self, name: SessionName, spoken: Spoken | None) -> None:
-        """Take over a session, whose next turn begins with that. Raises SessionBusyError."""
-        self.drop(name)
-        if spoken is not None:
-            self._last[name] = spoken
+    @contextmanager
+    def bring(self, name: SessionName, spoken: Spoken | None) -> Iterator[None]:
+        """Take over a session, whose next turn begins with ``spoken``, if nothing fails meanwhile; until then no turn
+        of it begins. Raises SessionBusyError, and ValueError for a name that is none.
+        """
+        check_name(name)
+        self._check_idle(name)
+        self._running[name] = NOTHING_SAID
+        try:
+            yield
+            self._last.pop(name, None)
+            if spoken is not None:
+                self._remember(name, spoken)
+        finally:
+            del self._running[name]
 
     def drop(self, name: SessionName) -> None:
         """Forget a session. Raises SessionBusyError."""
         self._check_idle(name)
         self._last.pop(name, None)
+
+    def _remember(self, name: SessionName, spoken: Spoken) -> None:
+        self._last[name] = spoken
+        self._last.move_to_end(name)
+        if len(self._last) > MOST_SESSIONS:
+            self._last.popitem(last=False)
 
     def _check_idle(self, name: SessionName) -> None:
         if name in self._running:
