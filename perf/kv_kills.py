@@ -133,8 +133,8 @@ def main() -> None:
                 if wanted_now is Export:  # all is to be saved again
                     llm.reset_prefix_cache()
                 with killer.during(wanted_now):
-                    found = answers(llm, some)
-                for prompt, (tokens, had) in zip(some, found, strict=True):
+                    answered = answers(llm, some)
+                for prompt, (tokens, had) in zip(some, answered, strict=True):
                     if tokens != wanted[tuple(prompt)]:
                         raise BrokenError(f"behind {killer.hits}: {tokens} in place of {wanted[tuple(prompt)]}")
                     cached, requests = cached + had, requests + 1

@@ -26,7 +26,7 @@ class Settlement(NamedTuple):
 
 
 def settlements(debts: DebtGraph, thresholds: Mapping[str, int], rng: random.Random) -> list[Settlement]:
-    """Cycles one after the other, each found by a walk from a node by chance, until there is none of which each node
+    """Cycles one after the other, each met on a walk from a node by chance, until there is none of which each node
     thinks the blocks worth it. ``thresholds``: the least that a node gives back at a time; 1 where it is not named.
     """
     left, agreed = dict(debts), list[Settlement]()

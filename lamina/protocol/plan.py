@@ -131,8 +131,8 @@ class Truncate(msgspec.Struct, frozen=True, array_like=True, tag="truncate"):
 
 class Fork(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
     """Start a sequence that has the first ``length`` tokens of ``source``, which are stored, and lies where that does.
-    They share the whole blocks of these, which nobody writes from now on; of a block that begins with the last ones the
-    new one gets a copy."""
+    Nobody writes their whole blocks from now on, which both have; of a block behind these the new one gets a copy.
+    """
 
     sequence: int
     source: int
@@ -175,8 +175,9 @@ class Export(msgspec.Struct, frozen=True, array_like=True, tag="export"):
 
 class Import(msgspec.Struct, frozen=True, array_like=True, tag="import"):
     """Hold blocks as Rows do, for pages that memory workers load from the medium; the last may be partial. Until all
-    have reported its end, the sequence must not be freed, truncated, forked or loaded twice, and has rows once all have
-    opened their gates: when what is to come takes no longer than ``spare_s``, which its first rows take; 0: never."""
+    have reported its end, the sequence must not be freed, truncated, forked or loaded twice. It has rows once all gates
+    are open: when what is to come takes no longer than its first rows, ``spare_s`` (0: never).
+    """
 
     sequence: int
     id: int
@@ -312,9 +313,7 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True):
-    """Another replica of the model that was bound, or a prefill worker, whose numbers follow the replicas'. ``layers``
-    must be those of the Bind.
-    """
+    """Another replica, or a prefill worker, whose numbers follow the replicas'. ``layers`` must be those of Bind."""
 
     version: int = VERSION
     view: int = 0

@@ -217,7 +217,7 @@ def _report(args: argparse.Namespace, blows: Sequence[Blow], calm: Counter[str],
         print(f"{fault:14} {row['hits']:5} {times[0]:>20} {times[1]:>20} {counts}")
         print(f"{'':14} of {_counts(row['victims'])}; at {_counts(row['kinds'])}")
         if fault == "flip":
-            print(f"{'':14} found: {len(row['noticed_s'])} of {row['hits']}")
+            print(f"{'':14} noticed: {len(row['noticed_s'])} of {row['hits']}")
     if other := args.streams - sum(calm[name] for name in GOOD):
         print(f"nobody was hit, and yet {other} of {args.streams} streams were not the same again")
     if len(blows) < args.count:

@@ -42,7 +42,7 @@ class SessionFacts(NamedTuple):
 
 @dataclass(eq=False)
 class SessionState:
-    """The state of one conversation. ``keys``: those of the whole pages of its last turn."""
+    """The state of one conversation. ``keys``: those of its last turn's pages, the last of which may be partial."""
 
     name: SessionName
     turns: int = 0
