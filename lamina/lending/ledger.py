@@ -28,6 +28,7 @@ class LedgerEntry:
         return max(0, min(self.beat.free - self.promised, self.beat.debtor_cap - had))
 
 
+MOST_LATE = 16  # heartbeats
 FORGOTTEN = 10  # times as long as an instance may be silent: until then an old heartbeat is known as such
 
 
@@ -50,9 +51,11 @@ class DebtLedger:
         return True
 
     def refusal(self, message: Refusing) -> None:
-        """Its creditor is not proposed before a heartbeat that it sends after that."""
+        """Its creditor is not proposed before a heartbeat that it sends after that. No more than ``MOST_LATE`` of them
+        can be on their way: a debtor that names one of the far future silences nobody for good.
+        """
         if (entry := self.entries.get(message.creditor)) is not None:
-            entry.refused = max(entry.refused, message.beat)
+            entry.refused = max(entry.refused, min(message.beat, entry.beat.number + MOST_LATE))
 
     def answer(self, query: Query, now: float) -> Candidates:
         """At most three that may lend, the nearest first, and of those as near the one with most space. Who is named

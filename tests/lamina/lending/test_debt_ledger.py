@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from lamina.lending.ledger import DebtLedger, distance
+from lamina.lending.ledger import MOST_LATE, DebtLedger, distance
 from lamina.lending.messages import Debt, Heartbeat, Query, Refusing
 
 
@@ -49,6 +49,14 @@ def test_who_has_refused_is_not_named_before_a_later_heartbeat() -> None:
     ledger.hear(beat("c", 9, 7), 0.0)
     assert names(ledger) == ["c"]
     ledger.refusal(Refusing(creditor="nobody", beat=1))
+
+
+def test_nobody_is_silenced_for_good() -> None:
+    ledger = of(beat("c", 9, 5))
+    ledger.refusal(Refusing(creditor="c", beat=1 << 60))
+    assert names(ledger) == []
+    ledger.hear(beat("c", 9, 5 + MOST_LATE + 1), 1.0)
+    assert names(ledger, now=1.0) == ["c"]
 
 
 def test_old_heartbeats_and_silent_instances_do_not_count() -> None:
