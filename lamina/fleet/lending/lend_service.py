@@ -140,7 +140,7 @@ class LendService:
     def _attend(self, name: str, link: ControlLink) -> None:
         """One debtor, until its link ends, and all its leases with it."""
         with self._lock:
-            if name in self._debtors:
+            if name == self.name or name in self._debtors:  # its own asks have no limit, and no end
                 return
             self._debtors[name] = link
         try:
@@ -181,15 +181,20 @@ class LendService:
 
     # Guests:
     def _claim(self, name: str, sock: Any, keys: bytes) -> bool:
-        """A debtor comes for the guest of its lease: that process has this connection from now on."""
+        """A debtor comes for the guest of its lease: that process has this connection from now on. Raises OSError."""
         with self._lock:
             awaited = self._awaited.pop(name, None)
             if awaited is None or awaited[0] not in self.creditor.leases:
                 return False
             lease = awaited[0]
             lent = str(len(self.creditor.leases[lease].blocks) * BLOCK_BYTES)
-            with sock:
-                process, life_line = supervised("memory", sock, keys, self._threads, **UNKEYED, **{LEASE_BYTES: lent})
+            try:
+                with sock:
+                    env = {**UNKEYED, LEASE_BYTES: lent}
+                    process, life_line = supervised("memory", sock, keys, self._threads, **env)
+            except OSError:
+                self.creditor.end(lease)
+                raise
             self._guests[lease] = GuestProcess(process, life_line)
             self.creditor.in_use.add(lease)
         threading.Thread(target=self._watch, args=(lease, process), name=f"lamina-guest-{lease}", daemon=True).start()

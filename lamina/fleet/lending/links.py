@@ -117,9 +117,22 @@ class LendingDoor:
                 log.warning("%s", error)
                 self._over.wait(TURN_S)
                 continue
-            if not self._claim(name, sock, keys):
-                link = ControlLink(SealedSocket(sock.detach(), keys), self._messages, MOST_BYTES)
-                threading.Thread(target=self._serve, args=(name, link), name=f"lamina-{name}", daemon=True).start()
+            try:
+                self._admit(name, sock, keys)
+            except (OSError, RuntimeError) as error:  # no more processes or threads: others may find some again
+                log.warning("%s is turned away: %s", name, error)
+                sock.close()
+
+    def _admit(self, name: str, sock: Any, keys: bytes) -> None:
+        """Raises OSError, RuntimeError."""
+        if self._claim(name, sock, keys):
+            return
+        link = ControlLink(SealedSocket(sock.detach(), keys), self._messages, MOST_BYTES)
+        try:
+            threading.Thread(target=self._serve, args=(name, link), name=f"lamina-{name}", daemon=True).start()
+        except RuntimeError:
+            link.close()
+            raise
 
     def _serve(self, name: str, link: ControlLink) -> None:
         self._links.add(link)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from lamina.cli.launch import main
+from lamina.fleet.launchers import local
 from lamina.fleet.lending import links
 from lamina.fleet.lending.ledger_service import LedgerService
 from lamina.fleet.lending.lend_service import LendService, cpu_seconds
@@ -89,6 +91,10 @@ def street() -> Iterator[Street]:
 def guest_of(debtor: LoanLinks) -> GuestWorker:
     until(lambda: debtor.arrived, "nobody has lent anything")
     return debtor.arrived.popleft()
+
+
+def address_of(service: LendService) -> tuple[str, int]:
+    return "127.0.0.1", int(service.address.rpartition(":")[2])
 
 
 def pid_of(service: LendService) -> int:
@@ -209,6 +215,37 @@ def test_nobody_speaks_for_another(street: Street) -> None:
     assert isinstance(honest.recv(SOON_S), LoanGranted)
     honest.close()
     until(lambda: service.creditor.free == 8, "the link's end does not end the lease")
+
+
+def test_a_debtor_of_the_creditors_own_name_gets_nothing(street: Street) -> None:
+    """What an instance asks of itself has no limit."""
+    service = street.creditor("c", 8)
+    link = open_link(address_of(service), KEY, OfCreditor, name="c", peer="c", what="creditor")
+    with contextlib.suppress(LinkClosedError):
+        link.send(LoanAsk(debtor="c", number=1, blocks=8))
+    with pytest.raises(LinkClosedError):
+        link.recv(SOON_S)
+    assert service.creditor.free == 8
+
+
+def test_a_guest_that_cannot_start_ends_its_lease_and_no_door(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, debtor = street.creditor("c", 8), street.debtor("d")
+    before, tries = len(os.listdir("/proc/self/fd")), list[str]()
+
+    def spawn(role: str, *_: Any, **__: Any) -> Any:
+        tries.append(role)
+        raise BlockingIOError("no more processes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "spawn", spawn)
+        debtor.want(5)
+        guest = guest_of(debtor)
+        until(lambda: service.creditor.free == 8, "the lease goes on without a guest")
+    assert tries
+    assert len(os.listdir("/proc/self/fd")) <= before + 4, "links of the debtor alone"
+    debtor.give_back(guest)
+    debtor.want(3)
+    assert until(lambda: service._guests, "the door is closed")
 
 
 def test_show_tells_who_has_what(
