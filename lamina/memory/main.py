@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lamina import netstack
 from lamina.background import Background
 from lamina.env import cluster_key
-from lamina.netstack import ChannelError, Listener, Reception
+from lamina.netstack import ChannelError, Listener
 from lamina.observe.tripwire import recorder
 from lamina.protocol.blocks.tables import NoBlocksError
 from lamina.protocol.control import (
@@ -36,6 +36,8 @@ from lamina.protocol.recut import Leaving, MakeRoom, Recut, Recutted, RoomMade
 from lamina.workers.process import on_notice
 from lamina.workers.service import WorkerService
 from lamina.workers.view import ViewDoor
+
+from .lease import check_within, reception
 
 if TYPE_CHECKING:
     from .worker import MemoryWorker
@@ -130,9 +132,10 @@ class MemoryServer:
     def _listen(self) -> Listener | None:
         """Open the place where other workers connect; None where that is impossible, and the driver was told why."""
         try:
+            check_within("--memory-device", self._start.devices.memory_device != "cpu")
             gpu = None if self._start.devices.memory_device == "cpu" else self._pick_gpu()
             self._fabric = netstack.open(self._start.scheme, key=self._start.key or cluster_key(), gpu=gpu)
-            return self._fabric.listen(self._start.address, Reception(name=self._start.name))
+            return self._fabric.listen(self._start.address, reception(self._start.name))
         except (ValueError, ImportError, ChannelError) as e:
             self._service.fail(f"memory worker: {e}", user_error=True)
             return None

@@ -15,7 +15,6 @@ from lamina.attention import Operator, get, name_of
 from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
 from lamina.buffers import tensor_over
-from lamina.env import lease_bytes
 from lamina.facts.room import free_bytes, too_little
 from lamina.kv.pool import LayerStore, allocate, shapes_of
 from lamina.kv.rotate import rotate_blocks
@@ -43,6 +42,7 @@ from lamina.protocol.sparse import most_kept, selecting_layers, sparse_layers
 from lamina.workers.devices import CPU, FREE_PART
 from lamina.workers.staging import NOTHING, open_staging
 
+from .lease import check_lease
 from .sums import BlockSums
 from .written import WrittenTokens
 
@@ -323,6 +323,7 @@ def check_bind(bind: Bind) -> None:
         raise ProtocolError(f"bind of {bind.max_rows} rows a step, {bind.max_model_len} tokens a sequence")
     if not bind.layers:
         raise ProtocolError("bind of no layers")
+    check_lease(bind.kv_bytes)
     for layer in bind.layers:
         if (rotary := layer.rotary) is not None and rotary.frequencies:
             _check_rotary(rotary, layer.qk_dim)
@@ -342,8 +343,6 @@ def _check_rotary(rotary: Rotary, width: int) -> None:
 
 def _kv_bytes(bind: Bind, device: torch.device, share: float, given: int) -> int:
     """For KV blocks; on a device of its own memory, where nobody says how much, what it has. Raises ValueError."""
-    if 0 < (lease := lease_bytes()) < bind.kv_bytes:
-        raise ValueError(f"{bind.kv_bytes} bytes are asked for of a memory worker that was lent with {lease}")
     free = available_bytes(device) + given
     if device.type != "cpu" and bind.kv_most:
         return min(bind.kv_most, int(free * share))

@@ -31,6 +31,7 @@ from lamina.workers.devices import CPU, FREE_PART
 from lamina.workers.process import DamagedError, end_at_once
 from lamina.workers.view import ViewDoor, ViewFabric, ViewListener
 
+from .lease import check_within
 from .meter import Meter
 from .moves import Mover
 from .pages.transfers import Transfers
@@ -236,6 +237,7 @@ class MemoryWorker:
 
     def _open_tier(self, tier: TierPlace, store: Store, view: int) -> None:
         """Raises ValueError where it cannot be had."""
+        check_within("--kv-offloading-size or --kv-store-dir", wanted=True)
         if self._medium is None or self._tier != tier:
             self.close()
             self._medium, self._tier = open_medium(tier.medium, _place(tier)), tier

@@ -1,23 +1,81 @@
-"""A guest takes no more memory than was lent, whatever its debtor asks for."""
+"""A guest takes no more memory than was lent, and nothing else, whatever its debtor asks for."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import socket
 from typing import Any
 
 import pytest
 import torch
 
+from lamina.attention.spec import AttentionSpec
 from lamina.env import LEASE_BYTES
-from lamina.memory.store import _kv_bytes
+from lamina.memory.lease import MOST_CHANNELS, MOST_INBOX_BYTES, reception
+from lamina.memory.main import serve_memory
+from lamina.memory.store import Store
+from lamina.memory.worker import MemoryWorker
+from lamina.protocol.control import Connect, ControlLink, Failed, MemoryReady, StartMemory
+from lamina.protocol.options.engine import DeviceOptions, KVOptions
+from lamina.protocol.partition import by_head
+from lamina.protocol.plan import Bind, LayerShape
+from lamina.protocol.tiers import TierPlace
+
+MIB = 1 << 20
 
 
-@pytest.mark.parametrize(("lent", "asked", "right"), [("", 9, True), ("9", 9, True), ("8", 9, False)])
-def test_no_more_than_was_lent(lent: str, asked: int, right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LEASE_BYTES, lent or "0")
-    bind: Any = SimpleNamespace(kv_bytes=asked, kv_most=0)
-    if right:
-        assert _kv_bytes(bind, torch.device("cpu"), 1.0, 0) == asked
-    else:
-        with pytest.raises(ValueError, match="9 bytes are asked for of a memory worker that was lent with 8"):
-            _kv_bytes(bind, torch.device("cpu"), 1.0, 0)
+@pytest.fixture(autouse=True)
+def _lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LEASE_BYTES, str(MIB))
+
+
+def bind(kv_bytes: int) -> Bind:
+    return Bind(
+        worker=0,
+        partition=by_head([1], [1.0]),
+        layers=[LayerShape(2, 1, 16, 16, AttentionSpec(scale=0.25).encode())],
+        dtype="float32",
+        kv=KVOptions(block_size=16, attention="reference"),
+        kv_bytes=kv_bytes,
+        max_rows=8,
+        max_model_len=64,
+    )
+
+
+def test_no_more_than_was_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, cpu = MemoryWorker(), torch.device("cpu")
+    assert Store(bind(MIB), cpu).nbytes <= MIB
+    worker.prepare(bind(MIB))
+    for take in (lambda x: Store(x, cpu), worker.prepare):
+        with pytest.raises(ValueError, match=f"{MIB + 1} bytes are asked for of a memory worker that was lent with"):
+            take(bind(MIB + 1))
+    monkeypatch.setenv(LEASE_BYTES, "0")
+    worker.prepare(bind(2 * MIB))
+    worker.prepare(None)
+
+
+@pytest.mark.parametrize("directory", ["", "folder"])
+def test_nothing_beside_the_pool(directory: str, tmp_path: Any) -> None:
+    place = str(tmp_path / directory) if directory else ""
+    medium = "file" if directory else "host"
+    tier = TierPlace(medium=medium, size=64 * MIB, workers=1, policy="lru", identity=b"m", directory=place)
+    with pytest.raises(ValueError, match="a memory worker on loan has no --kv-offloading-size or --kv-store-dir"):
+        MemoryWorker()._open_store(Connect(view=1, tier=tier), bind(MIB))
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_device() -> None:
+    driver, worker = socket.socketpair()
+    link = ControlLink(driver, MemoryReady | Failed)
+    devices = DeviceOptions(memory_device="cuda")
+    link.send(StartMemory(scheme="shm", address="", key=b"k" * 32, threads=1, devices=devices))
+    serve_memory(worker)
+    answer = link.recv(5.0)
+    assert isinstance(answer, Failed)
+    assert "a memory worker on loan has no --memory-device" in answer.text
+    link.close()
+
+
+def test_channels_have_a_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (reception("g").channels, reception("g").inbox_bytes) == (MOST_CHANNELS, MOST_INBOX_BYTES)
+    monkeypatch.setenv(LEASE_BYTES, "0")
+    assert reception("m").inbox_bytes > MOST_INBOX_BYTES

@@ -1,0 +1,32 @@
+"""What a memory worker that is on loan does not do for its debtor, who may be anybody that holds the cluster's key: it
+takes no more memory than was lent, keeps nothing outside of its pool, and has no devices.
+
+Whoever is nobody's guest may do all of it.
+"""
+
+from __future__ import annotations
+
+from lamina.env import lease_bytes
+from lamina.netstack import Reception
+
+MOST_CHANNELS = 32
+MOST_INBOX_BYTES = 256 << 20  # of a channel, both directions together
+
+
+def check_lease(kv_bytes: int) -> None:
+    """Raises ValueError where so much KV memory is more than was lent."""
+    if 0 < (lease := lease_bytes()) < kv_bytes:
+        raise ValueError(f"{kv_bytes} bytes are asked for of a memory worker that was lent with {lease}")
+
+
+def check_within(what: str, wanted: bool) -> None:
+    """Raises ValueError where ``what``, an option, is wanted of a guest."""
+    if wanted and lease_bytes():
+        raise ValueError(f"a memory worker on loan has no {what}: leave it out with --borrow")
+
+
+def reception(name: str) -> Reception:
+    """Of the listener of a memory worker. Raises ValueError for a bad name."""
+    if not lease_bytes():
+        return Reception(name=name)
+    return Reception(name=name, inbox_bytes=MOST_INBOX_BYTES, channels=MOST_CHANNELS)
