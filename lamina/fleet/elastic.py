@@ -88,7 +88,7 @@ class Elastic:
         """
         topology, binds = self._cohort.topology, self._cohort.binds
         if topology.borrow:
-            raise ValueError(f"--memory-workers {count}: with --borrow they come and go by what is lent")
+            raise ValueError("--borrow: memory workers come and go by what is lent, and nobody scales them beside that")
         self._check_in_place()
         if count < 1 or count % topology.tensor_parallel_size:
             raise ValueError(

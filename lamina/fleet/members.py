@@ -60,6 +60,11 @@ class Member:
     def name(self) -> str:
         return f"{self.handle.role} worker {self.handle.index} (pid {self.handle.pid})"
 
+    @property
+    def on_loan(self) -> bool:
+        """Whether another deployment runs it: whatever ends it, the run goes on without it."""
+        return getattr(self.handle, "on_loan", False)
+
 
 class Members:
     """All workers of the pools, in the order in which they were added."""
@@ -306,10 +311,10 @@ class Members:
         return self._lose(member, f"{member.name} has lost its way to others: {message.text}", ended=True)
 
     def _lose(self, member: Member, text: str, *, ended: bool = False) -> LostError:
-        return self.lost.setdefault(member, LostError(text, [member], ended=ended))
+        return self.lost.setdefault(member, LostError(text, [member], ended=ended or member.on_loan))
 
     def _failed(self, member: Member, message: Failed) -> Exception:
-        if message.user_error:
+        if message.user_error and not member.on_loan:
             return BadInputError(message.text)
         # A worker often fails because another one died or failed: then that one is the news.
         others = sorted(

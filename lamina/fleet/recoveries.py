@@ -36,9 +36,11 @@ class Recoveries:
             self._begun.popleft()
         return len(self._begun) + self._taken(lost) <= self.most
 
-    def count(self, everybody: Iterable[Hashable], lost: Collection[Hashable]) -> None:
-        """``lost`` of ``everybody`` are being replaced: that begins one, or goes on with the one under way."""
-        self._begun += [self._clock()] * self._taken(lost)
+    def count(self, everybody: Iterable[Hashable], lost: Collection[Hashable], *, free: bool = False) -> None:
+        """``lost`` of ``everybody`` are being replaced: that begins one, or goes on with the one under way. ``free``:
+        it is none of those that ``most`` limits.
+        """
+        self._begun += [] if free else [self._clock()] * self._taken(lost)
         if self._first:
             self._counted |= {*lost} - self._first
         else:

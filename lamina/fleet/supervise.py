@@ -63,7 +63,10 @@ class Supervisor:
 
     def may_make_good(self, loss: LostError) -> bool:
         """Whether the run can go on behind ``loss``, and all others that have not been made good yet."""
-        return self._is_curable(loss) and self._recoveries.allow({*self._members.lost, *self._known(loss)})
+        if not self._is_curable(loss):
+            return False
+        known = {*self._members.lost, *self._known(loss)}
+        return all(m.on_loan for m in {*known, *loss.members}) or self._recoveries.allow(known)
 
     def last_words(self, loss: LostError) -> str:
         """About a run that ends by ``loss``."""
@@ -98,7 +101,7 @@ class Supervisor:
         """
         if loss is not None:
             log.warning("%s; whoever is lost is replaced, and all requests go on", loss)
-            self._recoveries.count(self._members, self._members.lost)
+            self._count()
         view, kept, asked = self._cohort.next_view(), dict[Member, dict[int, int]](), set[Member]()
         self._members.enter(view, still=(StepDone,))
         deadline = self._clock() + self._step_s
@@ -115,8 +118,13 @@ class Supervisor:
                     self._members.give_up(member, LostError(str(another), [member], ended=True))
                 if not self.may_make_good(another):
                     raise
-                self._recoveries.count(self._members, self._members.lost)
+                self._count()
         return [kept.get(member, {}) for member in self._members.memory]
+
+    def _count(self) -> None:
+        """Those that are on loan are no reason to give up: others may lend."""
+        lost = self._members.lost
+        self._recoveries.count(self._members, lost, free=all(m.on_loan for m in lost) and bool(lost))
 
     def resume(self, keep: Sequence[Keep]) -> ComputeReady:
         """Replace who is lost, and have all meet. Raises LostError, and ValueError with what a user can put right."""

@@ -551,3 +551,20 @@ def test_who_stays_keeps_its_rank() -> None:
     with pytest.raises(ValueError, match="memory workers 0, 2 cannot go: .*each rank must keep as many"):
         staying(there, [2, 0], 2)
     assert staying(there, [2, 0], 1) == [there[1], *there[3:]]
+
+
+@pytest.mark.parametrize("end", ["dies", "fails"])
+def test_one_on_loan_costs_no_recovery_however_it_ends(end: str) -> None:
+    run = Run(max_recoveries=0)
+    lost = run.worker(1)
+    assert lost.role == "memory"
+    lost.on_loan = True  # type: ignore[attr-defined]
+    if end == "dies":
+        lost.kill()
+    else:
+        lost.say(Failed(text="memory worker: it is on loan and has gone", user_error=True))
+    _, ready = run.recover()
+    run.check(ready)
+    assert run.now("memory", 1) is not lost
+    run.worker(0).kill()
+    assert not run.supervisor.may_make_good(run.loss()), "of this host's own none may be lost"
