@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 LOOK_S = 0.1
 MOMENT_S = 0.01
-SPARE = 1.1  # times what is lacking is asked for, as memory goes in whole stripes
+SPARE = 1.1  # times what is lacking is asked for, as layers with windows need some of it
 UNUSED_S = 3.0  # that loans stay, once they are not needed
 STRANDED_S = 1.0  # without a question, the line is another one
 
@@ -106,6 +106,9 @@ class Borrower:
         return index >= self._homes and not (isinstance(handle, GuestWorker) and not handle.recalled)
 
     def _take_in(self, guests: list[GuestWorker]) -> None:
+        guests = [guest for guest in guests if self._is_of_use(guest)]
+        if not guests:
+            return
         try:
             change, members = self._elastic.plan_loans([g.nbytes for g in guests], []), list[Member]()
             for index, guest in enumerate(guests, len(self._members.memory)):
@@ -118,6 +121,16 @@ class Borrower:
             log.warning("what others lend is of no use: %s", error)
             for guest in guests:
                 guest.join(0.0)
+
+    def _is_of_use(self, guest: GuestWorker) -> bool:
+        """Else it has gone back: it is too small for a stripe, say."""
+        try:
+            self._elastic.plan_loans([guest.nbytes], [])
+        except ValueError as error:
+            log.warning("what %s lends is of no use: %s", guest.loan.creditor, error)
+            guest.join(0.0)
+            return False
+        return True
 
     def _let_go(self, index: int) -> None:
         try:
@@ -150,20 +163,22 @@ class Borrower:
         return True
 
     def _lacking(self) -> int:
-        """Blocks for the whole of the sequence that is to run next; 0: it waits for something else."""
+        """Blocks to be lent, for whole stripes of the sequence that is to run next, beside those that are free here.
+        0: it waits for something else.
+        """
         assert self._engine is not None
         engine = self._engine
         first = next((s for s in engine.scheduler.waiting if not s.finished), None)
         if first is None:
             return 0
-        info, size = engine.info, engine.info.block_size
-        whole = [sum(min(n) for n, w in zip(info.num_blocks, info.windows, strict=True) if not w)]
-        free = sum(n for n, window in zip(engine.free_blocks, info.windows, strict=True) if not window)
-        tokens = first.max_len - free * size
-        if tokens <= 0:
+        info, stripe = engine.info, max(1, engine.info.stripe)
+        whole = sum(min(n) for n, w in zip(info.num_blocks, info.windows, strict=True) if not w)
+        free = sum(n // stripe for n, window in zip(engine.free_blocks, info.windows, strict=True) if not window)
+        stripes = -(-first.max_len // (stripe * info.block_size)) - free
+        if stripes <= 0:
             return 0
-        of_token = sum(self._cohort.kv_bytes[0]) / (max(1, *whole, 1) * size)
-        return math.ceil(SPARE * tokens * of_token / BLOCK_BYTES) + 1
+        of_block = sum(self._cohort.kv_bytes[0]) / max(1, whole)
+        return math.ceil(SPARE * (stripes * stripe + 1) * of_block / BLOCK_BYTES) + 1  # and a null block
 
 
 def open_borrower(config: EngineConfig, members: Members, cohort: Cohort, elastic: Elastic) -> Borrower:

@@ -1,0 +1,81 @@
+"""What an engine asks others for, and which of them it takes."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lamina.config import make_config
+from lamina.fleet.lending.borrower import SPARE, Borrower
+from lamina.fleet.lending.lend_service import BLOCK_BYTES
+
+OPTIONS = {"partition": "spill", "memory_workers": 2, "transport": "shm", "borrow": "64MiB", "ledger": "a:1"}
+
+
+def borrower(elastic: Any = None) -> Borrower:
+    """Of two memory workers of 8 MiB, each with four stripes of 8 blocks of 16 tokens."""
+    cohort: Any = SimpleNamespace(kv_bytes=[[8 << 20, 8 << 20]])
+    members: Any = SimpleNamespace(memory=[1, 2])
+    made = Borrower(make_config(OPTIONS), members, cohort, elastic, SimpleNamespace(arrived=deque()))  # type: ignore[arg-type]
+    info = SimpleNamespace(num_blocks=[[32], [32]], windows=[0, 0], stripe=8, block_size=16)
+    engine: Any = SimpleNamespace(info=info, free_blocks=[32, 32], scheduler=SimpleNamespace(waiting=[]))
+    made.attend(engine)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("max_len", "free", "stripes"),
+    [
+        (1024, (32, 32), 0),
+        (1025, (32, 32), 1),
+        (1024, (31, 32), 1),
+        (1024, (15, 15), 6),
+        (1, (7, 7), 1),
+        (1, (0, 8), 0),
+    ],
+)
+def test_it_asks_for_whole_stripes(max_len: int, free: tuple[int, int], stripes: int) -> None:
+    """Blocks of a part of a stripe are no room for one."""
+    one = borrower()
+    assert one._engine is not None
+    one._engine.free_blocks = list(free)
+    one._engine.scheduler.waiting = [SimpleNamespace(finished=False, max_len=max_len)]  # type: ignore[assignment]
+    lacking = one._lacking() * BLOCK_BYTES
+    of_block = (16 << 20) / 64
+    assert bool(lacking) == bool(stripes)
+    if stripes:
+        assert (stripes * 8 + 1) * of_block * SPARE <= lacking <= (stripes * 8 + 1) * of_block * SPARE + 2 * BLOCK_BYTES
+
+
+def test_a_guest_that_is_too_small_goes_back_and_the_others_stay() -> None:
+    class Elastic:
+        begun: list[list[int]]
+
+        def plan_loans(self, coming: list[int], leaving: list[int]) -> list[int]:
+            if min(coming) < 4:
+                raise ValueError("it is too small for a stripe")
+            return coming
+
+        def begin(self, change: list[int], coming: list[Any]) -> None:
+            self.begun = [change, [m.nbytes for m in coming]]
+
+    class Guest(SimpleNamespace):
+        def join(self, timeout_s: float) -> None:
+            back.append(self.nbytes)
+
+    elastic, back, sent = Elastic(), list[int](), list[int]()
+    one = borrower(elastic)
+    guests = [Guest(nbytes=n, key=b"", loan=SimpleNamespace(creditor=f"c{n}")) for n in (3, 5, 2, 6)]
+
+    def prepare(guest: Any) -> Any:
+        return SimpleNamespace(nbytes=guest.nbytes, link=SimpleNamespace(send=sent.append))
+
+    one._members.prepare = prepare  # type: ignore[method-assign]
+    one._cohort.adopt = lambda guest, key: guest.nbytes  # type: ignore[method-assign,return-value,assignment]
+    one._take_in(guests)  # type: ignore[arg-type]
+    assert back == [3, 2]
+    assert elastic.begun == [[5, 6], [5, 6]]
+    assert sent == [5, 6]
