@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
@@ -25,11 +25,13 @@ from .arrivals import Arrivals
 from .cohort import Cohort
 from .counters import Counters
 from .elastic import Elastic
-from .lending.borrower import Borrower, open_borrower
 from .members import JOIN_AFTER_LOSS_S, JOIN_S, BadInputError, LostError, Member, Members
 from .notices import Notices
 from .supervise import Supervisor
 from .tiers import num_reports
+
+if TYPE_CHECKING:
+    from .lending.borrower import Borrower
 
 STATS_S = 5.0
 HERE = "localhost"
@@ -66,6 +68,8 @@ class Pools:
         try:
             with self._or_end():
                 if config.topology.borrow:  # whose ledger may not be there
+                    from .lending.borrower import open_borrower
+
                     self.borrower = open_borrower(config, self._members, self._cohort, self.elastic)
                 self._cohort.start(model)
                 self.ready = self._cohort.connect()

@@ -509,7 +509,8 @@ def test_a_key_of_one_listener_alone_may_be_named(transport: str) -> None:
         fabrics = [open_or_skip(scheme, key, gpu_of(transport)) for key in (KEY, b"x" * 32)]
         listener = fabrics[0].listen()
         accepted = Task(lambda: listener.accept(timeout_s=LONG_S))
-        send(fabrics[1].connect(listener.url, terms, timeout_s=SOON_S), b"guest")
+        guest = fabrics[1].connect(listener.url, terms, timeout_s=SOON_S)
+        send(guest, b"guest")
         assert receive(accepted.join())[2] == b"guest"
         for fabric in fabrics:
             fabric.close()

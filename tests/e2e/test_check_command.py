@@ -24,7 +24,7 @@ from lamina.cli.check.settings_run import Check
 from lamina.cli.launch import main
 from lamina.compute.worker import ComputeWorker
 from lamina.config import changed, make_config
-from lamina.engine.blocks import tier
+from lamina.engine.blocks import page_keys
 from lamina.fleet.elastic import Change, Elastic
 from lamina.fleet.launchers import local
 from lamina.kv.keys import page_key
@@ -334,7 +334,7 @@ def test_keys_that_know_no_parent_are_found(
     keeping: tuple[Check, list[Setting]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second page of the second prompt is taken for that of the first one."""
-    monkeypatch.setattr(tier, "page_key", lambda parent, number, tokens: page_key(b"p" * 32, number, tokens))
+    monkeypatch.setattr(page_keys, "page_key", lambda parent, number, tokens: page_key(b"p" * 32, number, tokens))
     comparison, restored = keeping
     assert [v.held for v in comparison.run(restored)] == [True, False]
 

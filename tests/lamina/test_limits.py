@@ -15,7 +15,6 @@ from scheduled import make
 from lamina.engine.scheduler import Scheduler
 from lamina.fleet.hosts import node
 from lamina.processes import birth_of
-from lamina.protocol import control
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.control import ControlLink, LinkClosedError, Stop
 
@@ -44,12 +43,9 @@ def frame(size: int) -> bytes:
 
 
 @pytest.mark.parametrize(("size", "fits"), [(128, True), (129, False)])
-def test_a_frame_of_the_largest_size_is_read_and_a_longer_one_ends_the_link(
-    size: int, fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(control, "MAX_FRAME", 128)
+def test_a_frame_of_the_largest_size_is_read_and_a_longer_one_ends_the_link(size: int, fits: bool) -> None:
     ours, theirs = socket.socketpair()
-    link = ControlLink(ours, Stop)
+    link = ControlLink(ours, Stop, 128)
     with theirs:
         theirs.sendall(frame(size))
         if fits:

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import lamina
+from lamina.engine.request import Request
 from lamina.protocol.control import NO_TOKEN, Drawn
 
 VOCAB = 96
@@ -257,17 +258,15 @@ def test_a_wrapped_model_bears_the_name_of_the_model_and_says_what_it_is(model: 
 
 def test_logits_that_are_no_numbers_end_the_call_and_say_so(wrapped: Any) -> None:
     """They are told by the worker that draws; the text so far is not taken for a whole one."""
-    output = wrapped.llm.engine._append
+    output = Request.append
 
     def fail(request: Any, sequence: Any, drawn: Any) -> None:
         output(request, sequence, Drawn(drawn.sequence, NO_TOKEN if sequence.num_outputs == 2 else drawn.token))
 
-    wrapped.llm.engine._append = fail
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Request, "append", fail)
         with pytest.raises(ValueError, match="generate ended early: the largest logit is not a finite number"):
             wrapped.generate(torch.tensor([[5, 9]]), max_new_tokens=6)
-    finally:
-        del wrapped.llm.engine._append
     assert wrapped.generate(torch.tensor([[5, 9]]), max_new_tokens=6).shape == (1, 8)
 
 
