@@ -51,17 +51,18 @@ class BlockSums:
             self._sums.pop(StoredBlock(group, number), None)
 
     def begin(self, steps: Sequence[Step]) -> None:
-        """Look at what ``steps`` attend, a share of it; they write soon. Raises DamagedError."""
-        for step in steps:
-            for block in _written(step):
-                self._sums.pop(block, None)
-        for sequence in _sequences(steps):
-            for block in _blocks(self._store, sequence):
-                known = self._sums.get(block)
-                if known is None or (self._share < 1.0 and self._draw() >= self._share):
-                    continue
-                if self._sum(block) != known:
-                    raise DamagedError(f"KV block {block.number} of sequence {sequence} is not what was written there")
+        """Look at what ``steps`` attend, before they write: at a share, and at all blocks that they go on filling,
+        whose next checksum would hide what is wrong there. Raises DamagedError.
+        """
+        written = {block for step in steps for block in _written(step)}
+        for sequence, block in _attended(self._store, steps):
+            known = self._sums.get(block)
+            if known is None or not (block in written or self._share >= 1.0 or self._draw() < self._share):
+                continue
+            if self._sum(block) != known:
+                raise DamagedError(f"KV block {block.number} of sequence {sequence} is not what was written there")
+        for block in written:
+            self._sums.pop(block, None)
 
     def end(self, steps: Sequence[Step]) -> None:
         """``steps`` have written all that they write."""
@@ -88,9 +89,7 @@ class BlockSums:
 
 def damage(store: Store, steps: Sequence[Step]) -> bool:
     """Change a bit of a number that ``steps`` attend, for a drill. Whether there was one."""
-    written = {block for step in steps for block in _written(step)}
-    attended = (block for sequence in _sequences(steps) for block in _blocks(store, sequence))
-    block = next((block for block in attended if block not in written), None)
+    block = next((block for _, block in _attended(store, steps)), None)
     if block is None:
         return False
     piece = next(piece for layer in store.layers for piece in layer if piece.group == block.group)
@@ -103,6 +102,20 @@ def _blocks(store: Store, sequence: int) -> Iterator[StoredBlock]:
     for group in range(len(store.tables.windows)):
         for number in store.tables.table(group, sequence)[1]:
             yield StoredBlock(group, int(number))
+
+
+def _attended(store: Store, steps: Sequence[Step]) -> Iterator[tuple[int, StoredBlock]]:
+    """Blocks with tokens that were there before ``steps``, and whose they are."""
+    tables, begun = store.tables, dict[int, int]()  # sequence -> blocks in which it has such tokens
+    for row in (row for step in steps for row in step.plan.rows):
+        blocks = -(-row.first // tables.block_size)
+        begun[row.sequence] = min(begun.get(row.sequence, blocks), blocks)
+    for sequence, blocks in begun.items():
+        for group in range(len(tables.windows)):
+            new = set(tables.blocks_behind(group, sequence, blocks * tables.block_size))
+            for number in tables.table(group, sequence)[1]:
+                if number not in new:
+                    yield sequence, StoredBlock(group, int(number))
 
 
 def _sequences(steps: Sequence[Step]) -> Iterator[int]:

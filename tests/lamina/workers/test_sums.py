@@ -1,0 +1,79 @@
+"""Checksums of KV blocks: damage is seen wherever tokens are stored, and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from memory_peer import bind, shape
+
+from lamina.memory.step import Step
+from lamina.memory.store import Store
+from lamina.memory.sums import BlockSums, damage
+from lamina.protocol.plan import Free, New, Rows, SequenceOp, StepPlan
+from lamina.workers.process import DamagedError
+
+SIZE = 32
+
+
+class Bench:
+    """A store whose blocks are checked, as a session does."""
+
+    def __init__(self) -> None:
+        layers = [shape(), shape(q_heads=4, kv_heads=2, dim=8, v_dim=24)]
+        self.store = Store(bind(layers, (1.0,), 0, "head", max_model_len=1024, block_size=SIZE), torch.device("cpu"))
+        self.sums = BlockSums(self.store, 0.5, lambda: 0.9)  # which looks at no block that it need not look at
+        self._step = 0
+
+    def begin(self, *parts: SequenceOp | Rows) -> Step:
+        self._step += 1
+        rows = [p for p in parts if isinstance(p, Rows)]
+        plan = StepPlan(step=self._step, ops=[p for p in parts if not isinstance(p, Rows)], rows=rows)
+        self.store.begin(plan)
+        self.sums.forget(plan)
+        self.store.make_ready()
+        return Step(self.store, plan)
+
+    def end(self, step: Step) -> None:
+        self.sums.begin([step])
+        for piece in (piece for layer in self.store.layers for piece in layer):
+            for row in step.plan.rows:
+                for position in range(row.first, row.first + row.count):
+                    (block,) = self.store.tables.block_ids(
+                        piece.group, row.sequence, position // SIZE, position // SIZE + 1
+                    )
+                    for part in (piece.kv.k, piece.kv.v):
+                        part[block, :, position % SIZE] = 1.0 + position
+        self.store.written.done(step.plan.rows)
+        self.sums.end([step])
+
+    def do(self, *parts: Any) -> None:
+        self.end(self.begin(*parts))
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+@pytest.mark.parametrize("tokens", [1, 10, SIZE - 1])
+def test_a_block_that_a_sequence_is_filling_is_looked_at(bench: Bench, tokens: int) -> None:
+    bench.do(New(1), Rows(1, 0, tokens))
+    step = bench.begin(Rows(1, tokens, 1))
+    assert damage(bench.store, [step])
+    with pytest.raises(DamagedError, match="of sequence 1 is not what was written there"):
+        bench.sums.begin([step])
+
+
+def test_a_block_that_was_another_sequences_is_new(bench: Bench) -> None:
+    """What lies there is attended by nobody."""
+    bench.do(New(1), Rows(1, 0, SIZE))
+    (block,) = bench.store.tables.table(0, 1)[1]
+    for layer in bench.store.layers:
+        layer[0].kv.k.fill_(7.0)
+    step = bench.begin(Free(1), New(2), Rows(2, 0, bench.store.bind.max_rows))
+    assert block in bench.store.tables.table(0, 2)[1]
+    assert not damage(bench.store, [step])
+    bench.end(step)
+    bench.do(Rows(2, step.plan.rows[0].count, 1))
