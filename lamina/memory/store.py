@@ -198,7 +198,7 @@ class Store:
         freed = self.tables.freed() if self.bind.kv.zero_on_free else [[] for _ in copies]
         if self.sums:
             for group, pairs in enumerate(copies):
-                self.sums.rewritten(group, [to for _, to in pairs])
+                self.sums.rewrite(group, pairs, freed[group])
         if any(copies) or any(freed):
             for piece in (piece for layer in self.layers for piece in layer):
                 piece.kv.make_ready(copies[piece.group], freed[piece.group])

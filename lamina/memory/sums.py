@@ -39,15 +39,23 @@ class BlockSums:
         self._sums: dict[StoredBlock, bytes] = {}
 
     def forget(self, plan: StepPlan) -> None:
-        """Of sequences that others than a step's rows are about to write."""
+        """Of sequences that others than a step's rows are about to write. Looks at what is about to move within one.
+        Raises DamagedError.
+        """
         for op in plan.ops:
             if isinstance(op, Grant | Import | Shift) and op.sequence in self._store.tables.sequences:
                 for block in _blocks(self._store, op.sequence):
+                    if isinstance(op, Shift):
+                        self._check(block)
                     self._sums.pop(block, None)
 
-    def rewritten(self, group: int, blocks: Iterable[int]) -> None:
-        """Blocks are others than they were, though no step has written them."""
-        for number in blocks:
+    def rewrite(self, group: int, copies: Sequence[tuple[int, int]], freed: Iterable[int]) -> None:
+        """Blocks are about to be copied to others, and ``freed`` to be wiped. Looks at what is copied: its copy would
+        have a checksum that is right. Raises DamagedError.
+        """
+        for block, _ in copies:
+            self._check(StoredBlock(group, block))
+        for number in [*(to for _, to in copies), *freed]:
             self._sums.pop(StoredBlock(group, number), None)
 
     def begin(self, steps: Sequence[Step]) -> None:
@@ -55,12 +63,9 @@ class BlockSums:
         whose next checksum would hide what is wrong there. Raises DamagedError.
         """
         written = {block for step in steps for block in _written(step)}
-        for sequence, block in _attended(self._store, steps):
-            known = self._sums.get(block)
-            if known is None or not (block in written or self._share >= 1.0 or self._draw() < self._share):
-                continue
-            if self._sum(block) != known:
-                raise DamagedError(f"KV block {block.number} of sequence {sequence} is not what was written there")
+        for block in _attended(self._store, steps):
+            if block in self._sums and (block in written or self._share >= 1.0 or self._draw() < self._share):
+                self._check(block)
         for block in written:
             self._sums.pop(block, None)
 
@@ -70,6 +75,11 @@ class BlockSums:
             for block in _blocks(self._store, sequence):
                 if block not in self._sums:
                     self._sums[block] = self._sum(block)
+
+    def _check(self, block: StoredBlock) -> None:
+        known = self._sums.get(block)
+        if known is not None and self._sum(block) != known:
+            raise DamagedError(f"KV block {block.number} is not what was written there")
 
     def _sum(self, block: StoredBlock) -> bytes:
         return b"".join(checksum(memory[block.number]) for memory in self._memory[block.group])
@@ -89,7 +99,7 @@ class BlockSums:
 
 def damage(store: Store, steps: Sequence[Step]) -> bool:
     """Change a bit of a number that ``steps`` attend, for a drill. Whether there was one."""
-    block = next((block for _, block in _attended(store, steps)), None)
+    block = next(_attended(store, steps), None)
     if block is None:
         return False
     piece = next(piece for layer in store.layers for piece in layer if piece.group == block.group)
@@ -104,8 +114,8 @@ def _blocks(store: Store, sequence: int) -> Iterator[StoredBlock]:
             yield StoredBlock(group, int(number))
 
 
-def _attended(store: Store, steps: Sequence[Step]) -> Iterator[tuple[int, StoredBlock]]:
-    """Blocks with tokens that were there before ``steps``, and whose they are."""
+def _attended(store: Store, steps: Sequence[Step]) -> Iterator[StoredBlock]:
+    """Blocks with tokens that were there before ``steps``."""
     tables, begun = store.tables, dict[int, int]()  # sequence -> blocks in which it has such tokens
     for row in (row for step in steps for row in step.plan.rows):
         blocks = -(-row.first // tables.block_size)
@@ -115,7 +125,7 @@ def _attended(store: Store, steps: Sequence[Step]) -> Iterator[tuple[int, Stored
             new = set(tables.blocks_behind(group, sequence, blocks * tables.block_size))
             for number in tables.table(group, sequence)[1]:
                 if number not in new:
-                    yield sequence, StoredBlock(group, int(number))
+                    yield StoredBlock(group, int(number))
 
 
 def _sequences(steps: Sequence[Step]) -> Iterator[int]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from memory_peer import bind, shape
+from msgspec import structs
 
+from lamina.kv.pages import PAGE
 from lamina.memory.step import Step
 from lamina.memory.store import Store
 from lamina.memory.sums import BlockSums, damage
-from lamina.protocol.plan import Free, New, Rows, SequenceOp, StepPlan
+from lamina.protocol.plan import Fork, Free, New, Rotary, Rows, SequenceOp, Shift, StepPlan
 from lamina.workers.process import DamagedError
 
 SIZE = 32
@@ -21,9 +24,13 @@ class Bench:
     """A store whose blocks are checked, as a session does."""
 
     def __init__(self) -> None:
-        layers = [shape(), shape(q_heads=4, kv_heads=2, dim=8, v_dim=24)]
+        rotary = Rotary(np.linspace(0.1, 1.0, 4).astype("<f8").tobytes())
+        shapes = shape(), shape(q_heads=4, kv_heads=2, dim=8, v_dim=24)
+        layers = [structs.replace(x, rotary=rotary) for x in shapes]
         self.store = Store(bind(layers, (1.0,), 0, "head", max_model_len=1024, block_size=SIZE), torch.device("cpu"))
-        self.sums = BlockSums(self.store, 0.5, lambda: 0.9)  # which looks at no block that it need not look at
+        self.store.sums = self.sums = BlockSums(
+            self.store, 0.5, lambda: 0.9
+        )  # which looks at no block that it need not look at
         self._step = 0
 
     def begin(self, *parts: SequenceOp | Rows) -> Step:
@@ -31,7 +38,6 @@ class Bench:
         rows = [p for p in parts if isinstance(p, Rows)]
         plan = StepPlan(step=self._step, ops=[p for p in parts if not isinstance(p, Rows)], rows=rows)
         self.store.begin(plan)
-        self.sums.forget(plan)
         self.store.make_ready()
         return Step(self.store, plan)
 
@@ -48,6 +54,12 @@ class Bench:
         self.store.written.done(step.plan.rows)
         self.sums.end([step])
 
+    def fill(self, tokens: int) -> None:
+        """Sequence 1."""
+        self.do(New(1), Rows(1, 0, 64))
+        for first in range(64, tokens, 64):
+            self.do(Rows(1, first, min(64, tokens - first)))
+
     def do(self, *parts: Any) -> None:
         self.end(self.begin(*parts))
 
@@ -62,8 +74,31 @@ def test_a_block_that_a_sequence_is_filling_is_looked_at(bench: Bench, tokens: i
     bench.do(New(1), Rows(1, 0, tokens))
     step = bench.begin(Rows(1, tokens, 1))
     assert damage(bench.store, [step])
-    with pytest.raises(DamagedError, match="of sequence 1 is not what was written there"):
+    with pytest.raises(DamagedError, match="is not what was written there"):
         bench.sums.begin([step])
+
+
+WAYS = pytest.mark.parametrize("op", [Fork(2, 1, 10), Shift(1, 0, PAGE)], ids=str)
+
+
+@WAYS
+def test_no_damage_is_copied(bench: Bench, op: Fork | Shift) -> None:
+    """Where it would have a checksum that is right."""
+    bench.fill(PAGE + 12)
+    block = bench.store.tables.table(0, 1)[1][0 if isinstance(op, Fork) else PAGE // SIZE]
+    bench.store.layers[-1][0].kv.k[block, 0, 0, 0] += 1.0
+    with pytest.raises(DamagedError, match="is not what was written there"):
+        bench.begin(op)
+
+
+@WAYS
+def test_a_copy_is_what_it_is(bench: Bench, op: Fork | Shift) -> None:
+    bench.fill(PAGE + 12)
+    bench.do(op)
+    for _ in range(2):
+        length = bench.store.tables.length(op.sequence)
+        bench.do(Rows(op.sequence, length, 1))
+    assert length == (11 if isinstance(op, Fork) else 13)
 
 
 def test_a_block_that_was_another_sequences_is_new(bench: Bench) -> None:
