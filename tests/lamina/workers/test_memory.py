@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -140,7 +141,10 @@ def test_a_fork_attends_what_its_source_has_stored(either: Pool, partition: str,
 def test_a_block_is_not_copied_before_it_is_written(pool: Pool) -> None:
     m = model(pool)
     m.step(0, [New(1)], [Rows(1, 0, 40)])
-    pool.workers[0]._store.written._tokens[1] = 36  # type: ignore[union-attr]
+    written, limit = pool.workers[0]._store.written, time.monotonic() + WAIT_S  # type: ignore[union-attr]
+    while written.of(1) < 40 and time.monotonic() < limit:  # O may come before that is noted
+        time.sleep(0)
+    written._tokens[1] = 36
     with pytest.raises(links.RefusedError, match="cannot fork 37 tokens of sequence 1: 36 are stored"):
         m.step(1, [Fork(7, 1, 37)], [Rows(7, 37, 1)])
 
