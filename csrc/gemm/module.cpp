@@ -51,10 +51,10 @@ struct Engine {
 
   void pack(const Problem& p, void* to) {
     std::lock_guard<std::mutex> turn(mutex);
-    Packed job{p, variant->packing, to, piece_cols(p, variant->packing->kernel.plan(p))};
+    PackJob job{p, variant->packing, to, piece_cols(p, variant->packing->kernel.plan(p))};
     pool.run(
         [](void* data, std::size_t piece, std::size_t) {
-          const auto& job = *static_cast<Packed*>(data);
+          const auto& job = *static_cast<PackJob*>(data);
           const std::size_t begin = piece * job.cols, end = begin + job.cols;
           job.packing->pack(job.problem, begin, end < job.problem.cols ? end : job.problem.cols, job.to);
         },
@@ -73,7 +73,7 @@ struct Engine {
     std::size_t cols;  // of a piece
   };
 
-  struct Packed {
+  struct PackJob {
     Problem problem;
     const Packing* packing;
     void* to;

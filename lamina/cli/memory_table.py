@@ -101,7 +101,7 @@ def _memory_runtime(config: EngineConfig) -> Iterator[Measured]:
 
 def _facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
     from lamina import gemm, netstack
-    from lamina.compute.packing import bytes_to_pack
+    from lamina.gemm.packing import bytes_to_pack
     from lamina.kv.stored import stored_dtype
     from lamina.models.checkpoint import find_checkpoint, read_config
     from lamina.models.convert import layer_shapes

@@ -17,6 +17,7 @@ from lamina import gemm, netstack
 from lamina.collective import Collective
 from lamina.env import cluster_key
 from lamina.gemm import LinearBackend
+from lamina.gemm.packing import bytes_to_pack
 from lamina.memory.store import available_bytes
 from lamina.netstack import ChannelError
 from lamina.observe.trace import Event
@@ -50,7 +51,6 @@ from lamina.workers.staging import Staging, open_staging
 from lamina.workers.view import ViewFabric
 
 from .links import RefusedError
-from .packing import bytes_to_pack
 from .passes import passes
 
 MESSAGES = StartCompute | RunRound | Connect | Halt | AskStats | AskClock | AskTrace | Stop
@@ -176,8 +176,7 @@ class ModelServer:
         self.clock.lap("convert_s")
         backend = gemm.get(linear(start.model.gemm, self.staging.device), torch.get_num_threads())
         if self.module is None and not here:
-            packed = bytes_to_pack(program, backend, available_bytes(), start.topology, start.devices)
-            backend.packs = packed > 0
+            backend.packs = bytes_to_pack(program, backend, available_bytes(), start.topology, start.devices) > 0
         layers = layer_shapes(program)
         program = self.staging.place(program)
         partition = self._partition(layers, max_len)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import operator
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
@@ -92,18 +91,3 @@ def bind(program: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
     from lamina.converter import redirect
 
     return redirect(program, "gemm", backend, {torch.ops.aten.linear.default: "linear"})
-
-
-def packed_weight_bytes(program: SlicedProgram, backend: LinearBackend) -> int:
-    """Of all weights of the program's linear layers in the order of ``backend``: of each slice, which has its own, also
-    where they are tied or the slice was derived from an equal one.
-    """
-    import torch
-
-    weights: dict[tuple[int, int], int] = {}
-    for number, part in enumerate(program.slices):
-        for node in part.module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
-            if node.args[1].op == "get_attr":
-                w = operator.attrgetter(node.args[1].target)(part.module)
-                weights[number, id(w)] = backend.packed_bytes(w.dtype, *w.shape)
-    return sum(weights.values())

@@ -118,8 +118,8 @@ class Loads:
         ended: Callable[[EndedImport], None],
         trace: Recorder = OFF,
     ) -> None:
-        """``opened``: a gate is; ``ended``: an op has come to its end, which is called from the
-        thread that serves rounds, too, where rows give a load up. Neither may wait for a medium.
+        """``opened``: a gate is; ``ended``: an op has come to its end. Neither may wait for a medium: where rows give a
+        load up, the thread that serves rounds calls the latter.
         """
         self._medium, self._store, self._atoms, self._meter, self._trace = medium, store, atoms, meter, trace
         self._opened, self._on_end = opened, ended

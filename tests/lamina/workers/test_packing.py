@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lamina.compute.packing import bytes_to_pack
+from lamina.gemm.packing import bytes_to_pack
 from lamina.protocol.options.engine import DeviceOptions
 from lamina.protocol.options.topology import TopologyOptions
 
