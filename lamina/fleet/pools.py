@@ -128,8 +128,8 @@ class Pools:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Name of each worker -> its process."""
-        return {m.label: m.handle.pid for m in self._members}
+        """Name of each worker -> its process; without those on loan, whose processes are their hosts'."""
+        return {m.label: m.handle.pid for m in self._members if m.handle.pid}
 
     @property
     def hosts(self) -> dict[str, str]:
