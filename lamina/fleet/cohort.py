@@ -114,9 +114,7 @@ class Cohort:
         ranks = list(readies.values())[: self._size]
         self.kv_bytes, self.backend = [ready.kv_bytes for ready in ranks], ranks[0].summary.get("attention", "")
         self.binds = [ready.bind for ready in ranks if ready.bind is not None]
-        log.info(
-            "view %d: %s", self.view, ", ".join(f"{m.label} is pid {m.handle.pid or 'unknown'}" for m in self._members)
-        )
+        log.info("view %d: %s", self.view, ", ".join(f"{m.label} is pid {m.handle.pid or '?'}" for m in self._members))
         return self.tier.completed(as_one(ranks, self.topology), self._identity, stored)
 
     def next_view(self) -> int:
