@@ -44,10 +44,10 @@ class BadInputError(ValueError):
 
 
 class Member:
-    """One worker and the link to it."""
+    """One worker and the link to it. ``on_loan``: another deployment runs it; however it ends, the run goes on."""
 
-    def __init__(self, handle: WorkerHandle, link: Link) -> None:
-        self.handle, self.link = handle, link
+    def __init__(self, handle: WorkerHandle, link: Link, *, on_loan: bool = False) -> None:
+        self.handle, self.link, self.on_loan = handle, link, on_loan
         self.link.limit_sends(TAKE_S)
         self.inbox: deque[Any] = deque()  # messages that came while another one was awaited
         self.parts = StepParts()
@@ -59,11 +59,6 @@ class Member:
     @property
     def name(self) -> str:
         return f"{self.handle.role} worker {self.handle.index} (pid {self.handle.pid})"
-
-    @property
-    def on_loan(self) -> bool:
-        """Whether another deployment runs it: whatever ends it, the run goes on without it."""
-        return getattr(self.handle, "on_loan", False)
 
 
 class Members:
@@ -96,9 +91,9 @@ class Members:
         self._members.append(self.prepare(handle))
         return self._members[-1]
 
-    def prepare(self, handle: WorkerHandle) -> Member:
+    def prepare(self, handle: WorkerHandle, *, on_loan: bool = False) -> Member:
         """A worker that was started and is none of these yet: nobody listens to it."""
-        return Member(handle, self._links.open(handle))
+        return Member(handle, self._links.open(handle), on_loan=on_loan)
 
     @property
     def memory(self) -> list[Member]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from lamina.engine.engine import Engine
 from lamina.engine.wire import Clock, Done, ViewChanged, WorkerError
 from lamina.observe.collect import ROUND_TRIPS, Tracer
 from lamina.observe.trace import Event, Recorder
@@ -31,6 +30,8 @@ from .supervise import Supervisor
 from .tiers import num_reports
 
 if TYPE_CHECKING:
+    from lamina.engine.engine import Engine
+
     from .lending.borrower import Borrower
 
 STATS_S = 5.0

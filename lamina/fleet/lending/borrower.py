@@ -113,7 +113,7 @@ class Borrower:
             change, members = self._elastic.plan_loans([g.nbytes for g in guests], []), list[Member]()
             for index, guest in enumerate(guests, len(self._members.memory)):
                 guest.index = index
-                members.append(self._members.prepare(guest))
+                members.append(self._members.prepare(guest, on_loan=True))
                 with suppress(LinkClosedError):  # its end is noticed as it is to take its place
                     members[-1].link.send(self._cohort.adopt(guest, guest.key))
             self._elastic.begin(change, coming=members)

@@ -39,7 +39,7 @@ LEASE_KEY_BYTES = 32
 class GuestWorker:
     """The memory worker of a lease, as its debtor sees it. ``key``: a fresh one, which its peers must prove."""
 
-    role, pid, stopped, on_loan = "memory", 0, False, True
+    role, pid, stopped = "memory", 0, False
 
     def __init__(self, loan: Borrowed, host: str, sock: SealedSocket, links: LoanLinks) -> None:
         self.loan, self.sock, self.index = loan, sock, -1

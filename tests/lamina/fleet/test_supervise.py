@@ -558,7 +558,7 @@ def test_one_on_loan_costs_no_recovery_however_it_ends(end: str) -> None:
     run = Run(max_recoveries=0)
     lost = run.worker(1)
     assert lost.role == "memory"
-    lost.on_loan = True  # type: ignore[attr-defined]
+    next(m for m in run.members if m.handle is lost).on_loan = True
     if end == "dies":
         lost.kill()
     else:

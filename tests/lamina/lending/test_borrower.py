@@ -70,7 +70,8 @@ def test_a_guest_that_is_too_small_goes_back_and_the_others_stay() -> None:
     one = borrower(elastic)
     guests = [Guest(nbytes=n, key=b"", loan=SimpleNamespace(creditor=f"c{n}")) for n in (3, 5, 2, 6)]
 
-    def prepare(guest: Any) -> Any:
+    def prepare(guest: Any, *, on_loan: bool) -> Any:
+        assert on_loan
         return SimpleNamespace(nbytes=guest.nbytes, link=SimpleNamespace(send=sent.append))
 
     one._members.prepare = prepare  # type: ignore[method-assign]
