@@ -25,6 +25,7 @@ from lamina import LLM, SamplingParams
 
 WORDS = 30_000
 AHEAD = 2  # prompts that are to be saved while one is
+IN_FLIGHT = 3  # steps of a turn that are begun or ended outside of its measured ones
 SETTINGS = ("batch", "context", "saved", "steps", "pairs")
 
 
@@ -33,7 +34,7 @@ class SavingDecoder:
 
     def __init__(self, path: Path, args: argparse.Namespace, medium: dict[str, Any]) -> None:
         draw = random.Random(0)
-        steps = 2 * args.steps * args.pairs + 64
+        steps = 2 * (args.steps + IN_FLIGHT) * args.pairs + 64
         self._llm = LLM(
             str(path), dtype="bfloat16", memory_workers=1, max_num_seqs=args.batch + 1, kv_memory="256MiB",
             max_model_len=max(args.context + steps, args.saved) + 16, **medium,
@@ -62,6 +63,8 @@ class SavingDecoder:
             if saving and len(self._tier._moving) < AHEAD * len(self._keys):
                 self._engine.scheduler._ops += self._tier.delete(self._known.id, self._keys)
                 self._engine.scheduler._ops += self._tier.save(self._known, len(self._keys) * self._tier.page)
+            if not self._engine.scheduler.num_running:
+                raise BrokenError("the sequences have ended before their turns; more tokens are to be asked for")
             if self._engine.step():
                 now = time.perf_counter()
                 took.append(now - last)
