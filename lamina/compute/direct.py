@@ -76,6 +76,9 @@ class DirectAttention:
         """Send the plan of a step to come."""
         self._pool.announce(plan)
 
+    def prepare(self, plan: StepPlan) -> None:
+        """Nothing: lines count the messages of all steps before."""
+
     def select(self, plan: StepPlan) -> None:
         """Bring this step's lines to the device: messages that follow belong to it."""
         if plan is self._plan:

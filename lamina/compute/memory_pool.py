@@ -55,6 +55,7 @@ class MemoryPool:
         self._groups = groups
         self._placement = Placement(partition.num_lanes, partition.stripe * CHUNK_TOKENS, partition.stays)
         self._steps: dict[int, PoolStep] = {}  # of every batch, its last one
+        self._ahead: dict[tuple[int, int], PoolStep] = {}  # by batch and step, of those to come
         self._step = PoolStep(StepPlan(step=0, ops=[], rows=[]), self._groups, self._placement)
         self._send_s = 0.0
         self._wait_s = 0.0
@@ -69,12 +70,22 @@ class MemoryPool:
         """Seconds spent waiting for O."""
         return self._wait_s
 
+    def prepare(self, plan: StepPlan) -> None:
+        """Lay out the messages of a step that is to be selected."""
+        self._ahead[plan.batch, plan.step] = self._laid_out(plan)
+
     def select(self, plan: StepPlan) -> None:
         """The messages that follow belong to this step."""
         step = self._steps.get(plan.batch)
         if step is None or step.plan is not plan:
-            step = self._steps[plan.batch] = PoolStep(plan, self._groups, self._placement)
+            step = self._ahead.pop((plan.batch, plan.step), None)
+            if step is None or step.plan is not plan:
+                step = self._laid_out(plan)
+            self._steps[plan.batch] = step
         self._step = step
+
+    def _laid_out(self, plan: StepPlan) -> PoolStep:
+        return PoolStep(plan, self._groups, self._placement)
 
     def announce(self, plan: StepPlan) -> None:
         """Tell all memory workers of a step to come."""

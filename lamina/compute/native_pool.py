@@ -66,7 +66,6 @@ class NativePool(MemoryPool):
         channels = tuple(link.channel for link in links)
         self._trace = links[0].trace
         self._pool = Pool(channels, alike, links[0].timeout_s, self._trace.native)
-        self._messages: dict[int, StepMessages] = {}  # of every batch, of its last step
         self.native_send = self._pool.send()
 
     @property
@@ -79,14 +78,17 @@ class NativePool(MemoryPool):
         self._put_spans()
 
     def select(self, plan: StepPlan) -> None:
-        """Lay the step's messages out for native calls: what follows belongs to it."""
+        """The messages that follow, those of native calls, too, belong to this step."""
         self._put_spans()  # of the step before
-        known = self._steps.get(plan.batch)
         super().select(plan)
-        if self._step is not known:
-            table = _step_table(self.layers, self._step, self._forms, self.dtype)
-            self._messages[plan.batch] = self._pool.step(table, Key.of_layer(plan))
-        self._pool.select(self._messages[plan.batch])
+        assert isinstance(self._step, NativeStep)
+        self._pool.select(self._step.native)
+
+    def _laid_out(self, plan: StepPlan) -> NativeStep:
+        step = NativeStep(plan, self._groups, self._placement)
+        table = _step_table(self.layers, step, self._forms, self.dtype)
+        step.native = self._pool.step(table, Key.of_layer(plan))
+        return step
 
     def _gather(self, layer: int, out: Tensor, parts: list[Partial]) -> None:
         if len(out) != self._step.num_rows or out.dtype != self.dtype:
@@ -102,6 +104,12 @@ class NativePool(MemoryPool):
         for event, layer, link, start, end, value in native_spans(self._pool.spans()):
             key = self._step.key(Kind.O, layer)
             self._trace.put(Event(event), start, end, key, layer, self.links[link].number, value)
+
+
+class NativeStep(PoolStep):
+    """A PoolStep, and its messages as native calls have them."""
+
+    native: StepMessages
 
 
 def _step_table(layers: Sequence[PoolLayer], step: PoolStep, forms: Sequence[int], dtype: torch.dtype) -> bytes:

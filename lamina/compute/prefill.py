@@ -68,6 +68,9 @@ class OwnAttention:
     def announce(self, plan: StepPlan) -> None:
         """A step to come: nobody else need know."""
 
+    def prepare(self, plan: StepPlan) -> None:
+        """Nothing: the store is as the step before leaves it."""
+
     def select(self, plan: StepPlan) -> None:
         """The messages that follow belong to this step. Raises PlanError, NoBlocksError."""
         if self._step is None or self._step.plan is not plan:

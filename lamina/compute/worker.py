@@ -55,6 +55,10 @@ class Attention(Protocol):
         """A step is to come."""
         ...
 
+    def prepare(self, plan: StepPlan) -> None:
+        """Work out beforehand, while memory workers attend another step, what ``select`` of this plan would else."""
+        ...
+
     def select(self, plan: StepPlan) -> None:
         """The messages that follow belong to the step of ``plan``."""
         ...
@@ -147,6 +151,8 @@ class ComputeWorker:
                 self._due[step.plan.batch, step.plan.step] = due
             if self._replica == 0:
                 self._pool.announce(step.plan)
+            if step.tokens:
+                self._pool.prepare(step.plan)
             for index in range(last + 1 if step.tokens else 1):
                 if step.plan.replica_of(index) == self._replica:
                     ahead = (new.round, index) if index < last else (new.round + 1, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -146,34 +147,36 @@ def row_table(
     ``ranges[i]``: the stored tokens that are meant of the sequence of ``rows[i]``; None = all before its first row.
     """
     size, window, null = tables.block_size, tables.windows[group], tables.num_blocks[group]
-    first = np.array([r.first for r in rows], np.int64)
-    count = np.array([r.count for r in rows], np.int64)
-    low, stop = np.array(list(zip(*(ranges or [(0, r.first) for r in rows]), strict=True)), np.int64).reshape(2, -1)
-    gone = np.array([len(tables.dropped(group, r.sequence)) * size for r in rows], np.int64)
-    first, low, stop = first - gone, np.maximum(low - gone, 0), stop - gone
-    seen = np.clip(first - window + 1 if window else low, low, stop)
-    origin = seen // align * align
-    width = -(-(stop - origin).max(initial=0) // align) * (align // size)
-    table = np.full((len(rows), width), null, np.int64)
+    columns, table = list[tuple[int, ...]](), array("q")
     for i, r in enumerate(rows):
-        if seen[i] < stop[i]:
-            lo, hi = int(seen[i]) // size, -(-int(stop[i]) // size)
-            at = lo - int(origin[i]) // size
-            table[i, at : at + hi - lo] = tables.block_ids(group, r.sequence, lo, hi + int(gone[i]) // size)
-    return RowTable(window, size, null, np.cumsum(count) - count, first, count, seen, stop, origin, table)
+        gone = len(tables.dropped(group, r.sequence)) * size
+        low, stop = ranges[i] if ranges else (0, r.first)
+        first, low, stop = r.first - gone, max(low - gone, 0), stop - gone
+        seen = min(max(first - window + 1 if window else low, low), stop)
+        columns.append((first, r.count, seen, stop, seen // align * align, gone))
+    width = max((-(-(stop - origin) // align) * (align // size) for *_, stop, origin, _ in columns), default=0)
+    for r, (_, _, seen, stop, origin, gone) in zip(rows, columns, strict=True):
+        stored = tables.block_ids(group, r.sequence, seen // size, -(-(stop + gone) // size)) if seen < stop else ()
+        before = (seen - origin) // size
+        table.extend([null] * before)
+        table.extend(stored)
+        table.extend([null] * (width - before - len(stored)))
+    of = np.array(list(zip(*columns, strict=True)), np.int64).reshape(6, -1)
+    blocks = np.frombuffer(table, np.int64).reshape(len(rows), width)
+    return RowTable(window, size, null, np.cumsum(of[1]) - of[1], of[0], of[1], of[2], of[3], of[4], blocks)
 
 
 def write_index(tables: BlockTables, group: int, rows: Sequence[Rows], device: torch.device) -> WriteIndex:
     """Where ``rows`` go, whose plan ``tables`` has applied."""
-    size = tables.block_size
-    blocks, offsets = [], []
+    size, blocks, offsets = tables.block_size, array("q"), array("q")
     for r in rows:
-        positions, lo = np.arange(r.first, r.first + r.count), r.first // size
-        ids = tables.block_ids(group, r.sequence, lo, -(-(r.first + r.count) // size))
-        blocks.append(np.array(ids, np.int64)[positions // size - lo])
-        offsets.append(positions % size)
-    both = torch.from_numpy(np.stack([np.concatenate(blocks), np.concatenate(offsets)]))
-    return WriteIndex(*both.to(device))
+        stop, at = r.first + r.count, r.first
+        for block in tables.block_ids(group, r.sequence, r.first // size, -(-stop // size)):
+            until = min(stop, at // size * size + size)
+            blocks.extend([block] * (until - at))
+            offsets.extend(range(at % size, at % size + until - at))
+            at = until
+    return WriteIndex(*(torch.frombuffer(x, dtype=torch.int64).to(device) for x in (blocks, offsets)))
 
 
 def shapes_of(

@@ -33,6 +33,8 @@ class FakePool:
     def announce(self, plan: StepPlan) -> None:
         self.announced.append((plan.step, plan.batch))
 
+    def prepare(self, plan: StepPlan) -> None: ...
+
     def select(self, plan: StepPlan) -> None:
         self.plan = plan
 
