@@ -107,13 +107,15 @@ def _tier(config: EngineConfig, ledger: BlockTables, info: ComputeReady) -> Tier
     """None: nothing is kept beside the pools. Where bits count, a prompt is loaded as it is forked."""
     if info.tier is None:
         return None
+    if info.tier.complete and any(info.windows):
+        raise ValueError("--decode-only loads whole prompts, and layers of this model have a window: leave it out")
     fixed = config.model.deterministic
     whole = math.lcm(info.tier.page, config.batching.prefill_chunk if fixed else 1)
     return Tier(info.tier, ledger, info.holders, whole=whole, prompts_only=fixed)
 
 
 def _swaps(config: EngineConfig, tier: Tier | None) -> Swaps | None:
-    if tier is None:
+    if tier is None or tier.complete:
         return None
     mode, fixed = config.batching.preemption_mode, config.model.deterministic
     return Swaps(tier, mode, secrets.token_bytes(NONCE_BYTES), fixed=fixed)

@@ -76,6 +76,7 @@ class TierKeeper:
         tier = TierFacts(
             secret=self._secret, identity=identity, page=PAGE, pages=[each.keys for each in said],
             medium=self._options.medium, rooms=[each.room for each in said], era=self._era,
+            complete=self._options.decode_only,
         )  # fmt: skip
         return structs.replace(ready, tier=tier)
 

@@ -63,7 +63,7 @@ class GateOpened(msgspec.Struct, frozen=True, kw_only=True, tag="gate-opened"):
 class TierFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the driver knows of the pages beside the pools, when all have met. ``secret``, ``identity``, ``era``: of
     their keys; ``page``: tokens; ``pages``, ``rooms``: what each memory worker has told; ``medium``: the name of where
-    they are.
+    they are; ``complete``: it has every page, of whatever tokens.
     """
 
     secret: bytes
@@ -73,3 +73,4 @@ class TierFacts(msgspec.Struct, frozen=True, kw_only=True):
     medium: str = "host"
     rooms: list[int] = []
     era: bytes = b""
+    complete: bool = False

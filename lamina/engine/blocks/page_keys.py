@@ -14,6 +14,7 @@ class PageKeys:
 
     def __init__(self, facts: TierFacts) -> None:
         self._secret, self._identity, self._page = facts.secret, facts.identity, facts.page
+        self._first = 0 if facts.complete else 1  # the first page that is looked for where it is not whole
         self._tags: dict[bytes, bytes] = {}  # of tenants
         self.era = facts.era  # of keys that are made from now on
 
@@ -35,12 +36,15 @@ class PageKeys:
         return keys
 
     def part(self, sequence: Sequence, length: int) -> list[bytes]:
-        """Of the page with which its first ``length`` tokens end, where that is not whole and not the first one."""
+        """Of the page with which its first ``length`` tokens end, where that is not whole; not of the first one,
+        where a store keeps what others have left.
+        """
         number, more = divmod(length, self._page)
-        if not number or not more:
+        if number < self._first or not more:
             return []
         if length not in sequence.part_keys:
-            (*_, parent), tokens = self.of(sequence, length), sequence.tokens[length - more : length]
+            whole, tokens = self.of(sequence, length), sequence.tokens[length - more : length]
+            parent = whole[-1] if whole else self.root(sequence.salt, sequence.salt)
             sequence.part_keys[length] = page_key(parent, number, tokens)
         return [sequence.part_keys[length]]
 

@@ -83,7 +83,7 @@ class Tier:
         nothing but their prompts is saved with ``prompts_only``.
         """
         self.page, self.whole, self._prompts_only = facts.page, whole, prompts_only
-        self.medium = facts.medium
+        self.medium, self.complete = facts.medium, facts.complete
         self._exact = not prompts_only  # whether a page is kept, too, that is not whole
         self._keys = PageKeys(facts)
         self.identity = facts.identity
@@ -113,7 +113,7 @@ class Tier:
 
     def learn(self, facts: TierFacts) -> None:
         """Workers have met: what they have told is there, and nothing else."""
-        self.ahead = Ahead(self._room(facts.rooms))  # of whom they have been told nothing yet
+        self.ahead = Ahead(0 if self.complete else self._room(facts.rooms))  # of whom they have been told nothing yet
         self._lanes: dict[bytes, set[int]] = {}  # page -> where those that keep a lane can load it
         told = [set(keys) for keys in facts.pages]
         self._keys.era = facts.era
@@ -141,14 +141,16 @@ class Tier:
     def _find(self, sequence: Sequence, beyond: int) -> Load | None:
         stop = len(sequence.tokens) - 1
         stop = min(stop, self._most) if self._most else stop
-        if sequence.params.prompt_logprobs is not None or stop <= beyond or not self._lanes:
+        if sequence.params.prompt_logprobs is not None or stop <= beyond:
+            return None
+        if not self._lanes and not self.complete:
             return None
         keys = self.keys_of(sequence, stop)
         places = map(Place, range(self._ledger.num_lanes))
         lengths = {place: self.num_there(keys, place) * self.page // self.whole * self.whole for place in places}
         lengths = {place: self._with_part(sequence, n, place, stop) for place, n in lengths.items()}
         length = max(lengths.values())
-        if length < beyond + (self.page if beyond else 1):  # to go on from the pool costs less
+        if length < beyond + (self.page if beyond and not self.complete else 1):  # to go on from the pool costs less
             return None
         able = tuple(place for place, n in lengths.items() if n == length)
         return Load(length, able, tuple(self.keys_of(sequence, length, parts=True)))
@@ -156,14 +158,17 @@ class Tier:
     def _with_part(self, sequence: Sequence, whole: int, place: Place, stop: int) -> int:
         """Behind its ``whole`` tokens that are there, how far a page goes that is there and not whole."""
         lane, most = self._lane(place, whole // self.page), min(stop, whole + self.page - 1)
-        lengths = range(most, whole, -1) if self._exact and whole else ()
+        lengths = range(most, whole, -1) if self._exact and (whole or self.complete) else ()
         keys = ((n, self._keys.part(sequence, n)) for n in lengths)
-        return next((n for n, key in keys if key and lane in self._lanes.get(key[0], ())), whole)
+        return next((n for n, key in keys if key and self._has(key[0], lane)), whole)
 
     def num_there(self, keys: Several[bytes], place: Place) -> int:
         """Pages, from the first of ``keys`` on, that a sequence at ``place`` can load."""
-        there = (self._lane(place, number) in self._lanes.get(key, ()) for number, key in enumerate(keys))
+        there = (self._has(key, self._lane(place, number)) for number, key in enumerate(keys))
         return next((number for number, has in enumerate(there) if not has), len(keys))
+
+    def _has(self, key: bytes, lane: int) -> bool:
+        return self.complete or lane in self._lanes.get(key, ())
 
     @property
     def owes(self) -> bool:
@@ -212,7 +217,7 @@ class Tier:
         coming = set[bytes]().union(*(x.keys for x in self._saving.values()))
         keys = self.keys_of(sequence, length, parts=True)
         lanes = [self._lane(sequence.place, number) for number in range(len(keys))]
-        missing = [n for n, key in enumerate(keys) if key not in coming and lanes[n] not in self._lanes.get(key, ())]
+        missing = [n for n, key in enumerate(keys) if key not in coming and not self._has(key, lanes[n])]
         return self._export(sequence, keys, missing, length)
 
     def save_own(self, sequence: Sequence, length: int, root: bytes) -> tuple[list[bytes], list[Export]]:

@@ -16,6 +16,8 @@ Contract, the same for every entry (tests/contract/test_media.py):
   buffer is the caller's again behind the call.
 - Behind ``close`` every call raises MediumError, ``close`` itself does nothing.
 - Errors of the system (EIO, ENOSPC) are MediumError. Behind one the medium still works, as far as the system does.
+
+One entry is no store: ``zeros`` has every page, and keeps nothing that is written (tests/e2e/test_decode_only.py).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import NamedTuple, Protocol
 from lamina.kv.pages import Atom, Page
 
 # name -> module of this package with a function ``open_medium(place)``; imported when first used
-MEDIA: dict[str, str] = {"host": "host", "file": "file", "emulated": "emulated", "layered": "layered"}
+MEDIA: dict[str, str] = {"host": "host", "file": "file", "emulated": "emulated", "layered": "layered", "zeros": "zeros"}
 
 EMULATE_VARIABLE = "LAMINA_EMULATE_MEDIUM"
 

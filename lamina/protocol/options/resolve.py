@@ -211,9 +211,11 @@ def _check_prefixes(config: EngineConfig) -> None:
             "leave it out"
         )
     if tier.medium and not config.keeps_prefixes:
-        name = "--kv-store-dir" if tier.kv_store_dir else "--kv-offloading-size"
         cause = "--prefill-workers" if config.topology.prefill_workers else "--no-enable-prefix-caching"
-        raise ValueError(f"{name} keeps what --enable-prefix-caching finds: leave it out, or {cause}")
+        raise ValueError(f"{tier.flag} has what --enable-prefix-caching finds: leave it out, or {cause}")
+    unlike = {"--deterministic": config.model.deterministic, "--context-overflow truncate": config.overflow.truncates}
+    if tier.decode_only and (other := next((name for name, given in unlike.items() if given), "")):
+        raise ValueError(f"--decode-only computes no prompt, and {other} is about how that is done: leave one out")
 
 
 def _check_overflow(config: EngineConfig) -> None:
@@ -252,7 +254,7 @@ def _check_sparsity(config: EngineConfig) -> None:
     if config.overflow.truncates:
         raise ValueError(f"{name} is not for keys that move: leave out --context-overflow truncate")
     if config.tier.medium:
-        raise ValueError(f"{name} is not for KV that is loaded: leave out --kv-offloading-size and --kv-store-dir")
+        raise ValueError(f"{name} is not for KV that is loaded: leave out {config.tier.flag}")
     if config.devices.memory_device not in ("auto", "cpu"):
         raise ValueError(f"{name} is for memory workers on CPUs: use --memory-device cpu")
 

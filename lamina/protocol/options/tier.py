@@ -7,6 +7,7 @@ from typing import Annotated
 from .declare import OneOf, Options, ReadText, parse_seconds, parse_size, size_text
 
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
+ENDLESS = 1 << 60  # bytes, of what takes no room
 POLICIES = ("lru", "fifo", "lfu", "length")  # see kv.victims, which has one rank for each
 
 
@@ -40,6 +41,11 @@ class TierOptions(Options, frozen=True, kw_only=True):
         OneOf(LOAD_FAILURE_POLICIES),
         "of a request whose KV cannot be loaded: compute it anew (recompute), or end it with an error (fail)",
     ] = "recompute"
+    decode_only: Annotated[
+        bool,
+        "give every prompt K and V of zeros in place of its own, and compute its last token alone: to measure decoding "
+        "without prompts, as the paper does; the answers mean nothing",
+    ] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,17 +57,26 @@ class TierOptions(Options, frozen=True, kw_only=True):
         parse_size(self.kv_store_size, "--kv-store-size")
         if self.kv_offloading_size:
             parse_size(self.kv_offloading_size, "--kv-offloading-size")
+        if self.decode_only and self.medium != "zeros":
+            raise ValueError(f"--decode-only has K and V of zeros, and keeps none: leave it out, or {self.flag}")
+
+    @property
+    def flag(self) -> str:
+        """The option by which there is a medium."""
+        return "--kv-store-dir" if self.kv_store_dir else "--kv-offloading-size" if self.memory else "--decode-only"
 
     @property
     def medium(self) -> str:
         """By its name in kv.media.MEDIA; empty: none."""
         if self.kv_store_dir:
             return "layered" if self.kv_offloading_size else "file"
-        return "host" if self.kv_offloading_size else ""
+        return "host" if self.kv_offloading_size else "zeros" if self.decode_only else ""
 
     @property
     def size(self) -> int:
         """Bytes of all memory workers together; of a layered medium those of the disk."""
+        if self.medium == "zeros":
+            return ENDLESS
         return parse_size(self.kv_store_size, "--kv-store-size") if self.kv_store_dir else self.memory
 
     @property
