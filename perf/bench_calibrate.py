@@ -1,10 +1,11 @@
 """How far off predictions of `lamina-launch plan --calibrate` are: real runs of other shapes, and their predictions.
 
 One engine is recorded at 8 x 512, others decode 8 x 2048, 32 x 512 and 8 x 512 with n = 2. All take turns of some steps
-each, so that noise of the machine hits them alike. A mixed replay comes behind, twice. The recorded run is then
-fitted, and the others are predicted. The same comes again on emulated devices, whose times follow laws that the fit
-has: the control. Prints a JSON line of each, and what is within its limit; --write appends the lines to
-perf/results/bench_calibrate.jsonl. It needs a machine on which nobody else computes.
+each, so that noise of the machine hits them alike. A mixed replay comes behind; all of this several times. The
+recorded run is then fitted, and the others are predicted, behind prompts and for answers of the same lengths. The same
+comes again on emulated devices, whose times follow laws that the fit has: the control. Prints a JSON line of each, and
+what is within its limit; --write appends the lines to perf/results/bench_calibrate.jsonl. It needs a machine on which
+nobody else computes.
 
     python perf/bench_calibrate.py --write
 """
@@ -33,7 +34,7 @@ from lamina.observe.perfetto import read
 from lamina.planner import tables
 from lamina.planner.calibrate.drive import RunShape, Tempo, drive
 from lamina.planner.calibrate.fit import calibrate
-from lamina.planner.calibrate.predict import ANSWER, predict, predict_shape
+from lamina.planner.calibrate.predict import predict, predict_shape
 from lamina.planner.calibrate.recorded import steps_of
 from lamina.planner.model_facts import model_facts
 from lamina.planner.traces import TracedRequest
@@ -42,7 +43,7 @@ SHAPE = {
     "num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 4096,
 }  # fmt: skip
-CHUNK, TURN_STEPS = 96, 8
+CHUNK, TURN_STEPS, PARTS = 96, 8, 4
 OPTIONS: dict[str, Any] = {
     "transport": "shm", "compute_threads": 1, "memory_threads": 1, "memory_workers": 1, "prefill_chunk": CHUNK,
     "max_num_seqs": 32, "max_model_len": 2560, "enable_prefix_caching": False, "kv_memory": "1GiB",
@@ -64,16 +65,21 @@ def mixed(seed: int, count: int = 40) -> list[TracedRequest]:
     return requests
 
 
-class PausedEngine:
-    """An engine whose sequences all decode, and take a few steps in each turn."""
+class PausedRun:
+    """A shape that decodes in turns of a few steps, on one engine."""
 
-    def __init__(self, llm: LLM, shape: RunShape, steps: int) -> None:
-        self._engine, self._batches = llm.engine, shape.batches
+    def __init__(self, llm: LLM, shape: RunShape) -> None:
+        self._engine, self._shape = llm.engine, shape
         self._gaps, self._tokens, self._seconds = list[float](), 0, 0.0
-        rounds = shape.sequences * -(-shape.prompt // CHUNK)
-        params = SamplingParams(max_tokens=rounds + steps, ignore_eos=True, temperature=0)
-        begun, self._asked = set[int](), [self._engine.add([1] * shape.prompt, params) for _ in range(shape.sequences)]
-        while len(begun) < shape.sequences:
+        self._asked: list[int] = []
+
+    def begin(self, turns: int) -> None:
+        """Bring all sequences to where they decode; so many turns can follow."""
+        rounds = self._shape.sequences * -(-self._shape.prompt // CHUNK)
+        params = SamplingParams(max_tokens=rounds + 2 * steps_of_turns(turns), ignore_eos=True, temperature=0)
+        begun = set[int]()
+        self._asked = [self._engine.add([1] * self._shape.prompt, params) for _ in range(self._shape.sequences)]
+        while len(begun) < self._shape.sequences:
             begun |= {output.request_id for output in self._engine.step()}
 
     def turn(self) -> None:
@@ -81,7 +87,7 @@ class PausedEngine:
         is over, which it would take from others.
         """
         times = defaultdict[int, list[float]](list)
-        for _ in range((TURN_STEPS + 2) * self._batches):
+        for _ in range(steps_of_turns(1) * self._shape.batches):
             for output in self._engine.step():
                 times[output.request_id].append(time.monotonic())
         for each in times.values():
@@ -90,41 +96,67 @@ class PausedEngine:
         self._seconds += max(t[-1] for t in times.values()) - min(t[1] for t in times.values())
         time.sleep(max(self._gaps[-len(times) :]))
 
-    def end(self) -> Tempo:
-        """What all turns came to."""
+    def end(self) -> None:
+        """Nothing runs on the engine any more."""
         for request in self._asked:
             self._engine.cancel(request)
         self._engine.settle()
+
+    @property
+    def tempo(self) -> Tempo:
+        """What all turns came to."""
         gaps = sorted(self._gaps)
         return Tempo(self._tokens / self._seconds, gaps[len(gaps) // 2], gaps[len(gaps) * 99 // 100])
+
+
+def steps_of_turns(turns: int) -> int:
+    """Tokens of a sequence in so many turns."""
+    return turns * (TURN_STEPS + 2)
 
 
 def record_tail(llm: LLM) -> None:
     """Answers of several lengths: so steps of 8 down to 1 rows are recorded, too."""
     rounds = RECORDED.sequences * -(-RECORDED.prompt // CHUNK)
-    asks = [TracedRequest(0.0, RECORDED.prompt, rounds + 8 + 16 * i) for i in range(RECORDED.sequences)]
+    asks = [TracedRequest(0.0, RECORDED.prompt, rounds + 4 + 4 * i) for i in range(RECORDED.sequences)]
     drive(llm.engine, time.monotonic, asks, time.sleep, together=True)
 
 
-def measure(path: Path, trace: Path, turns: int, more: dict[str, Any]) -> dict[str, Any]:
-    """Real and predicted, by run; the error in parts of the real number. ``more``: options of all engines."""
-    real, asks = dict[str, list[Tempo]](), mixed(1)
+def run_all(path: Path, trace: Path, turns: int, more: dict[str, Any]) -> dict[str, list[Tempo]]:
+    """The real runs, by name; ``trace``: where the recorded one goes. All of them in each of several parts of the
+    session, so that whatever the host does meanwhile is in all. ``more``: options of all engines.
+    """
+    asks, replays = mixed(1), list[Tempo]()
     with ExitStack() as stack:
         recorded = stack.enter_context(LLM(str(path), trace=str(trace), **OPTIONS, **more))
         others = {s: stack.enter_context(LLM(str(path), pipeline=s.batches, **OPTIONS, **more)) for s in SHAPES}
-        record_tail(recorded)
-        steps = 2 * turns * (TURN_STEPS + 4)
-        held = {s.label: PausedEngine(llm, s, steps) for s, llm in ({RECORDED: recorded} | others).items()}
-        for _ in range(turns):
-            for each in held.values():
-                each.turn()
-        real = {name: [each.end()] for name, each in held.items()}
-        one = others[SHAPES[0]].engine
-        real[MIXED] = [drive(one, time.monotonic, asks, time.sleep, together=False) for _ in range(2)]
+        runs = {s: PausedRun(llm, s) for s, llm in ({RECORDED: recorded} | others).items()}
+        for _ in range(PARTS):
+            record_tail(recorded)
+            for each in runs.values():
+                each.begin(turns)
+            for _ in range(turns):
+                for each in runs.values():
+                    each.turn()
+            for each in runs.values():
+                each.end()
+            replays.append(drive(others[SHAPES[0]].engine, time.monotonic, asks, time.sleep, together=False))
+    return {shape.label: [each.tempo] for shape, each in runs.items()} | {MIXED: replays}
+
+
+def measure(path: Path, folder: Path, turns: int, more: dict[str, Any]) -> dict[str, Any]:
+    """Real and predicted, by run; the error in parts of the real number. What ran is kept in ``folder``, and not made
+    again where it lies there.
+    """
+    kind = "emulated" if more else "real"
+    trace, kept = folder / f"{kind}-run.json", folder / f"{kind}-tempos.json"
+    if not kept.exists():
+        kept.write_bytes(msgspec.json.encode(run_all(path, trace, turns, more)))
+    real = msgspec.json.decode(kept.read_bytes(), type=dict[str, list[Tempo]])
     run = steps_of(read(str(trace)), str(trace))
     fitted = calibrate(run, model_facts(str(path)), tables.constants(), RECORDED.label)
-    predicted = {shape.label: predict_shape(fitted, shape, ANSWER) for shape in (RECORDED, *SHAPES)}
-    predicted[MIXED] = predict(fitted, asks, most=OPTIONS["max_num_seqs"])
+    shapes = (RECORDED, *SHAPES)
+    predicted = {shape.label: predict_shape(fitted, shape, steps_of_turns(turns)) for shape in shapes}
+    predicted[MIXED] = predict(fitted, mixed(1), most=OPTIONS["max_num_seqs"])
     return {"steps": len(run.steps), "runs": {name: compare(real[name], predicted[name]) for name in real}}
 
 
@@ -137,17 +169,19 @@ def compare(real: list[Tempo], predicted: Tempo) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--turns", type=int, default=10, help="of each run, in each of four parts of the session")
+    parser.add_argument("--keep", type=Path, help="folder in which runs are kept; those that it has are not made again")
     parser.add_argument("--control", action="store_true", help="emulated devices alone")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = make(Path(folder) / "model", "bfloat16", SHAPE)
+    with tempfile.TemporaryDirectory() as own:
+        folder, path = args.keep or Path(own), make(Path(own) / "model", "bfloat16", SHAPE)
+        folder.mkdir(parents=True, exist_ok=True)
         for emulated in (False, True) if not args.control else (True,):
             more, before = {"attention": "emulate"} if emulated else {}, cpu_pressure()
             if emulated:
                 os.environ[VARIABLE] = msgspec.json.encode(EMULATED).decode()
-            figures = measure(path, Path(folder) / f"run-{emulated}.json", args.turns, more)
+            figures = measure(path, folder, args.turns, more)
             figures["cpu_pressure"] = [before, cpu_pressure()]
             settings = {**OPTIONS, **more, "shape": SHAPE, "turns": args.turns, "emulated": emulated}
             print(record("bench_calibrate", settings, figures, write=args.write))

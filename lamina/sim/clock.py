@@ -17,6 +17,12 @@ class VirtualClock:
     def __call__(self) -> float:
         return self.now
 
+    def sleep(self, seconds: float) -> None:
+        """Have so much time pass, and whatever happens in it."""
+        until = self.now + seconds
+        while self.advance(until):
+            pass
+
     def later(self, delay_s: float, work: Callable[[], None]) -> None:
         """Have ``work`` done so much later."""
         self._count += 1

@@ -122,15 +122,18 @@ def _growing(by_rows: Mapping[int, tuple[float, int]]) -> dict[int, tuple[float,
 
 
 def _attention(steps: Sequence[RecordedStep], model: ModelFacts, workers: int) -> tuple[float, float]:
-    """Seconds of a layer's attention on one worker: those whatever it reads, and those of a byte."""
+    """Seconds of a layer's attention on one worker: those whatever it reads, and those of a byte. Only what reads
+    stored K and V grows with them. The rest goes by rows, if by anything, of which long sequences have no more.
+    """
     each = model.kv_bytes_per_token / model.num_layers / workers
     unit = max(s.pairs for s in steps) * each
     squares = Squares(2)
-    for step in steps:
-        took = step.attention_s / model.num_layers
+    for step in (s for s in steps if s.stored_s):
+        took = step.stored_s / model.num_layers
         squares.add((1.0, step.pairs * each / unit), took, took)
     floor, of_unit = squares.solution()
-    return floor, of_unit / unit
+    rest = median(step.attention_s - step.stored_s for step in steps) / model.num_layers
+    return floor + rest, of_unit / unit
 
 
 def _chunked(run: RecordedRun, model: ModelFacts) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from lamina.facts.report import table
@@ -14,7 +15,7 @@ from .drive import RunShape, Tempo, drive
 from .fit import Calibration
 
 ANSWER = 128  # tokens of each sequence, of a shape
-_SEED = 0  # of which round meets which delays
+_SEEDS = range(3)  # of which round meets which delays
 
 
 def predict(
@@ -25,17 +26,18 @@ def predict(
     together: bool = False,
     most: int = 0,
 ) -> Tempo:
-    """Of requests as they come, in a pool with room for all; ``most`` at once, 0 = all. See ``drive``."""
+    """Of requests as they come, in a pool with room for all; ``most`` at once, 0 = all. See ``drive``. The median of
+    what several seeds give, as the 99th percentile of a short run depends on few rounds.
+    """
     trace = RequestTrace("predicted", tuple(requests))
     blocks = sum(-(-(r.prompt + r.answer + 1) // BLOCK) + 1 for r in requests)
-    where = replace(calibration.deployment, batches=batches)
-    chunk, took = calibration.chunk or CHUNK, calibration.delays.dealt(_SEED)
-    engine, wire = simulated(calibration.costs, where, trace, blocks, most or len(requests), chunk, took)
-
-    def sleep(seconds: float) -> None:
-        wire.clock.now += seconds
-
-    return drive(engine, wire.clock, requests, sleep, together=together)
+    where, chunk = replace(calibration.deployment, batches=batches), calibration.chunk or CHUNK
+    tempos = list[Tempo]()
+    for seed in _SEEDS:
+        took = calibration.delays.dealt(seed)
+        engine, wire = simulated(calibration.costs, where, trace, blocks, most or len(requests), chunk, took)
+        tempos.append(drive(engine, wire.clock, requests, wire.clock.sleep, together=together))
+    return Tempo(*(median(each) for each in zip(*tempos, strict=True)))
 
 
 def predict_shape(calibration: Calibration, shape: RunShape, answer: int) -> Tempo:

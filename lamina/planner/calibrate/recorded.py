@@ -24,7 +24,7 @@ class RecordedStep(NamedTuple):
     until the next step began, 0 where none was under way by then; ``model_s``: those in which the compute worker did
     not wait, so slices, and turns, messages and draws between them, which keep it from another batch as well; of a step
     without ``whole_s`` slices and sampling alone. Of attention, on the memory worker that took the longest: its plan,
-    its layers, its messages. Of the driver.
+    its layers, its messages; ``stored_s``: of these, to read stored K and V. Of the driver.
     """
 
     rows: int
@@ -32,6 +32,7 @@ class RecordedStep(NamedTuple):
     pairs: int
     model_s: float
     attention_s: float
+    stored_s: float
     driver_s: float
     whole_s: float
 
@@ -105,12 +106,14 @@ def _step(spans: list[Span], behind: list[Span], layers: int, told: list[float])
             by_worker[span.device].append(span)
     if not pairs or not by_worker or not rows_of.get(0):
         return None
+    longest = max(by_worker.values(), key=_total)
     return RecordedStep(
         rows=rows_of[0],
         draws=rows_of.get(layers, 0),
         pairs=pairs,
         model_s=whole_s - _waited(spans, behind) if whole_s else _total(_on_compute(spans, _MODEL)),
-        attention_s=max(map(_total, by_worker.values())),
+        attention_s=_total(longest),
+        stored_s=_total(s for s in longest if s.event == Event.STORED),
         driver_s=_total(s for s in spans if s.device == ENGINE and s.event in _DRIVER),
         whole_s=whole_s,
     )

@@ -44,8 +44,8 @@ BETWEEN_S = 2e-3  # of a step, in which both wait
 TURNS_S = 1e-3  # of a step, in which the compute worker does what is no slice
 
 
-def spans(shapes: list[tuple[int, int, int]], layers: int = LAYERS) -> Iterator[Span]:
-    """Of steps one after the other: rows, rows that are drawn, pairs."""
+def spans(shapes: list[tuple[int, int, int]], layers: int = LAYERS, row_s: float = 0.0) -> Iterator[Span]:
+    """Of steps one after the other: rows, rows that are drawn, pairs. ``row_s``: of a drawn row, by layer."""
     at = 1.0
     for step, (rows, draws, pairs) in enumerate(shapes):
 
@@ -60,7 +60,9 @@ def spans(shapes: list[tuple[int, int, int]], layers: int = LAYERS) -> Iterator[
             yield span("compute-0", Event.SLICE, layer, rows, slices_s(rows) / (layers + 1))
             attended = span("memory-0", Event.STORED, layer, 0, attention_s(pairs))
             yield attended
-            yield attended._replace(device="compute-0", event=Event.WAIT_O)
+            new = span("memory-0", Event.NEW, layer, 0, draws * row_s)
+            yield new
+            yield attended._replace(device="compute-0", event=Event.WAIT_O, end=new.end)
         if draws:  # else there is no last slice
             yield span("compute-0", Event.SLICE, layers, draws, slices_s(rows) / (layers + 1))
             yield span("compute-0", Event.SAMPLE, -1, 0, 1e-9)
@@ -68,8 +70,8 @@ def spans(shapes: list[tuple[int, int, int]], layers: int = LAYERS) -> Iterator[
         at += TURNS_S + BETWEEN_S
 
 
-def recording(shapes: list[tuple[int, int, int]], layers: int = LAYERS) -> Recording:
-    return Recording(sorted(spans(shapes, layers), key=lambda s: s.start), {}, {}, 0.0)
+def recording(shapes: list[tuple[int, int, int]], layers: int = LAYERS, row_s: float = 0.0) -> Recording:
+    return Recording(sorted(spans(shapes, layers, row_s), key=lambda s: s.start), {}, {}, 0.0)
 
 
 def run_of(count: int, prompt: int) -> list[tuple[int, int, int]]:
@@ -128,6 +130,19 @@ def test_other_shapes_are_predicted(shape: RunShape) -> None:
     assert found.tbt_p50_s == pytest.approx(wanted, rel=0.05)
     assert found.tokens_s == pytest.approx(shape.sequences / wanted, rel=0.05)
     assert found == predict_shape(fitted(), shape, answer), "the same run gives the same numbers"
+
+
+def test_what_goes_by_rows_does_not_grow_with_the_length() -> None:
+    """Where all sequences are about as long, bytes grow with rows: so a law of all that memory workers do would have
+    the work of new rows grow with bytes.
+    """
+    row_s, answer, shape = 20e-6, 40, RunShape(8, 2048)
+    run = steps_of(recording(run_of(8, 512), row_s=row_s), "run")
+    law = calibrate(run, MODEL, constants(), "run")
+    assert law.byte_s == pytest.approx(50e-12, rel=1e-3)
+    middle = shape.prompt + 8 * 64 + answer // 2 - 7 * 32
+    wanted = chain_s(8, 8 * middle) + LAYERS * 8 * row_s
+    assert predict_shape(law, shape, answer).tbt_p50_s == pytest.approx(wanted, rel=0.05)
 
 
 def test_a_step_that_nothing_followed_says_nothing_of_its_length() -> None:
