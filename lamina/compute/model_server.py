@@ -48,6 +48,7 @@ from lamina.protocol.step_parts import parted
 from lamina.workers.devices import CPU, gpu_of, linear, pick
 from lamina.workers.service import WorkerService
 from lamina.workers.staging import Staging, open_staging
+from lamina.workers.surroundings import HERE, Surroundings
 from lamina.workers.view import ViewFabric
 
 from .links import RefusedError
@@ -98,12 +99,13 @@ class ModelServer:
     prefills = False  # whether it computes prompts alone
     _cut: CutModel  # once it is loaded
 
-    def __init__(self, link: ControlLink, start: StartCompute, module: Any) -> None:
+    def __init__(self, link: ControlLink, start: StartCompute, module: Any, around: Surroundings = HERE) -> None:
         """``module``: the model itself, where the driver is this process."""
         self.start = start
         self.module = module
+        self.around = around
         gpu = gpu_of(start.devices.compute_device, start.device_number)
-        self.fabric = netstack.open(start.scheme, key=start.key or cluster_key(), gpu=gpu)
+        self.fabric = around.open_fabric(start.scheme, key=start.key or cluster_key(), gpu=gpu)
         self.trace = recorder(start.trace)
         self.clock = StageTimes()
         self.staging: Staging = open_staging(CPU)  # until the device is picked
@@ -114,7 +116,9 @@ class ModelServer:
         self._in_view: ViewFabric | None = None
         self._called = -1  # the newest view that the driver has named
         self._broken = False  # a channel of the view has ended
-        self.service = WorkerService(link, self._stats, lambda reason: self.fabric.close(), self.trace, heed=self._heed)
+        self.service = WorkerService(
+            link, self._stats, lambda reason: self.fabric.close(), self.trace, heed=self._heed, around=around
+        )
 
     def load(self) -> Loaded:
         """Raises ValueError for what a user can put right."""
@@ -249,7 +253,7 @@ class ModelServer:
     def _connect(self, meeting: Connect) -> None:
         self._let_go()
         self.clock.skip()
-        self._in_view = fabric = ViewFabric(meeting.view, self.fabric)
+        self._in_view = fabric = ViewFabric(meeting.view, self.fabric, self.around.clock)
         self._broken = False
         if self._called_away:
             return

@@ -64,7 +64,7 @@ class PrefillServer(ModelServer):
             view=meeting.view,
         )
         self._serving = PrefillWorker(
-            worker, own, links, start.deadlines.step_timeout_s, trace=self.trace, view=meeting.view
+            worker, own, links, start.deadlines.step_timeout_s, self.around.clock, self.trace, meeting.view
         )
         return self._serving, self.ready(cut, bounds, meeting.view)
 

@@ -24,6 +24,8 @@ from .arrivals import Arrivals
 from .cohort import Cohort
 from .counters import Counters
 from .elastic import Elastic
+from .launchers import Launcher, open_launcher
+from .links import Links
 from .members import JOIN_AFTER_LOSS_S, JOIN_S, BadInputError, LostError, Member, Members
 from .notices import Notices
 from .supervise import Supervisor
@@ -50,12 +52,16 @@ class Pools:
         config: EngineConfig,
         on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
         clock: Clock = time.monotonic,
+        links: Links | None = None,
+        launch: Callable[..., Launcher] = open_launcher,
     ) -> None:
-        """``model``: path, hub id, or an nn.Module, which then runs in this process. Raises ValueError, WorkerError."""
+        """``model``: path, hub id, or an nn.Module, which then runs in this process. ``links``, ``launch``: of a
+        simulation. Raises ValueError, WorkerError.
+        """
         self._config, self._clock = config, clock
-        self._members = Members(self._gather, self._after_end, clock=clock)
+        self._members = Members(self._gather, self._after_end, links, clock)
         self.tracer = Tracer(config.launching.trace or os.environ.get("LAMINA_TRACE", ""))
-        self._cohort = Cohort(config, self._members, on_progress, trace=self.tracer.on, clock=clock)
+        self._cohort = Cohort(config, self._members, on_progress, trace=self.tracer.on, clock=clock, launch=launch)
         self._supervisor = Supervisor(config, self._members, self._cohort, clock)
         self.elastic = Elastic(config, self._members, self._cohort, clock)
         self._notices = Notices(self._members, self.elastic)

@@ -35,6 +35,7 @@ from lamina.protocol.plan import Bind, ProtocolError
 from lamina.protocol.recut import Leaving, MakeRoom, Recut, Recutted, RoomMade
 from lamina.workers.process import on_notice
 from lamina.workers.service import WorkerService
+from lamina.workers.surroundings import HERE, Surroundings
 from lamina.workers.view import ViewDoor
 
 from .lease import check_within, reception
@@ -66,8 +67,8 @@ def serve_memory(sock: socket.socket) -> None:
 class MemoryServer:
     """The life of a memory worker's process, or thread."""
 
-    def __init__(self, link: ControlLink, start: StartMemory) -> None:
-        self._start = start
+    def __init__(self, link: ControlLink, start: StartMemory, around: Surroundings = HERE) -> None:
+        self._start, self._around = start, around
         self._trace = recorder(start.trace)
         self._worker: MemoryWorker | None = None  # until it is loaded
         self._called = -1  # the view of the last Connect
@@ -75,7 +76,13 @@ class MemoryServer:
         self._fabric: netstack.Fabric | None = None
         self._limit: object = None  # of the multiprocessors, as long as it is held
         self._service = WorkerService(
-            link, lambda: self._loaded().stats(), self._abort, self._trace, lambda: self._loaded().rate(), self._heed
+            link,
+            lambda: self._loaded().stats(),
+            self._abort,
+            self._trace,
+            lambda: self._loaded().rate(),
+            self._heed,
+            around,
         )
 
     def run(self) -> None:
@@ -134,7 +141,8 @@ class MemoryServer:
         try:
             check_within("--memory-device", self._start.devices.memory_device != "cpu")
             gpu = None if self._start.devices.memory_device == "cpu" else self._pick_gpu()
-            self._fabric = netstack.open(self._start.scheme, key=self._start.key or cluster_key(), gpu=gpu)
+            key = self._start.key or cluster_key()
+            self._fabric = self._around.open_fabric(self._start.scheme, key=key, gpu=gpu)
             return self._fabric.listen(self._start.address, reception(self._start.name))
         except (ValueError, ImportError, ChannelError) as e:
             self._service.fail(f"memory worker: {e}", user_error=True)
@@ -160,7 +168,7 @@ class MemoryServer:
                 start, asked = self._start, self._start.devices.memory_device
                 device = pick("--memory-device", asked, start.device_number)
                 parts = share(asked, start.device_users)
-                self._worker = MemoryWorker(device, self._trace, parts, self._service.link.send)
+                self._worker = MemoryWorker(device, self._trace, parts, self._service.link.send, self._around.clock)
             return self._worker
 
     def _set_threads(self) -> None:

@@ -6,6 +6,7 @@ message is next, and waits for that one alone. The store is not the session's: i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -71,6 +72,7 @@ class Session:
         trace: Recorder,
         view: int = 0,
         names: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Waits for a Bind on ``channel``, for which ``open_store`` gives the store. ``names``: of all that come, by
         number.
@@ -79,7 +81,7 @@ class Session:
         self._view, self._names = view, names
         self._meter = meter
         self._trace = trace
-        self._grants = Grants(meter, trace, view=view)
+        self._grants = Grants(meter, trace, clock, view)
         self._inbox = RoundInbox(self._channels, self._grants, meter, view)
         self._direct_due = False  # whether a channel for kernels is still to come
         self._store = self._bind(open_store)

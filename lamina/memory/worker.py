@@ -51,9 +51,10 @@ class MemoryWorker:
         trace: Recorder = OFF,
         share: float = FREE_PART,
         report: Callable[[StoredPages | Transferred | GateOpened | Scored], None] = lambda message: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``share``: see Store. ``report``: to the driver, from any thread."""
-        self.device, self._share, self._report = device, share, report
+        self.device, self._share, self._report, self._clock = device, share, report, clock
         self._meter = Meter()
         self._trace = trace
         self._store: Store | None = None  # outlives the sessions
@@ -110,7 +111,9 @@ class MemoryWorker:
             listener = fabric.at(door)
             with torch.inference_mode():
                 open_store = partial(self._open_store, meeting)
-                session = Session(_first(listener), open_store, self._meter, self._trace, meeting.view, meeting.joining)
+                session = Session(
+                    _first(listener), open_store, self._meter, self._trace, meeting.view, meeting.joining, self._clock
+                )
                 session.transfers, session.report = self._transfers, self._report
                 while session.missing:
                     self._join(session, listener)
@@ -199,7 +202,7 @@ class MemoryWorker:
         return new, mover.nbytes
 
     def _enter(self, view: int, fabric: Fabric | None = None) -> ViewFabric:
-        entered = ViewFabric(view, fabric)
+        entered = ViewFabric(view, fabric, self._clock)
         with self._lock:
             self._called = max(view, self._called)
             self._fabric = entered

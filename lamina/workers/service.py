@@ -23,6 +23,8 @@ from lamina.protocol.control import (
     Trace,
 )
 
+from .surroundings import HERE, Surroundings
+
 
 class WorkerService:
     """Reads the control link on its own thread: questions are answered at once, all else is queued for the worker's
@@ -40,6 +42,7 @@ class WorkerService:
         trace: Recorder = OFF,
         rate: Callable[[], float] = lambda: 0.0,
         heed: Callable[[Any], None] = lambda message: None,
+        around: Surroundings = HERE,
     ) -> None:
         """``rate``: bytes a second that the worker's device reads from its memory. ``heed`` sees each message before it
         is queued, whatever the worker's thread waits for; on the link's thread.
@@ -51,8 +54,8 @@ class WorkerService:
         self._trace = trace
         self._rate = rate
         self._heed = heed
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="lamina-control", daemon=True).start()
+        self._inbox = around.queue()
+        around.start(self._read, "lamina-control")
 
     def next(self, *, block: bool) -> Any:
         """The next message for the worker; None if there is none yet (``block=False``) or never will be

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, Fabric, Listener, Terms
@@ -48,10 +49,10 @@ def _of(view: int, channel: Channel) -> Channel | None:
 class ViewFabric:
     """Connects, and accepts, under one view. ``leave`` may come from any thread."""
 
-    def __init__(self, view: int, fabric: Fabric | None = None) -> None:
+    def __init__(self, view: int, fabric: Fabric | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """``fabric``: None for one who only accepts."""
         self.view = view
-        self._fabric = fabric
+        self._fabric, self._clock = fabric, clock
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
         self._over = ""
@@ -64,10 +65,10 @@ class ViewFabric:
 
     def reach(self, url: str, terms: Terms, *, timeout_s: float) -> Channel:
         """Connect to a peer that may have given up and gone on: tries no longer than this view lasts."""
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock() + timeout_s
         while True:
             self._check()
-            left = deadline - time.monotonic()
+            left = deadline - self._clock()
             try:
                 return self.connect(url, terms, timeout_s=min(left, ATTEMPT_S))
             except ChannelTimeout:
@@ -80,10 +81,10 @@ class ViewFabric:
 
     def accept(self, door: ViewDoor, timeout_s: float) -> Channel:
         """The next peer of this view. Raises ChannelTimeout; ChannelAborted once the view is over."""
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock() + timeout_s
         while True:
             self._check()
-            left = deadline - time.monotonic()
+            left = deadline - self._clock()
             try:
                 channel = door.next(self.view, timeout_s=max(0.0, min(left, LOOK_S)))
             except ChannelTimeout:

@@ -59,15 +59,25 @@ class _Inbox:
 class LoopbackLink:
     """What both ends share. ``gpu``: the one that both compute on; None = there is none."""
 
-    def __init__(self, outbound: Geometry, inbound: Geometry, gpu: int | None) -> None:
-        self.changed = threading.Condition()
+    def __init__(
+        self, outbound: Geometry, inbound: Geometry, gpu: int | None, changed: threading.Condition | None = None
+    ) -> None:
+        self.changed = changed or threading.Condition()
         self.inboxes = (_Inbox(outbound), _Inbox(inbound))  # filled by the connector, by the listening side
         self.ends: list[str | None] = [None, None]  # why the connector, the listening side left
         self.gpu = gpu
 
 
 class LoopbackChannel(BaseChannel):
-    def __init__(self, link: LoopbackLink, side: int, peer: str, terms: Terms, faults: Faults) -> None:
+    def __init__(
+        self,
+        link: LoopbackLink,
+        side: int,
+        peer: str,
+        terms: Terms,
+        faults: Faults,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
         geometries = (terms.outbound, terms.inbound)
         far = terms.peer_name(listening=side == 1)
         super().__init__(peer, terms.epoch, geometries[side], geometries[1 - side], far)
@@ -76,7 +86,7 @@ class LoopbackChannel(BaseChannel):
         self._side = side
         self._out = link.inboxes[side]
         self._in = link.inboxes[1 - side]
-        self._faults = faults
+        self._faults, self._clock = faults, clock
 
     def abort(self, reason: str) -> None:
         self._end(f"the peer aborted: {reason}")
@@ -124,7 +134,7 @@ class LoopbackChannel(BaseChannel):
                 data[:] = source
             out.published += 1
             seqno = (self.epoch << EPOCH_SHIFT) + out.published
-            visible_from = monotonic() + self._faults.delay_s
+            visible_from = self._clock() + self._faults.delay_s
             out.waiting.append((visible_from, seqno, tag.ljust(TAG_BYTES, b"\0"), data.toreadonly()))
             self._changed.notify_all()
             if out.published == self._faults.die_after:
@@ -133,11 +143,11 @@ class LoopbackChannel(BaseChannel):
 
     def _take(self, timeout_s: float) -> tuple[int, bytes, memoryview]:
         waiting = self._in.waiting
-        deadline = monotonic() + timeout_s
+        deadline = self._clock() + timeout_s
         with self._changed:
             while True:
                 self._check("wait_signal")
-                now = monotonic()
+                now = self._clock()
                 if waiting and waiting[0][0] <= now:
                     _, seqno, tag, data = waiting.popleft()
                     return seqno, tag, data
@@ -161,7 +171,7 @@ class LoopbackListener:
         self._accepted: WeakSet[LoopbackChannel] = WeakSet()  # those that are still in use count for the ceiling
         self._key = key
         self._fabric = fabric
-        self._changed = threading.Condition()
+        self._changed = fabric.condition()
         self._callers: deque[tuple[LoopbackLink, Terms]] = deque()
         self._refusal = ""
         self._closed = False
@@ -214,9 +224,18 @@ class LoopbackFabric(BaseFabric):
     in_process = True
     gpu: int | None = None
 
-    def __init__(self, key: bytes, *, faults: Faults | None = None) -> None:
+    def __init__(
+        self,
+        key: bytes,
+        *,
+        faults: Faults | None = None,
+        condition: Callable[[], threading.Condition] = threading.Condition,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """``condition``, ``clock``: by which its ends wait; a simulation has its own."""
         super().__init__(key)
         self._faults = faults or Faults()
+        self.condition, self._clock = condition, clock
 
     def channel(self, link: LoopbackLink, side: int, peer: str, terms: Terms) -> LoopbackChannel:
         """An end of ``link``, which this fabric closes. ``side``: 0 connected, 1 was accepted."""
@@ -225,10 +244,10 @@ class LoopbackFabric(BaseFabric):
         return channel
 
     def _link(self, outbound: Geometry, inbound: Geometry, gpu: int | None) -> LoopbackLink:
-        return LoopbackLink(outbound, inbound, gpu)
+        return LoopbackLink(outbound, inbound, gpu, self.condition())
 
     def _make(self, link: LoopbackLink, side: int, peer: str, terms: Terms) -> LoopbackChannel:
-        return LoopbackChannel(link, side, peer, terms, self._faults)
+        return LoopbackChannel(link, side, peer, terms, self._faults, self._clock)
 
     def listen(self, address: str = "", reception: Reception = RECEPTION) -> LoopbackListener:
         place = address or secrets.token_hex(8)

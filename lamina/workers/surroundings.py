@@ -1,0 +1,31 @@
+"""What a worker has around it: time, threads, queues between them, and a network. A simulation has its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from lamina import netstack
+from lamina.netstack import Fabric
+
+
+def start_thread(work: Callable[[], None], name: str) -> None:
+    """Have ``work`` done on a thread of its own, which ends with the process."""
+    threading.Thread(target=work, name=name, daemon=True).start()
+
+
+class Surroundings(NamedTuple):
+    """``clock``: seconds that only grow. ``start``: a thread by what it does and its name. ``queue``: a new one, with
+    ``put(message)`` and ``get(block)``, which raises queue.Empty. ``open_fabric``: as netstack.open.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    start: Callable[[Callable[[], None], str], None] = start_thread
+    queue: Callable[[], Any] = queue.SimpleQueue
+    open_fabric: Callable[..., Fabric] = netstack.open
+
+
+HERE = Surroundings()  # of a worker in a process or thread of this machine
