@@ -17,10 +17,10 @@ from lamina.request import CompletionOutput, RequestOutput, Told, scored
 from .clock import VirtualClock
 from .elastic import capacity_of
 from .model import Letters
-from .scenario import Arriving, Scenario, params_of, planned, scenario
+from .play import MOST_STEPS, Play, ScenarioError, in_order, is_broken, least
+from .scenario import Scenario, params_of, planned, scenario
 from .wire import SimWire
 
-MOST_STEPS = 2_000
 Completion = tuple[Any, ...]
 
 
@@ -31,10 +31,6 @@ class Played(NamedTuple):
     losses: int
     preemptions: int
     changes: int
-
-
-class ScenarioError(AssertionError):
-    """A scenario that does not hold; the text has it."""
 
 
 def check(of: Scenario) -> Played:
@@ -53,12 +49,12 @@ def check_restart(of: Scenario) -> bool:
     """Play a part of ``of``; then another engine goes on with what readers have by then. Whether some request had begun
     by then. Raises ScenarioError.
     """
-    seeded, calm = with_seeds(of), _Play(replace(of, faults=(), changes=()))
+    seeded, calm = with_seeds(of), _EnginePlay(replace(of, faults=(), changes=()))
     wanted = calm.run()
     try:
-        before = _Play(seeded)
+        before = _EnginePlay(seeded)
         before.take_steps(random.Random(of.seed).randint(1, calm.steps))
-        after = _Play(replace(seeded, faults=()))
+        after = _EnginePlay(replace(seeded, faults=()))
         begun = after.go_on_from(before)
         for ask, answer, same in zip(of.asks, after.run().requests, wanted.requests, strict=True):
             if ask.cancel_s is None:
@@ -71,46 +67,29 @@ def check_restart(of: Scenario) -> bool:
 def with_seeds(of: Scenario) -> Scenario:
     """The same, with the seeds that an engine would draw, in the order of arrival."""
     rng, asks = random.Random(of.options["seed"]), list(of.asks)
-    for place, ask in in_order(of):
+    for place, ask in in_order(of.asks):
         if ask.params.get("seed") is None:
             asks[place] = replace(ask, params={**ask.params, "seed": rng.getrandbits(62)})
     return replace(of, asks=tuple(asks))
 
 
-def in_order(of: Scenario) -> list[tuple[int, Arriving]]:
-    """Requests with their places, as they arrive."""
-    return sorted(enumerate(of.asks), key=lambda x: (x[1].at_s, x[0]))
-
-
 def play(of: Scenario) -> Played:
     """To the end. Raises AssertionError, and whatever goes wrong."""
-    return _Play(of).run()
+    return _EnginePlay(of).run()
 
 
 def smaller(of: Scenario) -> Scenario:
-    """A part of a broken scenario that is broken too: without what is not needed for it."""
-    for name in ("faults", "changes", "asks"):
-        for one in getattr(of, name):
-            left: dict[str, Any] = {name: tuple(x for x in getattr(of, name) if x is not one)}
-            less = replace(of, **left)
-            try:
-                check(less)
-            except ScenarioError:
-                return smaller(less)
-    return of
+    """A part of a broken scenario that is broken too."""
+    return least(of, ("faults", "changes", "asks"), lambda less: is_broken(check, less))
 
 
-class _Play:
+class _EnginePlay(Play):
     def __init__(self, of: Scenario) -> None:
-        self._of, self._clock = of, VirtualClock()
-        self._wire = SimWire(of, self._clock)
-        self._engine = Engine(self._wire, make_config({**of.options, "transport": "shm"}), self._clock)
-        self._left, self._changes = in_order(of), list(of.changes)
-        self._asked: dict[int, tuple[int, Arriving]] = {}  # by request: its place, and what it is
-        self._outputs: dict[int, RequestOutput] = {}
-        self._seen: dict[tuple[int, int], tuple[list[int], str]] = {}
+        clock = VirtualClock()
+        self._of, self._wire = of, SimWire(of, clock)
+        super().__init__(of.asks, Engine(self._wire, make_config({**of.options, "transport": "shm"}), clock), clock)
+        self._changes = list(of.changes)
         self._views = self._wire.view
-        self.steps = 0
         self._ended: dict[int, RequestOutput] = {}  # by place: of an engine before this one
         self._scores: dict[int, Any] = {}  # by request: of its prompt, told by an engine before this one
 
@@ -119,7 +98,8 @@ class _Play:
         engine = self._engine
         engine.settle()
         engine.rest()
-        self._check_end()
+        self._check_rest()
+        self._check_all_is_free()
         answers: list[tuple[Completion, ...]] = [()] * len(self._of.asks)
         for request, (place, _) in self._asked.items():
             output = self._outputs.get(request)
@@ -131,20 +111,7 @@ class _Play:
         wire, preemptions = self._wire, engine.scheduler.num_preemptions
         return Played(answers, wire.losses, preemptions, wire.elastic.changes)
 
-    def take_steps(self, most: int) -> bool:
-        """So many at most; whether all has come to its end."""
-        for _ in range(most):
-            self._let_requests_come()
-            self._let_changes_come()
-            if not self._engine.has_work and not self._left:
-                return True
-            self._take(self._engine.step())
-            self.steps += 1
-            self._check_view()
-            self._cancel()
-        return False
-
-    def go_on_from(self, before: _Play) -> bool:
+    def go_on_from(self, before: _EnginePlay) -> bool:
         """With the requests of an engine that has died, as far as readers have them. Whether some had begun."""
         self._left, begun = before._left, False
         for request, (place, ask) in before._asked.items():
@@ -161,19 +128,8 @@ class _Play:
             begun = begun or any(one.tokens for one in told)
         return begun
 
-    def _let_requests_come(self) -> None:
-        engine, clock = self._engine, self._clock
-        if not engine.has_work and self._left:
-            clock.now = max(clock.now, self._left[0][1].at_s)
-            self._take(engine.look())
-            self._check_view()
-        while self._left and self._left[0][1].at_s <= clock.now:
-            place, ask = self._left.pop(0)
-            request = engine.add(list(ask.prompt), params_of(ask), make_pieces=Letters)
-            self._asked[request] = place, ask
-
-    def _let_changes_come(self) -> None:
-        """One at a time; what would need KV to be computed again is refused, as the server does."""
+    def _look_round(self) -> None:
+        """Changes, one at a time; what would need KV to be computed again is refused, as the server does."""
         elastic = self._wire.elastic
         while self._changes and self._changes[0].at_s <= self._clock.now and not elastic.under_way:
             asked = self._changes.pop(0)
@@ -182,52 +138,13 @@ class _Play:
                 check_room(self._engine.scheduler, self._engine.info, capacity_of(shape))
                 elastic.begin(asked, shape)
 
-    def _cancel(self) -> None:
-        for request, (_, ask) in self._asked.items():
-            if ask.cancel_s is not None and self._clock.now >= ask.at_s + ask.cancel_s:
-                output = self._engine.cancel(request)
-                if output is not None:
-                    self._take([output])
-
-    def _take(self, outputs: list[RequestOutput]) -> None:
-        """What a reader has seen changes no more."""
-        for output in outputs:
-            self._outputs[output.request_id] = output
-            for one in output.outputs:
-                key = output.request_id, one.index
-                tokens, text = self._seen.get(key, ([], ""))
-                assert one.token_ids[: len(tokens)] == tokens, "tokens that were told are others now"
-                assert one.text.startswith(text), "text that was told is another one now"
-                self._seen[key] = list(one.token_ids), one.text
-
     def _check_view(self) -> None:
         if self._wire.view != self._views:
             self._views = self._wire.view
             self._check_rest()
 
     def _check_rest(self) -> None:
-        """Behind a change of the view: everybody holds what the ledger says."""
-        ledger, holders = self._engine._ledger, self._wire.layout.holders
-        ledger.check_integrity()
-        for worker in self._wire.memory:
-            worker.tables.check_integrity()
-            assert sorted(worker.tables.sequences) == sorted(ledger.sequences)
-            for sequence in ledger.sequences:
-                assert worker.tables.length(sequence) == ledger.length(sequence)
-            groups = [g for g, of in enumerate(holders) if worker.number in of]
-            for here, group in enumerate(groups):
-                for sequence in ledger.sequences:
-                    (start, ids), (first, same) = (
-                        t.table(g, sequence) for t, g in ((worker.tables, here), (ledger, group))
-                    )
-                    assert (start, len(ids)) == (first, len(same)), "the ledger has other blocks than a worker"
-
-    def _check_end(self) -> None:
-        assert not self._engine.has_work
-        self._check_rest()
-        engine = self._engine
-        assert len(engine._ledger.sequences) == engine.scheduler.prefixes.num_retained, "sequences are left"
-        assert engine.free_blocks == engine._ledger.num_blocks
+        self._check_tables([(w.number, w.tables) for w in self._wire.memory], self._wire.layout.holders)
 
 
 def _told(output: RequestOutput | None) -> tuple[Completion, ...]:

@@ -105,7 +105,7 @@ def scenario(seed: int) -> Scenario:
     windows = rng.choice(((0,), (0,), (6,), (0, 5)))
     tight = rng.random() < 0.4
     num_blocks = -(-MAX_LEN // BLOCK) + (rng.randint(0, 3) if tight else 100)
-    asks = _alike(seed, tuple(_ask(rng) for _ in range(rng.randint(1, 7))))
+    asks = alike(seed, tuple(_ask(rng) for _ in range(rng.randint(1, 7))))
     options["enable_prefix_caching"] = seed % 3 == 0 and not options["prefill_workers"]
     if options["enable_prefix_caching"] and seed % 2 == 0:
         modes = "swap", "auto", "recompute"
@@ -180,7 +180,7 @@ def _forbidden(rng: random.Random) -> dict[str, Any]:
     return {"bad_words_token_ids": words, "allowed_token_ids": allowed}
 
 
-def _alike(seed: int, asks: tuple[Arriving, ...]) -> tuple[Arriving, ...]:
+def alike(seed: int, asks: tuple[Arriving, ...]) -> tuple[Arriving, ...]:
     """Some prompts begin like the one before them."""
     rng, arrivals = random.Random(~seed), list[Arriving]()
     for ask in asks:
