@@ -1,0 +1,178 @@
+"""Threads of which one runs at a time: that who holds the baton. Who gets it next is drawn, and time passes only while
+all wait. So a run is a function of its seed, whatever the machine does meanwhile.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from lamina.sim.clock import VirtualClock
+
+FOREVER = float("inf")
+GIVE_UP = 0.1  # of waits that would be none, others get the baton first
+END_S = 60.0  # virtual seconds for all threads to end by themselves
+
+
+class Slain(BaseException):
+    """The process of this thread was killed. No Exception, so that nobody handles it."""
+
+
+class Strand:
+    """A thread. ``slain``: whether its process was killed."""
+
+    def __init__(self, name: str, slain: Callable[[], bool]) -> None:
+        self.name, self.slain = name, slain
+        self.turn = threading.Semaphore(0)
+        self.ready: Callable[[], Any] = lambda: True
+        self.until = FOREVER
+
+    def is_due(self, now: float) -> bool:
+        """Whether it would do something now; an error of what it waits for is its own to raise."""
+        if self.until <= now or self.slain():
+            return True
+        try:
+            return bool(self.ready())
+        except Exception:  # noqa: BLE001
+            return True
+
+
+class Baton:
+    """Whoever makes it holds it first: the driver's thread."""
+
+    def __init__(self, clock: VirtualClock, rng: random.Random) -> None:
+        self.clock, self._rng = clock, rng
+        self._driver = self._holder = Strand("driver", lambda: False)
+        self._strands = [self._driver]
+        self._failures: list[BaseException] = []
+        self._over = False
+
+    def start(self, work: Callable[[], None], name: str, slain: Callable[[], bool]) -> None:
+        """A thread that gets the baton in its turn. What it raises the driver raises."""
+        strand = Strand(name, lambda: self._over or slain())
+        self._strands.append(strand)
+        threading.Thread(target=self._live, args=(strand, work), name=name, daemon=True).start()
+
+    def wait(self, ready: Callable[[], Any], timeout_s: float | None = None) -> Any:
+        """Until ``ready``, or until so much time has passed; what ``ready`` says then, or raises. By whoever holds the
+        baton.
+        """
+        strand = self._holder
+        self._check(strand)
+        if not ready() or self._rng.random() < GIVE_UP:
+            strand.ready = ready
+            strand.until = FOREVER if timeout_s is None else self.clock.now + max(0.0, timeout_s)
+            self._hand_on(strand)
+        return ready()
+
+    def sleep(self, seconds: float) -> None:
+        """Let others go on for so long."""
+        self.wait(lambda: False, seconds)
+
+    def end(self) -> None:
+        """End all threads but the driver's: those that do not by themselves as if they were killed. Raises what one
+        has raised, and AssertionError where there were such threads.
+        """
+        self.wait(lambda: len(self._strands) == 1, END_S)
+        left = [strand.name for strand in self._strands[1:]]
+        self.cut()
+        assert not left, f"threads that do not end: {', '.join(left)}"
+
+    def cut(self) -> None:
+        """End all threads but the driver's as if they were killed."""
+        self._over = True
+        self._driver.ready, self._driver.until = lambda: len(self._strands) == 1, FOREVER
+        while len(self._strands) > 1:
+            self._failures.clear()
+            self._hand_on(self._driver, check=False)
+
+    def _live(self, strand: Strand, work: Callable[[], None]) -> None:
+        strand.turn.acquire()
+        try:
+            if not strand.slain():
+                work()
+        except Slain:
+            pass
+        except BaseException as error:  # noqa: BLE001
+            self._failures.append(error)
+        finally:
+            self._strands.remove(strand)
+            self._give(self._next())
+
+    def _hand_on(self, strand: Strand, *, check: bool = True) -> None:
+        """Give the baton on, and take it again."""
+        other = self._next()
+        if other is not strand:
+            self._give(other)
+            strand.turn.acquire()
+        if check:
+            self._check(strand)
+
+    def _give(self, strand: Strand) -> None:
+        self._holder = strand
+        strand.turn.release()
+
+    def _check(self, strand: Strand) -> None:
+        if strand.slain():
+            raise Slain
+        if strand is self._driver and self._failures:
+            raise self._failures[0]
+
+    def _next(self) -> Strand:
+        """Who has something to do; time passes until somebody has."""
+        while True:
+            if self._failures:
+                return self._driver
+            due = [strand for strand in self._strands if strand.is_due(self.clock.now)]
+            if due:
+                return self._rng.choice(due)
+            until = min(strand.until for strand in self._strands)
+            if not self.clock.advance(until) and until == FOREVER:
+                waiting = ", ".join(strand.name for strand in self._strands)
+                self._failures.append(AssertionError(f"nothing will ever happen any more: {waiting} wait"))
+
+
+class BatonCondition(threading.Condition):
+    """Of whoever holds the baton: it guards nothing, as nobody else runs."""
+
+    def __init__(self, baton: Baton) -> None:
+        self._baton, self._told = baton, 0
+
+    def __enter__(self) -> bool:
+        return True
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until somebody has told of a change since."""
+        told = self._told
+        return bool(self._baton.wait(lambda: self._told != told, timeout))
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        """Until ``predicate``; what it says then."""
+        return self._baton.wait(predicate, timeout)
+
+    def notify_all(self) -> None:
+        """Something has changed."""
+        self._told += 1
+
+
+class BatonQueue:
+    """Messages from one thread to another."""
+
+    def __init__(self, baton: Baton) -> None:
+        self._baton, self._messages = baton, deque[Any]()
+
+    def put(self, message: Any) -> None:
+        self._messages.append(message)
+
+    def get(self, block: bool = True) -> Any:
+        """The next one. Raises queue.Empty where there is none and nobody waits for it."""
+        self._baton.wait(lambda: self._messages, None if block else 0.0)
+        if not self._messages:
+            raise queue.Empty
+        return self._messages.popleft()

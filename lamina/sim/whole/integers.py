@@ -1,0 +1,166 @@
+"""A model in slices whose numbers are integers all the way: what a row gives depends on all that it has seen, so that a
+wrong block, at whatever layer, shows in all tokens behind it.
+
+Attention is the shipped one. Of two query heads of a KV head the first has a query of zeros: what it gets is the mean
+of V, and times their number the sum, once rounded. The second one's query is the code of a position, as K is: it gets
+the V of that one position, since all others have e^-40 of its weight. Which position that is depends on all before.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lamina.attention.spec import AttentionSpec
+from lamina.converter.graph import RowTensor
+from lamina.protocol.plan import LayerShape
+from lamina.sim.model import EOS, VOCAB
+
+PRIME = 2_147_483_647
+LAYERS = 2
+KV_HEADS, BITS, V_DIM = 2, 8, 4
+LARGEST = 1009  # below which numbers in V are
+LOUD = 20.0  # of a query that asks for one position
+NUMBERS = torch.int64
+
+
+def token_bytes(kv_heads: int) -> int:
+    """Of K and V of one token in a layer."""
+    return kv_heads * (BITS + V_DIM) * torch.float32.itemsize
+
+
+class _Factors(NamedTuple):
+    """Of one layer."""
+
+    v: Tensor  # [KV_HEADS * V_DIM]: what makes the numbers in V
+    at: Tensor  # [KV_HEADS]: which position is asked for
+    o: Tensor  # [2 * KV_HEADS * V_DIM]: what O adds
+
+
+def _factors(layer: int) -> _Factors:
+    rng = random.Random(layer)
+
+    def some(count: int, most: int) -> Tensor:
+        return torch.tensor([rng.randrange(1, most) for _ in range(count)])
+
+    return _Factors(some(KV_HEADS * V_DIM, PRIME), some(KV_HEADS, PRIME), some(2 * KV_HEADS * V_DIM, 1 << 20))
+
+
+class IntegerModel:
+    """A SlicedProgram, as far as a compute worker uses one, and what is known of a loaded model. ``windows``: of the
+    layers.
+    """
+
+    vocab_size, eos_token_ids, weight_bytes = VOCAB, (EOS,), 0
+
+    def __init__(self, windows: Sequence[int]) -> None:
+        self.windows = [windows[layer % len(windows)] for layer in range(LAYERS)]
+        self.layers = [
+            LayerShape(2 * KV_HEADS, KV_HEADS, BITS, V_DIM, AttentionSpec(scale=1.0, window=w).encode())
+            for w in self.windows
+        ]
+        self.slices: list[Any] = [self._first, *(self._middle(layer) for layer in range(LAYERS - 1)), self._last]
+        carried = tuple(RowTensor(name, (1,), NUMBERS) for name in ("state", "position"))
+        self.cuts = [_IntegerCut(carried)] * LAYERS
+        self._of = [_factors(layer) for layer in range(LAYERS)]
+        self._bit = 2 ** torch.arange(BITS)
+
+    @property
+    def config(self) -> IntegerModel:
+        """As of a model of Hugging Face."""
+        return self
+
+    def get_text_config(self) -> IntegerModel:
+        """As of a model of Hugging Face."""
+        return self
+
+    def right(self, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
+        """Whether greedy ``tokens`` are what follows ``prompt``: by one pass over all, with attention in fp64."""
+        ids = torch.tensor([*prompt, *tokens]).unsqueeze(1)
+        plain, positions = _PlainAttention(self.windows), torch.arange(len(ids)).unsqueeze(1)
+        carry = self._first(ids, positions, plain)
+        for layer in range(1, LAYERS):
+            carry = self.slices[layer](*carry, plain.o(), plain)
+        (logits,) = self.slices[-1](*carry, plain.o())
+        drawn: list[int] = logits[len(prompt) - 1 : -1, 0].argmax(-1).tolist()
+        return drawn == list(tokens)
+
+    def _first(self, ids: Tensor, positions: Tensor, send: Any) -> tuple[Tensor, ...]:
+        return self._send(0, (ids * 7_919 + positions * 104_729 + 1) % PRIME, positions, send)
+
+    def _middle(self, layer: int) -> Any:
+        def run(x: Tensor, positions: Tensor, o: Tensor, send: Any) -> tuple[Tensor, ...]:
+            return self._send(layer + 1, self._absorb(layer, x, positions, o), positions, send)
+
+        return run
+
+    def _last(self, x: Tensor, positions: Tensor, o: Tensor) -> tuple[Tensor]:
+        token = self._absorb(LAYERS - 1, x, positions, o) % VOCAB
+        return (torch.zeros(len(x), 1, VOCAB).scatter_(2, token.unsqueeze(2), 10.0),)
+
+    def _seen(self, layer: int, positions: Tensor) -> Tensor:
+        window = self.windows[layer]
+        return (positions + 1).clamp(max=window) if window else positions + 1
+
+    def _send(self, layer: int, x: Tensor, positions: Tensor, send: Any) -> tuple[Tensor, ...]:
+        of, rows, seen = self._of[layer], len(x), self._seen(layer, positions)
+        asked = positions - (x * of.at % PRIME) % seen  # [R, KV_HEADS]
+        q = torch.zeros(rows, KV_HEADS, 2, BITS)
+        q[:, :, 1] = self._code(asked) * LOUD
+        send.q(layer, q.view(rows, 2 * KV_HEADS, 1, BITS))
+        k = self._code(positions).expand(rows, KV_HEADS, BITS).unsqueeze(2)
+        v = (x * of.v % PRIME % LARGEST).to(torch.float32).view(rows, KV_HEADS, 1, V_DIM)
+        send.kv(layer, k.contiguous(), v)
+        return x, positions
+
+    def _code(self, positions: Tensor) -> Tensor:
+        """positions [R, N] -> [R, N, BITS] of 1 and -1."""
+        return ((positions.unsqueeze(2) & self._bit) > 0).to(torch.float32) * 2 - 1
+
+    def _absorb(self, layer: int, x: Tensor, positions: Tensor, o: Tensor) -> Tensor:
+        both = o.view(len(x), KV_HEADS, 2, V_DIM).to(torch.float64)
+        sums = both[:, :, 0].flatten(1) * self._seen(layer, positions)
+        whole = torch.cat([sums, both[:, :, 1].flatten(1)], 1).round().to(NUMBERS)
+        return ((x * 48_271) % PRIME + (whole * self._of[layer].o).sum(1, keepdim=True)) % PRIME
+
+
+class _IntegerCut(NamedTuple):
+    """What is carried from one slice to the next."""
+
+    tensors: tuple[RowTensor, ...]
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(t.bytes_per_token for t in self.tensors)
+
+
+class _PlainAttention:
+    """Of one sequence, all of whose rows are there, as its words say."""
+
+    def __init__(self, windows: Sequence[int]) -> None:
+        self._windows = windows
+        self._sent: dict[str, Tensor] = {}
+        self._layer = 0
+
+    def q(self, layer: int, q: Tensor) -> None:
+        """Q of all rows."""
+        self._layer, self._sent["q"] = layer, q[:, :, 0].to(torch.float64)
+
+    def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """K and V of all rows."""
+        self._sent["k"], self._sent["v"] = (
+            x[:, :, 0].repeat_interleave(2, 1).to(torch.float64) for x in (k, v)
+        )  # fmt: skip
+
+    def o(self) -> Tensor:
+        """[R, 1, Hq, Dv]"""
+        q, k, v = (self._sent[name] for name in "qkv")
+        at, window = torch.arange(len(q)), self._windows[self._layer]
+        behind = at.unsqueeze(1) - at
+        hidden = (behind < 0) | ((behind >= window) if window else (behind < 0))
+        scores = torch.einsum("rhd,shd->hrs", q, k).masked_fill(hidden, -torch.inf)
+        return torch.einsum("hrs,shd->rhd", scores.softmax(-1), v).unsqueeze(1)

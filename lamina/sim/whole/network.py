@@ -1,0 +1,152 @@
+"""What simulated processes tell each other by: channels of loopback on the virtual clock, and control links. A message
+takes a while; it stays behind those before it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from lamina.netstack import Terms
+from lamina.netstack.contract.fabric import Slot
+from lamina.netstack.host.loopback_host import Faults, LoopbackChannel, LoopbackFabric, LoopbackLink
+from lamina.protocol.control import LinkClosedError
+
+from .baton import Baton, BatonCondition
+
+if TYPE_CHECKING:
+    from .process import SimProcess
+
+GONE = "the peer's process is gone"
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class SimFabric(LoopbackFabric):
+    """Of one process. Its channels end with that."""
+
+    def __init__(self, key: bytes, baton: Baton, delay_s: Callable[[], float], process: SimProcess | None) -> None:
+        """``delay_s`` of a message is drawn as it is sent. ``process``: None = one that nobody kills."""
+        super().__init__(key, condition=lambda: BatonCondition(baton), clock=baton.clock)
+        self._delay_s, self._process = delay_s, process
+
+    def _make(self, link: LoopbackLink, side: int, peer: str, terms: Terms) -> LoopbackChannel:
+        return SimChannel(link, side, peer, terms, self._faults, self._clock, self._delay_s, self._process)
+
+    def die(self) -> None:
+        """All channels end, without a word, and nobody listens any more."""
+        for opened in list(self._opened):
+            if isinstance(opened, SimChannel):
+                opened.die()
+            else:
+                opened.close()
+
+
+class SimChannel(LoopbackChannel):
+    """Each call of it may be the last that its process makes."""
+
+    def __init__(
+        self,
+        link: LoopbackLink,
+        side: int,
+        peer: str,
+        terms: Terms,
+        faults: Faults,
+        clock: Callable[[], float],
+        delay_s: Callable[[], float],
+        process: SimProcess | None,
+    ) -> None:
+        super().__init__(link, side, peer, terms, faults, clock)
+        self._delay_s, self._process = delay_s, process
+
+    def die(self) -> None:
+        """As if the process were gone."""
+        self._end(GONE)
+
+    def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
+        self._act()
+        self._faults.delay_s = self._delay_s()
+        seqno = super()._publish(slot, nbytes, tag, source)
+        self._act()
+        return seqno
+
+    def _take(self, timeout_s: float) -> tuple[int, bytes, memoryview]:
+        arrival = super()._take(timeout_s)
+        self._act()
+        return arrival
+
+    def _act(self) -> None:
+        if self._process is not None:
+            self._process.act()
+
+
+class SimPipe:
+    """One direction of a control link."""
+
+    def __init__(self, baton: Baton, delay_s: Callable[[], float]) -> None:
+        self._baton, self._delay_s = baton, delay_s
+        self._last = 0.0  # when the newest message comes
+        self.came = deque[bytes]()
+        self.ended = False  # nothing more will come
+
+    def put(self, data: bytes | None) -> None:
+        """A message, which comes later; None: the end."""
+        clock = self._baton.clock
+        self._last = max(self._last, clock.now + self._delay_s())
+        clock.later(self._last - clock.now, lambda: self._come(data))
+
+    def _come(self, data: bytes | None) -> None:
+        if data is None:
+            self.ended = True
+        else:
+            self.came.append(data)
+
+
+class SimControl:
+    """One end of a control link; see ControlLink."""
+
+    def __init__(
+        self, baton: Baton, messages: Any, ways: tuple[SimPipe, SimPipe], process: SimProcess | None = None
+    ) -> None:
+        """``messages``: those that it takes. ``ways``: to here, and to the other end. ``process``: as of SimFabric."""
+        self._baton, self._process = baton, process
+        self._decoder = msgspec.msgpack.Decoder(messages)
+        self._in, self._out = ways
+        self.closed = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``recv`` would return at once, or raise."""
+        return bool(self._in.came or self._in.ended or self.closed)
+
+    def limit_sends(self, seconds: float) -> None:
+        """A message is always taken."""
+
+    def send(self, message: Any) -> None:
+        """Raises LinkClosedError."""
+        self._act()
+        if self.closed or self._in.ended:
+            raise LinkClosedError("control link: the other end is gone")
+        self._out.put(_ENCODER.encode(message))
+        self._act()
+
+    def recv(self, timeout_s: float | None = None) -> Any:
+        """The next message. Raises TimeoutError, LinkClosedError."""
+        if not self._baton.wait(lambda: self.ready, timeout_s):
+            raise TimeoutError("control link: no message in time")
+        if self._in.came and not self.closed:
+            self._act()
+            return self._decoder.decode(self._in.came.popleft())
+        raise LinkClosedError("control link: the other end is gone")
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self._out.put(None)
+
+    def _act(self) -> None:
+        if self._process is not None:
+            self._process.act()

@@ -1,0 +1,217 @@
+"""The processes of a simulated host, each of them the shipped worker; and the host as the driver sees it: it starts
+them, and has their control links.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from lamina import gemm
+from lamina.compute.main import ComputeServer
+from lamina.compute.model_server import MESSAGES, CutModel, ModelServer
+from lamina.compute.prefill_main import PrefillServer
+from lamina.fleet.links import FROM_WORKERS, Link
+from lamina.memory.main import FROM_DRIVER, MemoryServer
+from lamina.memory.worker import MemoryWorker
+from lamina.protocol.control import LinkClosedError, StartCompute, StartMemory
+from lamina.protocol.options.engine import EngineConfig
+from lamina.protocol.options.resolve import sequence_limit
+from lamina.workers.surroundings import Surroundings
+
+from .baton import Baton, BatonQueue, Slain
+from .integers import BITS, IntegerModel
+from .network import SimControl, SimFabric, SimPipe
+
+KEY = b"k" * 32
+LONGEST_S = 0.005  # that a message takes
+AT_ONCE = 0.5  # of messages take no time
+Place = tuple[str, int]  # role and number
+Deaths = Collection[tuple[Place, int]]  # the place, and the number of the call that its process does not survive
+
+
+class _Integers(ModelServer):
+    """What loads: nothing but the model of integers."""
+
+    module: IntegerModel
+
+    def cut(self) -> CutModel:
+        """In slices it is already."""
+        model = self.module
+        max_len = sequence_limit(self.start.model.max_model_len, 1 << BITS)
+        partition = self._partition(model.layers, max_len)
+        backend = gemm.get("torch", 1)
+        return CutModel(model, model, model.layers, torch.float32, max_len, partition, backend)
+
+    def runnable(self, cut: CutModel, group: Any = None) -> IntegerModel:
+        """As it is."""
+        return self.module
+
+
+class IntegerComputeServer(_Integers, ComputeServer):
+    """The compute worker of a simulation."""
+
+
+class IntegerPrefillServer(_Integers, PrefillServer):
+    """The prefill worker of a simulation."""
+
+
+class SimProcess:
+    """A worker's process, and its handle. Each call of the network and of the control link counts."""
+
+    place = ""
+    sock: Any = None
+    stopped = False
+
+    def __init__(self, host: SimHost, role: str, index: int, pid: int) -> None:
+        self.role, self.index, self.pid = role, index, pid
+        self._host, self._fate = host, ""
+        self.died = False  # by itself; else the driver has ended it
+        self.fabric: SimFabric | None = None
+        self.server: Any = None
+        to, back = (SimPipe(host.baton, host.delay_s) for _ in range(2))
+        messages = FROM_DRIVER if role == "memory" else MESSAGES
+        self._link = SimControl(host.baton, messages, (to, back), self)
+        self.control = SimControl(host.baton, FROM_WORKERS, (back, to))  # the driver's end
+        self.start(self._serve, f"{role}-{index}")
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._fate)
+
+    @property
+    def memory(self) -> MemoryWorker:
+        """The worker that it has loaded."""
+        worker: MemoryWorker = self.server._worker
+        return worker
+
+    def start(self, work: Callable[[], None], name: str) -> None:
+        """One of its threads."""
+        self._host.baton.start(work, f"{name} of pid {self.pid}", lambda: self.ended)
+
+    def open(self, scheme: str, *, key: bytes, gpu: int | None = None) -> SimFabric:
+        """Its network, whatever the scheme."""
+        self.fabric = SimFabric(key, self._host.baton, self._host.delay_s, self)
+        return self.fabric
+
+    def act(self) -> None:
+        """A call: its last one, perhaps."""
+        if self.ended or self._host.is_last(self):
+            self.died = self.died or not self.ended
+            self.kill()
+            raise Slain
+
+    def fate(self) -> str | None:
+        return self._fate or None
+
+    def join(self, timeout_s: float) -> None:
+        if not self._host.baton.wait(lambda: self.ended, timeout_s):
+            self.kill()
+
+    def kill(self) -> None:
+        """Nothing that it does from here on reaches anybody."""
+        self._end("was killed by SIGKILL")
+
+    def _end(self, fate: str) -> None:
+        if not self._fate:
+            self._fate = fate
+            if self.fabric is not None:
+                self.fabric.die()
+            self._link.close()
+
+    def _serve(self) -> None:
+        try:
+            start = self._link.recv()
+        except LinkClosedError:
+            self._end("exited with status 0")
+            return
+        around = Surroundings(self._host.baton.clock, self.start, partial(BatonQueue, self._host.baton), self.open)
+        if isinstance(start, StartMemory):
+            self.server = MemoryServer(self._link, start, around)  # type: ignore[arg-type]
+        elif isinstance(start, StartCompute):
+            server = IntegerComputeServer if self.role == "compute" else IntegerPrefillServer
+            self.server = server(self._link, start, self._host.model, around)  # type: ignore[arg-type]
+        self.server.run()
+        self._end("exited with status 0")
+
+
+class SimHost:
+    """Launcher, and Links of the driver."""
+
+    key = KEY
+
+    def __init__(self, baton: Baton, rng: random.Random, model: IntegerModel, deaths: Deaths = ()) -> None:
+        self.baton, self.model, self._rng = baton, model, rng
+        self._deaths = set(deaths)
+        self._calls: Counter[Place] | None = None  # once all have started
+        self.processes: list[SimProcess] = []
+        self.losses = 0
+
+    def begin(self) -> None:
+        """From here on calls count, and processes die."""
+        self._calls = Counter()
+
+    def end(self) -> None:
+        """Nobody dies any more."""
+        self._calls = None
+
+    def is_last(self, process: SimProcess) -> bool:
+        """Whether a process does not survive the call that it makes."""
+        if self._calls is None:
+            return False
+        place = process.role, process.index
+        self._calls[place] += 1
+        dies = (place, self._calls[place]) in self._deaths
+        self.losses += dies
+        return dies
+
+    def delay_s(self) -> float:
+        """Of a message, a new one each time."""
+        return 0.0 if self._rng.random() < AT_ONCE else self._rng.uniform(0.0, LONGEST_S)
+
+    def now(self, role: str, index: int) -> SimProcess:
+        """Who has that place."""
+        return next(p for p in reversed(self.processes) if (p.role, p.index) == (role, index))
+
+    @property
+    def at_work(self) -> list[SimProcess]:
+        """Who has a place now."""
+        return list({(p.role, p.index): p for p in self.processes}.values())
+
+    # Launcher:
+    def launch(self, config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> SimHost:
+        return self
+
+    def share(self, role: str, index: int) -> int:
+        return 0
+
+    def start(self, role: str, index: int, threads: int = 0) -> SimProcess:
+        self.processes.append(SimProcess(self, role, index, 100 + len(self.processes)))
+        return self.processes[-1]
+
+    def may_replace(self, lost: Any) -> bool:
+        return True
+
+    def grow(self, role: str, count: int) -> bool:
+        return True
+
+    def keep(self, role: str, numbers: Sequence[int]) -> None: ...
+
+    def close(self) -> None: ...
+
+    # Links:
+    def open(self, handle: Any) -> SimControl:
+        process: SimProcess = handle
+        return process.control
+
+    def wait(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
+        ends: list[Any] = list(links)
+        if any(link.closed for link in ends):
+            raise ValueError("a link was closed here")
+        self.baton.wait(lambda: any(link.ready for link in ends), timeout_s)
+        return [link for link in ends if link.ready]
