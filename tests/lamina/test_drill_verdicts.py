@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from lamina.cli.check.agreement import ERROR_ALLOWED, MARGIN_FACTOR
 from lamina.cli.drill.streams import StreamTold
-from lamina.cli.drill.verdicts import NEAR, PUSHES, StreamFork, error_of, fork_of, is_at_edge, pushed, verdict
+from lamina.cli.drill.verdicts import NEAR, PUSHES, StreamFork, error_of, fork_of, is_at_edge, pushed, verdict, words_of
 from lamina.protocol.control import Adjust, Draw, Penalties
 from lamina.sampling.history import History
 from lamina.sampling.sampler import Sampler
@@ -55,6 +56,18 @@ TOLD = StreamTold(
 )
 def test_what_a_stream_was_told_is_judged(told: StreamTold, word: str) -> None:
     assert verdict(told, TOLD) == word
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (replace(TOLD, error="status 503"), "status 503"),
+        (replace(TOLD, ids={0: [1, 2], 1: [3, 9, 5]}), "token 1 of choice 1 is 9 in place of 4"),
+        (replace(TOLD, ids={0: [1, 2], 1: [3, 4]}, tokens=4), "4 tokens, ended by .* in place of 5"),
+    ],
+)
+def test_how_a_stream_differs_is_said(told: StreamTold, words: str) -> None:
+    assert re.match(words, words_of(told, TOLD))
 
 
 def test_of_a_stream_without_a_seed_the_length_is_judged() -> None:

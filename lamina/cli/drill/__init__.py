@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import shlex
 import time
@@ -20,6 +21,8 @@ from lamina.cli.words import counted
 if TYPE_CHECKING:
     from .streams import StreamTold
     from .target import Target, Victim
+
+log = logging.getLogger(__name__)
 
 # name -> (role, signal, or CUT: it loses a connection to a memory worker, or SCALE: it ends as the server gets twice as
 # many memory workers, or as many as at first, or FLIP: a bit of its KV changes)
@@ -162,7 +165,7 @@ class _Drill:
     def _judged(self, told: Sequence[StreamTold], *, well: bool) -> Counter[str]:
         """Where the server is well, streams without a seed are asked for again, with the seed that they were given."""
         from .streams import has_one_answer, seeds_of
-        from .verdicts import error_of, is_at_edge, verdict
+        from .verdicts import error_of, is_at_edge, verdict, words_of
 
         wanted, bodies = dict(enumerate(self._wanted)), list(self._bodies)
         known = {i for i, b in enumerate(bodies) if has_one_answer(b)}
@@ -178,6 +181,11 @@ class _Drill:
         for i in known if well else ():
             if words[i] == "wrong" and is_at_edge(told[i], wanted[i], bodies[i], error, self._read_one):
                 words[i] = "edge"
+        for i, word in enumerate(words):
+            if word in BAD:
+                log.warning(
+                    "stream %d was %s: %s (error %.1g): %s", i, word, words_of(told[i], wanted[i]), error, bodies[i]
+                )
         return Counter(words)
 
 

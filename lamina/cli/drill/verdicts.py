@@ -64,6 +64,18 @@ def fork_of(told: StreamTold, wanted: StreamTold) -> StreamFork | None:
     return None
 
 
+def words_of(told: StreamTold, wanted: StreamTold) -> str:
+    """In what they differ, for people."""
+    if told.error:
+        return told.error
+    fork = fork_of(told, wanted)
+    if fork is None:
+        return f"{told.tokens} tokens, ended by {told.reasons}, in place of {wanted.tokens}, by {wanted.reasons}"
+    pairs = zip(wanted.ids[fork.choice], told.ids[fork.choice], strict=False)
+    at = next(i for i, (token, other) in enumerate(pairs) if token != other)
+    return f"token {at} of choice {fork.choice} is {fork.other} in place of {fork.token}"
+
+
 def error_of(told: StreamTold, wanted: StreamTold) -> float:
     """The largest difference of a log-probability, as far as the tokens are the same."""
     worst = 0.0
