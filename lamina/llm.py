@@ -11,7 +11,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
+from .engine.conversations.ranges import joined
 from .engine.conversations.sessions import SessionFacts, SessionName
+from .engine.conversations.terms import PLAIN, KVTerms
 from .engine.conversations.turns import said_in, said_of
 from .engine.lockstep import Lockstep
 from .engine.streams import Feed
@@ -74,6 +76,7 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
         session_id: str | None = None,
+        kv_discard: Sequence[tuple[int, int]] = (),
         **others: Any,
     ) -> list[RequestOutput]:
         """Complete all prompts (text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}); results in their
@@ -83,26 +86,25 @@ class LLM:
         ends the workers. ``use_tqdm``: a bar of finished prompts on stderr, where that is a terminal; or what makes
         the bar, called as tqdm. ``priority`` changes nothing, as with vLLM's default scheduling. ``session_id``: the
         one prompt is the next turn of that session (docs/sessions.md); raises SessionBusyError while another is under
-        way, ValueError where it does not begin with the prompt of the turn before. ``others``: arguments of
-        vLLM's, which are taken where they ask for nothing.
+        way, ValueError where it does not begin with the prompt of the turn before. ``kv_discard``: first and stop of
+        tokens of the one prompt that it is to lose, and its session for ever, where contexts may be truncated.
+        ``others``: arguments of vLLM's, which are taken where they ask for nothing.
         """
         check_arguments("LLM.generate", others)
         batch = prompt_list(prompts)
         check_priority(len(batch), priority)
-        return self._generate(batch, sampling_params, use_tqdm, session_id)
+        return self._generate(batch, sampling_params, use_tqdm, _terms(session_id, kv_discard))
 
     def _generate(
         self,
         batch: list[str | list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
-        session_id: str | None,
+        terms: KVTerms,
         messages: Conversation | None = None,
     ) -> list[RequestOutput]:
         with (
-            self._stream(
-                batch, sampling_params, finished_only=True, session_id=session_id, messages=messages
-            ) as stream,
+            self._stream(batch, sampling_params, finished_only=True, terms=terms, messages=messages) as stream,
             counting_bar(use_tqdm, len(stream.request_ids), "Processed prompts") as count,
         ):
             finished = {}
@@ -137,13 +139,14 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         priority: int | Sequence[int] | None = None,
         session_id: str | None = None,
+        kv_discard: Sequence[tuple[int, int]] = (),
         **others: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several: lists of {"role": ..., "content": ...}, put into the model's own template,
         or into ``chat_template`` (Jinja). ``continue_final_message``: go on with the last message, with
         ``add_generation_prompt`` False. ``tools``: as the template writes them; what the model answers stays text.
         ``chat_template_kwargs``: variables of the template. ``session_id``: see ``generate``; all messages are given
-        with each turn. ``others``: as of ``generate``.
+        with each turn. ``kv_discard``, ``others``: as of ``generate``.
 
         Raises ValueError for a model without a chat template and for messages that the template refuses.
         """
@@ -159,7 +162,7 @@ class LLM:
         options |= {k: v for k, v in (("chat_template", chat_template), ("tools", tools)) if v is not None}
         prompts: list[str | list[int]] = [apply_chat_template(self.tokenizer, c, **options) for c in conversations]
         check_priority(len(prompts), priority)
-        return self._generate(prompts, sampling_params, use_tqdm, session_id, conversations[0])
+        return self._generate(prompts, sampling_params, use_tqdm, _terms(session_id, kv_discard), conversations[0])
 
     def lockstep(self, prompts: Sequence[list[int]], max_tokens: int) -> Lockstep:
         """Token ids whose continuations the caller chooses, a token of each at a time, by the logits of all.
@@ -222,18 +225,18 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         finished_only: bool,
-        session_id: str | None = None,
+        terms: KVTerms = PLAIN,
         messages: Conversation | None = None,
     ) -> Stream:
         self._check_open()
-        if session_id is not None and len(batch) != 1:
-            raise ValueError(f"session_id goes with one prompt, not {len(batch)}: call it for each")
+        if terms != PLAIN and len(batch) != 1:
+            raise ValueError(f"session_id and kv_discard go with one prompt, not {len(batch)}: call it for each")
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = params_list(len(batch), given)
         asked = [self._front.ask(p, params) for p, params in zip(batch, each, strict=True)]
-        if session_id is not None:
+        if terms != PLAIN:
             said = said_of(batch[0]) if messages is None else said_in(messages)
-            asked = [replace(asked[0], session=SessionName(b"", session_id), said=said)]
+            asked = [replace(asked[0], terms=terms, said=said)]
         feed = Feed(len(asked), finished_only=finished_only)
         with _Use(self):
             self._front.streams.add(asked, feed)
@@ -293,6 +296,12 @@ class LLM:
     def _check_open(self) -> None:
         if self.pools.closed:
             raise ValueError("this LLM is closed: create a new one")
+
+
+def _terms(session_id: str | None, kv_discard: Sequence[tuple[int, int]]) -> KVTerms:
+    """Of the one prompt of a call."""
+    session = None if session_id is None else SessionName(b"", session_id)
+    return KVTerms(session=session, discard=joined((int(first), int(stop)) for first, stop in kv_discard))
 
 
 class _Use:

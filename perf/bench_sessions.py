@@ -8,8 +8,8 @@ file      the same pool, and a directory
 layered   the same pool, host memory of --host-memory, which holds one conversation, and a directory behind it
 
 All play the same conversations, in turns; a turn is asked for when the one before has been answered. At the end the
-next turns of all conversations are asked for at once: a line, whose KV is fetched ahead where that can be. Prints one
-JSON line; --write appends it to perf/results/bench_sessions.jsonl.
+next turns of all conversations are asked for at once: a line, whose KV is fetched ahead where that can be. Prints a
+table by tier, and one JSON line; --write appends it to perf/results/bench_sessions.jsonl.
 """
 
 from __future__ import annotations
@@ -87,7 +87,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(args.model) if args.model else make(Path(folder) / "model", "bfloat16")
         results = measure(path, args, Path(folder))
+    print(table(results))
     print(record("bench_sessions", {name: getattr(args, name) for name in SETTINGS}, results, write=args.write))
+
+
+def table(results: dict[str, Any]) -> str:
+    """Medians of the later turns, by the tier where KV slept."""
+    seconds, ratios, hits = results["first_token_s"], results["to_none"], results["hit"]
+    rows = [f"{'tier':8}{'hit':>6}{'first token':>14}{'to computing all':>18}"]
+    for name, hit in hits.items():
+        rows.append(f"{name:8}{hit:6.2f}{seconds[name]['median']:12.3f} s{ratios[name]['median']:18.2f}")
+    return "\n".join(rows)
 
 
 def measure(path: Path, args: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """What truncation without recomputation costs in quality: nats a token of the shipped model on held-out text, behind a
-context that was cut, by what its KV is.
+context that was cut, by what its KV is; and the share of questions that it answers behind a cut.
 
 Each text fills the context but for --new tokens; --ratio of the context goes, behind the first --keep tokens; the next
 --new tokens are scored behind what is left. "moved": its KV is kept, and K is rotated as a memory worker does; "naive":
-kept and not rotated; "recomputed": what is left is computed anew. Differences are paired by text. Prints one JSON line;
---write appends it to perf/results/bench_truncation.jsonl.
+kept and not rotated; "recomputed": what is left is computed anew. Differences are paired by text. Questions are about
+one of four pairs that were stated 1,024 tokens before, behind the discarded ones; the cut comes between statement and
+question. Prints one JSON line; --write appends it to perf/results/bench_truncation.jsonl.
 
     python perf/bench_truncation.py --texts 200 --write
+    python perf/bench_truncation.py --texts 200 --keep 0 --write    # no first tokens are kept, as in the paper
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from lamina.protocol.plan import Rotary
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 from tiny_lm.corpus import held_out_text  # noqa: E402
+from tiny_lm.recall import RecallPrompt, RecallTask  # noqa: E402
 
 ONE_SIDED_95 = 1.645
 WAYS = ("moved", "naive", "recomputed")
+CONTEXT, DISTANCE = 2048, 1024  # tokens; the second one from a statement to its question
 
 
 class Scorer:
@@ -45,10 +49,27 @@ class Scorer:
     @torch.inference_mode()
     def nats(self, history: Tensor, new: Tensor) -> dict[str, float]:
         """Of ``new`` [n] a token, by way."""
+        length = len(history) - self._gone
+        losses = {way: self._logits(cache, length, new) for way, cache in self._cut(history).items()}
+        return {way: float(torch.nn.functional.cross_entropy(x[:-1], new[1:])) for way, x in losses.items()}
+
+    @torch.inference_mode()
+    def answers(self, history: Tensor, new: Tensor, answer: list[int]) -> dict[str, bool]:
+        """Whether the greedy continuation of ``new`` is ``answer``, by way."""
+        right, length = dict[str, bool](), len(history) - self._gone
+        for way, cache in self._cut(history).items():
+            given, told, at = new, list[int](), length
+            for _ in answer:
+                told.append(int(self._logits(cache, at, given)[-1].argmax()))
+                given, at = torch.tensor(told[-1:]), at + len(given)
+            right[way] = told == answer
+        return right
+
+    def _cut(self, history: Tensor) -> dict[str, Any]:
+        """A cache of what is left of ``history``, by way."""
         keep, gone = self._keep, self._gone
-        left = torch.cat([history[:keep], history[keep + gone :]])
-        whole, anew = self._cache(history), self._cache(left)
-        scores = {"recomputed": self._score(anew, len(left), new)}
+        caches = {"recomputed": self._cache(torch.cat([history[:keep], history[keep + gone :]]))}
+        whole = self._cache(history)
         for way in ("naive", "moved"):
             cache = DynamicCache(config=self._model.config)
             for number, layer in enumerate(whole.layers):
@@ -56,18 +77,25 @@ class Scorer:
                 if way == "moved":
                     k[:, :, keep:] = rotated(k[:, :, keep:], self._rotary, -gone)
                 cache.update(k, v, number)
-            scores[way] = self._score(cache, len(left), new)
-        return scores
+            caches[way] = cache
+        return caches
 
     def _cache(self, tokens: Tensor) -> Any:
         cache = DynamicCache(config=self._model.config)
         self._model(tokens[None], past_key_values=cache, logits_to_keep=1)
         return cache
 
-    def _score(self, cache: Any, length: int, new: Tensor) -> float:
+    def _logits(self, cache: Any, length: int, new: Tensor) -> Tensor:
         at = torch.arange(length, length + len(new))
-        logits = self._model(new[None], position_ids=at[None], past_key_values=cache, cache_position=at).logits[0]
-        return float(torch.nn.functional.cross_entropy(logits[:-1], new[1:]))
+        told = self._model(new[None], position_ids=at[None], past_key_values=cache, cache_position=at)
+        logits: Tensor = told.logits[0]
+        return logits
+
+
+def _split(filler: Tensor, prompt: RecallPrompt, before: int, history: int) -> tuple[Tensor, Tensor]:
+    """A text with ``before`` tokens in front of the statements, and where the cut comes."""
+    text = torch.cat([filler[:before], torch.tensor(prompt.tokens)])
+    return text[:history], text[history:]
 
 
 def main() -> None:
@@ -77,15 +105,17 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=256, help="tokens that are scored")
     parser.add_argument("--ratio", type=float, default=0.5)
     parser.add_argument("--keep", type=int, default=128)
+    parser.add_argument("--questions", type=int, default=400)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = torch.tensor(tokenizer.encode(held_out_text(), add_special_tokens=False, verbose=False))
-    context = 2048
-    history, gone = context - args.new, int(context * args.ratio)
-    starts = torch.linspace(0, len(ids) - context - 1, args.texts).long().tolist()
+    history, gone = CONTEXT - args.new, int(CONTEXT * args.ratio)
+    starts = torch.linspace(0, len(ids) - CONTEXT - 1, args.texts).long().tolist()
     scorer = Scorer(args.model, args.keep, gone)
-    runs = [scorer.nats(ids[s : s + history], ids[s + history : s + context]) for s in starts]
+    runs = [scorer.nats(ids[s : s + history], ids[s + history : s + CONTEXT]) for s in starts]
+    asked = RecallTask(tokenizer).prompts(ids.numpy(), DISTANCE, count=args.questions)
+    right = [scorer.answers(*_split(ids, prompt, args.keep + gone, history), prompt.answer) for prompt in asked]
     settings = {"texts": args.texts, "new": args.new, "ratio": args.ratio, "keep": args.keep}
     means = {way: statistics.fmean(run[way] for run in runs) for way in WAYS}
     told: dict[str, Any] = {f"{way}_nats": round(means[way], 4) for way in WAYS}
@@ -93,6 +123,8 @@ def main() -> None:
     differences = [run["moved"] - run["recomputed"] for run in runs]
     mean, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(runs))
     told |= {"moved_over_recomputed": round(mean, 5), "upper_95": round(mean + ONE_SIDED_95 * error, 5)}
+    told["recall"] = {way: statistics.fmean(each[way] for each in right) for way in WAYS}
+    told["naive_over_recomputed_perplexity"] = round(math.exp(means["naive"] - means["recomputed"]), 3)
     print(record(Path(__file__).stem, settings, told, write=args.write))
 
 

@@ -8,6 +8,9 @@ from itertools import chain
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import SamplingParams
 
+from .conversations.overflow import Overflow
+from .conversations.ranges import Ranges
+
 MOST_SCORES = 1 << 20  # of a prompt, which come back at once
 NOT_FINITE = "the largest logit is not a finite number: weights or activations are broken, or too large for --dtype"
 
@@ -80,6 +83,15 @@ def check_session(params: SamplingParams, config: EngineConfig) -> None:
         raise ValueError("session_id needs KV that outlives its request: start with --enable-prefix-caching")
     if is_sparse(params, config):
         raise ValueError("session_id needs all KV of a turn, for the next one: ask for kv_sparsity none with it")
+
+
+def check_discard(ranges: Ranges, length: int, params: SamplingParams, overflow: Overflow | None) -> None:
+    """Raises ValueError where a prompt of ``length`` cannot lose these tokens."""
+    if overflow is None:
+        raise ValueError("kv_discard needs KV that can be moved: start with --context-overflow truncate")
+    if params.prompt_logprobs is not None:
+        raise ValueError("kv_discard does not go with prompt_logprobs, which are of all tokens: leave out one")
+    overflow.check(ranges, length)
 
 
 def kv_form(salt: bytes, params: SamplingParams, config: EngineConfig) -> tuple[bytes, bool, bool]:

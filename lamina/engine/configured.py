@@ -68,7 +68,7 @@ def cordon(scheduler: Scheduler, info: ComputeReady, worker: int, *, on: bool) -
 def scheduler_of(
     config: EngineConfig, info: ComputeReady, ledger: BlockTables, num_batches: int, clock: Callable[[], float]
 ) -> Scheduler:
-    """``num_batches``: that take turns at first. ``clock``: seconds, for what prompts take."""
+    """``num_batches``: that take turns at first. ``clock``: seconds."""
     batching, topology = config.batching, config.topology
     tier = _tier(config, ledger, info)
     return Scheduler(
@@ -80,21 +80,21 @@ def scheduler_of(
         num_layers=info.num_layers,
         num_replicas=topology.replicas,
         prefill=Prefill(topology.prefill_workers, batching.prefill_chunk, topology.most_batches, clock),
-        prefixes=_prefixes(config, ledger),
+        prefixes=_prefixes(config, ledger, clock),
         tier=tier,
         swaps=_swaps(config, tier),
         evictions=_evictions(config, info),
-        keep_first=config.overflow.keep_first,
         homes=topology.memory_workers if topology.borrow else 0,
         view=info.view,
     )
 
 
-def _prefixes(config: EngineConfig, ledger: BlockTables) -> Prefixes:
+def _prefixes(config: EngineConfig, ledger: BlockTables, clock: Callable[[], float]) -> Prefixes:
     """Where bits count, a prefix ends where a fresh prompt would have been cut."""
     batching, fixed = config.batching, config.model.deterministic
     page = math.lcm(ledger.block_size, batching.prefill_chunk if fixed else 1)
-    return Prefixes(ledger, page if config.keeps_prefixes else 0, prompts_only=fixed, exact=not fixed)
+    kept = page if config.keeps_prefixes else 0
+    return Prefixes(ledger, kept, prompts_only=fixed, exact=not fixed, clock=clock)
 
 
 def _evictions(config: EngineConfig, info: ComputeReady) -> Evictions | None:

@@ -18,10 +18,12 @@ from lamina.protocol.tiers import GateOpened, Transferred
 from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes, SamplingParams, Told
 
 from .blocks.tier import Moved
-from .checks import check_ids, check_session, check_stops, is_sparse, kv_form, too_long
+from .checks import check_discard, check_ids, check_session, check_stops, is_sparse, kv_form, too_long
 from .configured import blocks_of, scheduler_of
 from .conversations.overflow import overflow_of
+from .conversations.ranges import Ranges, joined, without
 from .conversations.sessions import SessionName
+from .conversations.terms import PLAIN, KVTerms
 from .draws import draw_of, scores_of, seed_of
 from .kept import KeptKV
 from .request import Request
@@ -80,28 +82,28 @@ class Engine:
         told: Iterable[Told] = (),
         held: bool = False,
         spell: Spell | None = None,
-        salt: bytes = b"",
-        session: SessionName | None = None,
+        terms: KVTerms = PLAIN,
         kept: bool = True,
     ) -> int:
         """Queue a prompt; returns the request's id. ``told``: of completions that another engine began; they go on
         behind that, given the seed that they had. ``held``: its tokens are chosen by ``choose``, not drawn; it has one
-        completion. ``spell``: for logprobs. ``salt``: it shares KV with requests of the same salt only. ``session``: it
-        is the next turn of that one. ``kept``: its KV serves others behind its end. Raises ValueError for a prompt that
-        cannot be served.
+        completion. ``spell``: for logprobs. ``kept``: its KV serves others behind its end, on these ``terms``. Raises
+        ValueError for a prompt that cannot be served.
         """
-        self.check(prompt, params, session)
+        self.check(prompt, params, terms)
         request_id, self._next_request = self._next_request, self._next_request + 1
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        known = self.scheduler.sessions.of(session) if session else None
-        given, discarded = prompt, 0
+        known = self.scheduler.sessions.of(terms.session) if terms.session else None
+        given, discarded = prompt, Ranges()
         if self._overflow and params.prompt_logprobs is None and not held:
-            discarded = self._overflow.discarded(len(prompt), params.max_tokens, known.discarded if known else 0)
-            prompt = self._overflow.left(prompt, discarded)
+            before = joined([*(known.discarded if known else ()), *terms.discard])
+            discarded = self._overflow.discarded(len(prompt), params.max_tokens, before)
+            prompt = without(prompt, discarded)
         sequences = [self._sequence(request_id, prompt, params, seed_of(seed, i), i) for i in range(params.n)]
         for sequence in sequences:
             sequence.held, sequence.session, sequence.discarded, sequence.outlived = held, known, discarded, not kept
-            sequence.salt, sequence.sparse, sequence.dense = kv_form(salt, params, self.config)
+            sequence.kin, sequence.retention_s = terms.kin, terms.retention_s
+            sequence.salt, sequence.sparse, sequence.dense = kv_form(terms.salt, params, self.config)
         outputs = [s.output for s in sequences]
         output = RequestOutput(request_id, text, list(given), outputs, RequestTimes(self._clock()))
         if params.prompt_logprobs is not None:
@@ -131,11 +133,13 @@ class Engine:
             sequence.num_drawing += 1
             request.append(sequence, Drawn(sequence.id, token, logprobs))
 
-    def check(self, prompt: list[int], params: SamplingParams, session: SessionName | None = None) -> None:
+    def check(self, prompt: list[int], params: SamplingParams, terms: KVTerms = PLAIN) -> None:
         """Raises ValueError, in one line, for a prompt or parameters that cannot be served."""
         limit, vocab = self.info.max_model_len, self.info.vocab_size
-        if session is not None:
+        if terms.session is not None:
             check_session(params, self.config)
+        if terms.discard:
+            check_discard(terms.discard, len(prompt), params, self._overflow)
         if not prompt:
             raise ValueError("the decoder prompt cannot be empty: it needs at least one token")
         if len(prompt) >= limit and (self._overflow is None or params.prompt_logprobs is not None):

@@ -29,6 +29,8 @@ class Request:
     def begin(self, sequence: Sequence, now: float) -> None:
         """The first rows of a sequence are on their way."""
         output = self.output
+        if sequence.session is not None:
+            sequence.session.began(now - output.times.arrival_s)
         output.times.scheduled_s = output.times.scheduled_s or now
         if output.num_cached_tokens is None:
             output.num_cached_tokens = min(sequence.num_cached, len(sequence.prompt))

@@ -60,7 +60,6 @@ class Scheduler:
         tier: Tier | None = None,
         swaps: Swaps | None = None,
         evictions: Evictions | None = None,
-        keep_first: int = 0,
         homes: int = 0,
         view: int = 0,
     ) -> None:
@@ -68,9 +67,8 @@ class Scheduler:
         ``num_layers``: attention operators, over which the steps rotate. ``num_replicas``: 0 = as many as the batches
         need. ``prefill``: who computes the prompts; None = the batches do. ``prefixes``: what is kept of finished
         sequences; None = nothing. ``tier``: where it is kept besides; None = nowhere; ``swaps``: so too that of
-        preempted ones. ``evictions``: how sparse sequences lose blocks; None = there are none. ``keep_first``: tokens
-        of a session that are never discarded. ``homes``: memory workers on which sequences begin, the first ones; 0 =
-        all. ``view``: of the first plans.
+        preempted ones. ``evictions``: how sparse sequences lose blocks; None = there are none. ``homes``:
+        memory workers on which sequences begin, the first ones; 0 = all. ``view``: of the first plans.
         """
         self.view = view
         self._ledger = ledger
@@ -82,7 +80,7 @@ class Scheduler:
         self._num_layers, self._num_replicas = num_layers, num_replicas
         self._prefill = prefill or Prefill(0, prefill_chunk, num_batches)
         self.prefixes = prefixes or Prefixes(ledger, 0)
-        self.sessions, self.leaves = self.prefixes.sessions, Leaves(self.prefixes, ledger, tier, keep_first)
+        self.sessions, self.leaves = self.prefixes.sessions, Leaves(self.prefixes, ledger, tier)
         self.tier, self.swaps, self.evictions = tier, swaps, evictions
         self._newcomers = Newcomers(
             ledger, self._room, self._cuts, self._prefill, self.prefixes, tier, swaps, max_num_seqs, self.leaves

@@ -8,6 +8,7 @@ from lamina.kv.sparsity import BlockScores
 from lamina.protocol.placement import FIRST, Place
 from lamina.request import CompletionOutput, SamplingParams
 
+from .conversations.ranges import Ranges
 from .conversations.sessions import SessionState
 
 
@@ -26,7 +27,9 @@ class Sequence:
     max_len: int  # tokens, prompt included, at which it ends
     stop_tokens: frozenset[int]
     salt: bytes = b""  # it shares KV with sequences of the same salt only
-    discarded: int = 0  # tokens of a longer prompt behind its first ones: it shares KV with its session alone
+    kin: bytes = b""  # where there is room it begins where others of its kin did
+    retention_s: float = 0.0  # for which its pages are not given up behind its end, as long as others can be
+    discarded: Ranges = ()  # tokens that a longer prompt has lost: it shares KV with its session alone
     session: SessionState | None = None  # of which it is a turn
     id: int = -1  # set by the scheduler on admission, as the next one
     place: Place = FIRST  # of its KV on the memory workers

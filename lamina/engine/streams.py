@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from lamina.request import CompletionOutput, RequestOutput, SamplingParams
 
 from .conversations.sessions import SessionFacts, SessionName
+from .conversations.terms import PLAIN, KVTerms
 from .conversations.turns import NOTHING_SAID, Said, Turns
 from .engine import Engine
 from .text import Pieces, Spell
@@ -28,8 +29,7 @@ class Asked:
     text: str | None = None
     make_pieces: Callable[[], Pieces] | None = None
     spell: Spell | None = None
-    salt: bytes = b""
-    session: SessionName | None = None
+    terms: KVTerms = PLAIN
     said: Said = NOTHING_SAID  # in a session
 
 
@@ -105,7 +105,7 @@ class Streams:
         tokenizer raises for one that it cannot show, and then none is queued.
         """
         for a in asked:
-            self._engine.check(a.prompt, a.params, a.session)
+            self._engine.check(a.prompt, a.params, a.terms)
         try:
             for a in asked:
                 request_id = self._add(a)
@@ -116,8 +116,9 @@ class Streams:
             raise
 
     def _add(self, a: Asked) -> int:
-        if a.session is not None:
-            self._turns.begin(a.session, a.said)
+        session = a.terms.session
+        if session is not None:
+            self._turns.begin(session, a.said)
         try:
             request_id = self._engine.add(
                 a.prompt,
@@ -125,15 +126,14 @@ class Streams:
                 text=a.text,
                 make_pieces=a.make_pieces,
                 spell=a.spell,
-                salt=a.salt,
-                session=a.session,
+                terms=a.terms,
             )
         except BaseException:
-            if a.session is not None:
-                self._turns.end(a.session, answered=False)
+            if session is not None:
+                self._turns.end(session, answered=False)
             raise
-        if a.session is not None:
-            self._speaks[request_id] = a.session
+        if session is not None:
+            self._speaks[request_id] = session
         return request_id
 
     def _end_turn(self, request_id: int, *, answered: bool) -> None:

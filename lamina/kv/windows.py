@@ -44,6 +44,7 @@ class Expected:
         self._turns: dict[int, list[bytes]] = {}
         self._needed: dict[bytes, list[int]] = {}  # page -> its turns, the next one first
         self.copied: set[bytes] = set()  # pages that lie elsewhere too
+        self.prolonged: Container[bytes] = ()  # pages that are not to go before others
 
     def __len__(self) -> int:
         """Turns."""
@@ -83,9 +84,11 @@ class Expected:
 
     def rank(self, use: PageUse, otherwise: Callable[[PageUse], Rank]) -> Rank:
         """The rank of a page in the order in which pages give way. Copied pages go first, then those that nobody waits
-        for, ranked by ``otherwise``, then the others, from the tail of the queue on.
+        for, ranked by ``otherwise``, the prolonged ones last, then the others, from the tail of the queue on.
         """
         if use.key in self.copied:
             return (-1, *otherwise(use))
         turn = self.next_of(use.key)
-        return (0, *otherwise(use)) if turn is None else (1, -turn, -use.number)
+        if turn is None:
+            return (int(use.key in self.prolonged), *otherwise(use))
+        return (2, -turn, -use.number)

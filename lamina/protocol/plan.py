@@ -36,17 +36,22 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from .medium_ops import MOST_EXPECTED as MOST_EXPECTED
+from .medium_ops import MOST_PROLONGED_S as MOST_PROLONGED_S
+from .medium_ops import Drop as Drop
+from .medium_ops import Expect as Expect
+from .medium_ops import MediumOp as MediumOp
+from .medium_ops import Prolong as Prolong
 from .options.engine import KVOptions
 from .partition import Lanes, Partition
 from .placement import FIRST, Place
 from .sparse_ops import Prune as Prune
 from .sparse_ops import RowOp as RowOp
 
-VERSION = 11
+VERSION = 12
 # Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
 GRANTS_AHEAD = 2
 MOST_PAGES = 64  # of a transfer
-MOST_EXPECTED = 1 << 16  # pages, of all turns that wait
 KEY_BYTES = 32  # of a page's key
 
 
@@ -205,29 +210,8 @@ class Shift(msgspec.Struct, frozen=True, array_like=True, tag="shift"):
     count: int
 
 
-class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
-    """Forget pages in the medium, behind what is being saved there. Nobody waits for it. ``sequence``: whose they were;
-    it need not exist.
-    """
-
-    sequence: int
-    keys: list[bytes]
-
-
-class Expect(msgspec.Struct, frozen=True, array_like=True, tag="expect"):
-    """A sequence that waits needs pages of the medium, from page ``first`` on, and will most likely lie at ``place``.
-    Those of ``turn`` are needed before those of larger ones; no keys: it needs nothing any more. Nobody waits for it.
-    """
-
-    turn: int
-    first: int = 0
-    keys: list[bytes] = []
-    place: Place = FIRST
-
-
 Transfer = Export | Import
 BlockOp = New | Fork | Free | Truncate | Shift | Grant | Transfer | Prune  # what concerns blocks of the pool
-MediumOp = Drop | Expect  # what concerns the medium alone
 SequenceOp = BlockOp | MediumOp | RowOp
 
 

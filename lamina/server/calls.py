@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lamina.engine.conversations.sessions import SessionName
+from lamina.engine.conversations.terms import PLAIN, KVTerms
 from lamina.engine.conversations.turns import Turns
 from lamina.request import SamplingParams
 
@@ -102,21 +103,20 @@ class Call:
         arrival_s: float,
         *,
         only_prompt: bool = False,
-        salt: bytes = b"",
+        terms: KVTerms = PLAIN,
         entry: Entry | None = None,
         turn: SessionTurn | None = None,
     ) -> None:
         """``ticket``: for all completions, which the call closes; ``only_prompt``: the one token that is drawn all the
-        same is not wanted; ``salt``: see salt_of; ``entry``: of the journal, where there is one; ``turn``: of its
-        session, which ends with the call. Raises ApiError where there is no room for so many tokens, and where there is
-        no engine.
+        same is not wanted; ``entry``: of the journal, where there is one; ``turn``: of its session, which
+        ends with the call. Raises ApiError where there is no room for so many tokens, and where there is no engine.
         """
         self.prompts = prompts
         self.params = params
         self.only_prompt = only_prompt
         self.completion_tokens = 0
         self.cached_tokens = 0  # of the prompts
-        self._service, self._entry, self._salt, self._turn = service, entry, salt, turn
+        self._service, self._entry, self._terms, self._turn = service, entry, terms, turn
         self._answered = True  # as far as it has ended
         self._carried = False  # to the next server of the journal
         self._feed = ReplyFeed()
@@ -137,14 +137,12 @@ class Call:
 
     def _add_all(self) -> None:
         for number, (prompt, meter) in enumerate(zip(self.prompts, self.meters, strict=True)):
-            entry, client, more = self._entry, self._service.client, dict[str, Any]()
-            if self._turn is not None:
-                more["session"] = self._turn.name
+            entry, client, terms = self._entry, self._service.client, self._terms
             if entry is None:
-                key = client.add(prompt.ids, self.params, self._feed, meter, salt=self._salt, **more)
+                key = client.add(prompt.ids, self.params, self._feed, meter, terms=terms)
             else:
                 params, known = entry.params_of(number), entry.keys[number]
-                key = client.add(prompt.ids, params, self._feed, meter, key=known, salt=self._salt, **more)
+                key = client.add(prompt.ids, params, self._feed, meter, key=known, terms=terms)
             self._numbers[key] = number
             self._waiting.add(key)
 

@@ -25,7 +25,7 @@ from .request.params import chat_params, completion_params
 from .request.prompts import Prompt, echo_of, split_prompts
 from .request.protocol import ChatRequest, CompletionRequest, Sampling, StreamOptions
 from .sessions import turn_of
-from .tenants import salt_of
+from .tenants import salt_of, terms_of
 
 JOURNAL_RETRY_S = 5
 router = APIRouter()
@@ -49,7 +49,7 @@ async def completions(request: Request) -> Response:
         cut = service.prompter.cut(body, max_tokens)
         prompts = await service.prompter.completions(parts, max_tokens, special=special, cut=cut)
         await service.prompter.forbid(params)
-        call = await _call(request, asked, prompts, ticket, turn)
+        call = await _call(request, body, asked, prompts, ticket, turn)
     return await _answer(request, body, call, CompletionShape(call, service.texts_of(asked), asked))
 
 
@@ -69,7 +69,7 @@ async def chat(request: Request) -> Response:
         special, cut = bool(body.add_special_tokens), service.prompter.cut(body, most)
         prompt = await service.prompter.chat(body.messages, most, variables, special=special, cut=cut)
         await service.prompter.forbid(params)
-        call = await _call(request, asked, [replace(prompt, text=echo)], ticket, turn)
+        call = await _call(request, body, asked, [replace(prompt, text=echo)], ticket, turn)
     return await _answer(request, body, call, ChatShape(call, service.texts_of(asked), asked))
 
 
@@ -85,7 +85,12 @@ def _room(service: Service, completions: int) -> Iterator[Ticket]:
 
 
 async def _call(
-    request: Request, asked: Accepted, prompts: list[Prompt], ticket: Ticket, turn: SessionTurn | None
+    request: Request,
+    body: Sampling,
+    asked: Accepted,
+    prompts: list[Prompt],
+    ticket: Ticket,
+    turn: SessionTurn | None,
 ) -> Call:
     service: Service = request.app.state.service
     entry = await _journaled(service, asked, prompts)
@@ -97,7 +102,7 @@ async def _call(
             ticket,
             request.state.arrival_s,
             only_prompt=asked.only_prompt,
-            salt=asked.salt,
+            terms=terms_of(request.state.key_id, asked.salt, turn.name if turn else None, body),
             entry=entry,
             turn=turn,
         )

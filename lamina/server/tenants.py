@@ -10,7 +10,14 @@ from __future__ import annotations
 
 import hmac
 
+from lamina.engine.conversations.ranges import joined
+from lamina.engine.conversations.sessions import SessionName
+from lamina.engine.conversations.terms import KVTerms
 from lamina.kv.keys import SALT_BYTES
+
+from .request.protocol import Sampling
+
+RETENTIONS_S = {"24h": 86_400.0, "30m": 1_800.0}  # by what a body asks for; others ask for nothing
 
 
 def salt_of(key_id: bytes, cache_salt: str | None) -> bytes:
@@ -26,3 +33,12 @@ def salt_of(key_id: bytes, cache_salt: str | None) -> bytes:
         return tenant
     said = b"\x01" + cache_salt.encode(errors="surrogatepass")
     return (tenant or bytes(SALT_BYTES)) + hmac.digest(key_id, keyed + said, "sha256")
+
+
+def terms_of(key_id: bytes, salt: bytes, session: SessionName | None, body: Sampling) -> KVTerms:
+    """On which a request's KV is kept. ``key_id``, ``salt``: as of ``salt_of``; ``session``: of which it is a turn."""
+    key, options = body.prompt_cache_key, body.prompt_cache_options
+    kin = hmac.digest(key_id, b"kin" + key.encode(errors="surrogatepass"), "sha256") if key else b""
+    asked = (body.prompt_cache_retention, options.ttl if options else None)
+    retention_s = max(RETENTIONS_S.get(each or "", 0.0) for each in asked)
+    return KVTerms(salt, session, kin, retention_s, joined((first, stop) for first, stop in body.kv_discard or ()))

@@ -208,6 +208,28 @@ def test_expected_pages_give_way_last(opener: Opener) -> None:
     assert not {0, 1, 3} & set(first), "those of the last turns go, and not those of the first"
 
 
+def test_prolonged_pages_give_way_behind_others(opener: Opener) -> None:
+    """Also those that were not there yet; and where all are prolonged, there is room for new ones all the same."""
+    medium = opener(policy="lru")
+    data = {Atom(0, 0): bytes(64 << 10)}
+    medium.prolong([numbered(1), numbered(4)], 1e5)
+    medium.prolong([numbered(4)], 1.0)
+    for number in range(4):
+        put(medium, page(0, key=numbered(number)), data)
+    given, number = list[bytes](), 4
+    while len(given) < 12:
+        given += put(medium, page(0, key=numbered(number)), data)
+        number += 1
+    assert not {numbered(1), numbered(4)} & set(given)
+    assert given[:4] == [numbered(n) for n in (0, 2, 3, 5)]
+    medium.prolong(map(numbered, range(number)), 1e5)
+    while not {numbered(1), numbered(4)} <= set(given):
+        medium.prolong([numbered(number)], 1e5)
+        given += put(medium, page(0, key=numbered(number)), data)
+        number += 1
+        assert number < 200
+
+
 @pytest.mark.parametrize("size", [4 << 10, 64 << 10])
 def test_the_least_recently_used_goes_first(opener: Opener, size: int) -> None:
     medium = opener(policy="lru")
@@ -241,7 +263,7 @@ def test_behind_close(medium: Medium) -> None:
     for call in (
         lambda: medium.reserve(1), lambda: medium.write(page(2), HEADS), lambda: filled(medium, page(1).key, HEADS),
         lambda: medium.drop([page(1).key]), medium.pages, lambda: medium.take(page(1).key),
-        lambda: medium.held(page(1).key),
+        lambda: medium.held(page(1).key), lambda: medium.prolong([page(1).key], 1.0),
     ):  # fmt: skip
         with pytest.raises(MediumError, match="closed"):
             call()

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lamina import LLM, SamplingParams
-from lamina.engine.conversations.sessions import SessionFacts
+from lamina.engine.conversations.sessions import SessionFacts, SessionName
+from lamina.engine.conversations.terms import KVTerms
 from lamina.engine.conversations.turns import SessionBusyError
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
@@ -42,6 +43,9 @@ def test_a_session_outlives_what_has_no_name(llama_path: Path, reference: Refere
         assert more[-12:] == reference(more[:-12], 12)
         assert llm.sessions() == [SessionFacts("mine", 2, 193, "pool")]
         assert dict(llm.engine.scheduler.sessions.hits) == {"pool": 1}
+        (waited,) = llm.engine.scheduler.sessions.waits.items()
+        assert waited[0] == "pool"
+        assert waited[1] > 0.0
         assert llm.drop_session("mine")
         assert not llm.drop_session("mine")
         assert turn(llm, "mine", [*more, *text(9, 20)])[1] == 0, "its pages went with it"
@@ -90,7 +94,7 @@ def test_refusals_leave_the_session_as_it_was(llama_path: Path) -> None:
             llm.generate([said], SamplingParams(n=2), session_id="mine")
         with pytest.raises(ValueError, match="one prompt, not 2"):
             llm.generate([said, said], PARAMS, session_id="mine")
-        with llm._stream([said], PARAMS, finished_only=False, session_id="mine"):
+        with llm._stream([said], PARAMS, finished_only=False, terms=KVTerms(session=SessionName(b"", "mine"))):
             for call in (lambda: turn(llm, "mine", said), lambda: llm.drop_session("mine")):
                 with pytest.raises(SessionBusyError, match="under way"):
                     call()

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from lamina import LLM, RequestOutput, SamplingParams
 from lamina.engine.conversations.sessions import SessionName
+from lamina.engine.conversations.terms import KVTerms
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 LIMIT, FIRST, STEP = 512, 128, 128
@@ -119,6 +120,39 @@ def test_a_session_is_cut_and_goes_on(llama_path: Path, options: dict[str, Any],
         assert output.num_cached_tokens == 0
 
 
+def test_tokens_that_are_named_go_from_the_middle_of_a_session(llama_path: Path) -> None:
+    """And with a later turn more of them; what is left is moved, not computed again."""
+    mirror = Mirror(llama_path)
+    with LLM(str(llama_path), **OPTIONS, memory_workers=2) as llm:
+        said = text(1, 440)
+        (output,) = llm.generate([said], PARAMS, session_id="mine")
+        assert output.outputs[0].token_ids == mirror.answer(said, 12)
+        said += output.outputs[0].token_ids
+        mirror.keep(451)
+        gone = 0
+        for number, named in ((2, [(256, 384)]), (3, []), (4, [(128, 256), (256, 384)])):
+            said += text(number, 20)
+            (output,) = llm.generate([said], PARAMS, session_id="mine", kv_discard=named)
+            if number == 2:
+                mirror.shift(256, 128)
+            elif number == 4:
+                mirror.shift(128, 128)
+            gone += 128 * (number != 3)
+            assert output.num_cached_tokens == mirror.length
+            left = [*said[:128], *said[384:]] if number == 4 else [*said[:256], *said[384:]]
+            assert output.outputs[0].token_ids == mirror.answer(left[mirror.length :], 12)
+            said += output.outputs[0].token_ids
+            mirror.keep((len(said) - gone - 1) // 32 * 32)
+        assert llm.engine.scheduler.leaves.num_shifts == 2
+        for wrong, words in (((200, 328), "multiple of 128"), ((0, 128), "--keep-first"), ((256, 2048), "between")):
+            with pytest.raises(ValueError, match=words):
+                llm.generate([said], PARAMS, session_id="mine", kv_discard=[wrong])
+        with pytest.raises(ValueError, match="one prompt"):
+            llm.generate([said, said], PARAMS, kv_discard=[(128, 256)])
+    with LLM(str(llama_path), memory_workers=1) as llm, pytest.raises(ValueError, match="--context-overflow truncate"):
+        llm.generate([said[:100]], PARAMS, kv_discard=[(128, 256)])
+
+
 def test_a_long_prompt_without_a_session_is_computed_from_what_is_left(llama_path: Path) -> None:
     with LLM(str(llama_path), **OPTIONS, memory_workers=1) as llm:
         said = text(1, 600)
@@ -152,7 +186,7 @@ def test_the_next_turn_may_come_at_once_and_its_salt_counts(llama_path: Path) ->
     with LLM(str(llama_path), memory_workers=1, **OPTIONS) as llm:
 
         def turn(prompt: list[int], salt: bytes) -> RequestOutput:
-            number = llm.engine.add(prompt, PARAMS, session=name, salt=salt)
+            number = llm.engine.add(prompt, PARAMS, terms=KVTerms(salt, name))
             while True:
                 for output in llm.engine.step():
                     if output.request_id == number and output.finished:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 
 from lamina.config import make_config
 from lamina.engine.configured import cordon, cordoned
+from lamina.engine.conversations.terms import KVTerms
 from lamina.engine.engine import Engine
 from lamina.protocol.partition import Lanes
 from lamina.request import SamplingParams
@@ -47,6 +49,26 @@ def add(engine: Engine, count: int, prompt: int = 8, answer: int = 20) -> None:
 
 def lanes(engine: Engine) -> Iterator[int]:
     return (s.place.lane for s in engine.scheduler._running)
+
+
+def test_kin_begin_together_where_that_is_not_many_more() -> None:
+    engine = open_engine()
+    kin = [b"a", b"b", b"a", b"b", b"a", b"", b"a"]
+    for number, name in enumerate(kin):
+        params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)
+        engine.add([number] * 8, params, terms=KVTerms(kin=name))
+        engine.step()
+    at = dict[bytes, set[int]]()
+    for sequence, name in zip(engine.scheduler._running, kin, strict=True):
+        at.setdefault(name, set()).add(sequence.place.lane)
+    assert [len(at[name]) for name in (b"a", b"b")] == [1, 1]
+    assert at[b"a"] != at[b"b"]
+    for number in range(12):
+        engine.add([number % 8] * 5, SamplingParams(max_tokens=20, ignore_eos=True), terms=KVTerms(kin=b"a"))
+    engine.step()
+    counts = Counter(lanes(engine))
+    assert {*counts} == {0, 1, 2}
+    assert max(counts.values()) <= 1.5 * 19 / 3 + 2
 
 
 @pytest.mark.parametrize(("layout", "worker", "alike"), [(BY_REQUEST, 1, [1]), (OF_RANKS, 2, [2, 3])])

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from fake_wire import VOCAB, FakeWire, Letters, continuation, make_engine, run
 
+from lamina.engine.conversations.terms import KVTerms
 from lamina.protocol.control import NO_TOKEN, Drawn, RunStep, StepDone
 from lamina.request import SamplingParams
 
@@ -146,7 +147,7 @@ def test_requests_share_kv_within_a_salt_only() -> None:
     engine, prompt = make_engine(max_num_seqs=4, enable_prefix_caching=True), [5] * 30
     found = []
     for salt, n in ((b"a", 1), (b"b", 2), (b"a", 2), (b"b", 1), (b"", 1)):
-        request = engine.add(prompt, SamplingParams(max_tokens=3, n=n), salt=salt)
+        request = engine.add(prompt, SamplingParams(max_tokens=3, n=n), terms=KVTerms(salt))
         output = run(engine)[request]
         assert [o.token_ids for o in output.outputs] == [continuation(prompt, 3)] * n
         found.append(output.num_cached_tokens)

@@ -16,7 +16,7 @@ from lamina.engine.sequence import Sequence
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place, Run
-from lamina.protocol.plan import Drop, Export
+from lamina.protocol.plan import Drop, Export, Prolong
 from lamina.protocol.tiers import TierFacts, Transferred
 
 
@@ -118,6 +118,17 @@ def test_what_went_wrong_leaves_nothing() -> None:
     house.serve([sequence])
     assert house.medium == {}
     assert not house.tier._lanes
+
+
+def test_pages_that_are_to_be_kept_are_named_at_the_end_also_where_others_have_them() -> None:
+    house = TierHouse(40)
+    first, again, other = make(1, 9, 4), make(1, 9, 4), make(2, 9, 4)
+    again.retention_s = 60.0
+    for sequence in (first, again, other):
+        house.scheduler.add(sequence)
+        house.serve([sequence])
+    (op,) = [op for plan in house.plans for op in plan.ops if isinstance(op, Prolong)]
+    assert (op.seconds, set(op.keys)) == (60.0, wanted(house, first).keys())
 
 
 @pytest.mark.parametrize("alone", [True, False])

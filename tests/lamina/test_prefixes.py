@@ -24,7 +24,8 @@ class Desk:
 
     def __init__(self, blocks: int = 40, windows: tuple[int, ...] = (0,), **options: bool) -> None:
         self.ledger = BlockTables(windows, [blocks] * len(windows), SIZE)
-        self.prefixes = Prefixes(self.ledger, SIZE, **options)
+        self.now = 0.0
+        self.prefixes = Prefixes(self.ledger, SIZE, clock=lambda: self.now, **options)
         self.step = 0
 
     def waiting(self, tokens: list[int], number: int = -1, salt: bytes = b"", **params: int) -> Sequence:
@@ -39,10 +40,12 @@ class Desk:
         return self.prefixes.coming(self.prefixes.beginnings(sequence), hit) is not None
 
     def serve(
-        self, number: int, prompt: list[int], more: tuple[int, ...] = (), reason: str = "stop", salt: bytes = b""
-    ) -> Hit | None:
+        self, number: int, prompt: list[int], more: tuple[int, ...] = (), reason: str = "stop", salt: bytes = b"",
+        retention_s: float = 0.0,
+    ) -> Hit | None:  # fmt: skip
         """Start a sequence, compute all of it but the last token, and end it."""
         sequence = self.waiting(prompt, number, salt)
+        sequence.retention_s = retention_s
         hit = self.match(sequence)
         op = self.prefixes.start(sequence, hit)
         sequence.tokens += more
@@ -194,6 +197,24 @@ def test_the_least_recently_used_one_goes_first() -> None:
     assert desk.prefixes.oldest == [2, 3, 1]
     assert [desk.prefixes.evict(number) for number in (2, 3, 1)] == [Free(2), Free(3), Free(1)]
     assert desk.match(desk.waiting(tokens((1, 9)))) is None
+
+
+def test_what_is_prolonged_goes_behind_others_until_its_time_has_passed() -> None:
+    desk = Desk()
+    for number in (1, 2, 3):
+        desk.serve(number, tokens((number, 9)), retention_s=10.0 * (number == 1))
+    assert desk.prefixes.oldest == [2, 3, 1]
+    desk.now = 11.0
+    assert desk.prefixes.oldest == [1, 2, 3]
+    desk.serve(4, tokens((1, 9)), retention_s=10.0)  # 1 has all of it, and is used later than 3
+    desk.serve(5, tokens((5, 9)))
+    assert desk.prefixes.oldest == [2, 3, 5, 1]
+    desk.serve(6, tokens((1, 9), (6, 8)))  # in its place
+    assert desk.prefixes.oldest == [2, 3, 5, 6]
+    desk.now = 22.0
+    assert desk.prefixes.oldest == [2, 3, 5, 6]
+    desk.serve(7, tokens((2, 9), (7, 5)), reason="error", retention_s=10.0)
+    assert desk.prefixes.oldest == [3, 5, 6, 2], "what went wrong prolongs nothing; 2 was used"
 
 
 def test_a_running_one_is_found_as_far_as_it_was_scheduled() -> None:

@@ -302,7 +302,7 @@ def test_a_leaf_whose_shift_may_not_have_been_done_is_computed_anew(done: bool) 
     says how many these are, no more.
     """
     tables = BlockTables([0], [BLOCKS], BLOCK)
-    scheduler = Scheduler(tables, max_num_seqs=9, prefill_chunk=99, prefixes=Prefixes(tables, BLOCK), keep_first=BLOCK)
+    scheduler = Scheduler(tables, max_num_seqs=9, prefill_chunk=99, prefixes=Prefixes(tables, BLOCK))
     before, turn = make(0, 20, 1), make(1, 14, 5)
     before.session = turn.session = scheduler.sessions.of(SessionName(b"", "mine"))
     add(scheduler, before)
@@ -310,7 +310,7 @@ def test_a_leaf_whose_shift_may_not_have_been_done_is_computed_anew(done: bool) 
         serve(scheduler, scheduler.schedule())
     assert scheduler.prefixes.num_retained == 1
     turn.prompt[:] = turn.tokens[:] = [*before.tokens[:BLOCK], *before.tokens[3 * BLOCK : 5 * BLOCK], 7, 8]
-    turn.discarded = 2 * BLOCK
+    turn.discarded = ((BLOCK, 3 * BLOCK),)
     add(scheduler, turn)
     (step,) = scheduler.schedule()
     assert step.plan.ops == [Shift(before.id, BLOCK, 2 * BLOCK)]

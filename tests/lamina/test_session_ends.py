@@ -6,6 +6,7 @@ import pytest
 from fake_wire import FakeWire, make_engine
 
 from lamina.engine.conversations.sessions import SessionName
+from lamina.engine.conversations.terms import KVTerms
 from lamina.engine.engine import Engine
 from lamina.request import SamplingParams
 
@@ -15,7 +16,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 def turn(engine: Engine, prompt: list[int]) -> list[int]:
     """A whole turn, as far as a client sees: the engine has not settled behind it. The conversation after it."""
-    number = engine.add(prompt, PARAMS, session=NAME)
+    number = engine.add(prompt, PARAMS, terms=KVTerms(session=NAME))
     while True:
         for output in engine.step():
             if output.request_id == number and output.finished:
@@ -59,14 +60,16 @@ def test_a_turn_that_is_broken_off_leaves_its_session_where_it_was(engine: Engin
     said = [*turn(engine, [5] * 90), 7, 8]
     settle(engine)
     (before,) = engine.scheduler.leaves.of_tenant(b"me")
-    number = engine.add([*said, *[9] * 20], SamplingParams(prompt_logprobs=1, max_tokens=5), session=NAME)
+    number = engine.add(
+        [*said, *[9] * 20], SamplingParams(prompt_logprobs=1, max_tokens=5), terms=KVTerms(session=NAME)
+    )
     for _ in range(2):
         engine.step()
     engine.cancel(number)
     settle(engine)
     (after,) = engine.scheduler.leaves.of_tenant(b"me")
     assert after.tokens == before.tokens > 0
-    output = engine.add([*said, *[3] * 19], PARAMS, session=NAME)
+    output = engine.add([*said, *[3] * 19], PARAMS, terms=KVTerms(session=NAME))
     found = None
     while engine.has_work:
         found = next((o for o in engine.step() if o.request_id == output), found)

@@ -9,6 +9,7 @@ import httpx
 from shipped import MODEL, ROOT
 
 from lamina.engine.conversations.sessions import SessionCopy, SessionFacts, SessionName
+from lamina.engine.conversations.terms import PLAIN, KVTerms
 from lamina.models.tokens import load_tokenizer
 from lamina.request import SamplingParams
 from lamina.server.admission import Admission
@@ -49,7 +50,7 @@ class FakeClient:
         self.hold = False
         self.cached: int | None = None  # tokens of each prompt
         self.added: list[tuple[list[int], SamplingParams]] = []
-        self.salts: list[bytes] = []  # of what was added
+        self.terms: list[KVTerms] = []  # of what was added
         self.cancelled: list[int] = []
         self.resets = 0
         self.named: dict[SessionName, SessionFacts] = {}
@@ -62,13 +63,12 @@ class FakeClient:
         feed: ReplyFeed,
         meter: DeltaWatch,
         *,
-        salt: bytes = b"",
-        session: SessionName | None = None,
+        terms: KVTerms = PLAIN,
     ) -> int:
         key = len(self.added)
         self.added.append((prompt, params))
-        self.salts.append(salt)
-        if session is not None:
+        self.terms.append(terms)
+        if (session := terms.session) is not None:
             had = self.named.get(session, SessionFacts(session.name, 0, 0, "pool"))
             self.named[session] = had._replace(turns=had.turns + 1, tokens=len(prompt))
         for index in range(0 if self.hold else params.n):

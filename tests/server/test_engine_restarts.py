@@ -16,6 +16,7 @@ from test_engine_link import READY, Quiet
 from test_flow import until
 
 from lamina.config import flat, make_config
+from lamina.engine.conversations.terms import KVTerms
 from lamina.fleet.standing import STOPPED_S
 from lamina.protocol.control import ControlLink, Failed, Stop
 from lamina.protocol.options.engine import EngineConfig
@@ -120,7 +121,7 @@ async def all_of(feed: ReplyFeed, wanted: int) -> dict[int, list[int]]:
 def test_another_engine_is_told_all_that_readers_have() -> None:
     async def work(client: EngineClient, engines: Engines) -> None:
         first, feed, params = engines.all[0], ReplyFeed(), SamplingParams(n=2, logprobs=1, max_tokens=5)
-        key = client.add([7, 8], params, feed, Quiet(), salt=b"salt")
+        key = client.add([7, 8], params, feed, Quiet(), terms=KVTerms(b"salt"))
         gone = client.add([9], SamplingParams(seed=3), ReplyFeed(), Quiet())
         ended = client.add([9], SamplingParams(), ReplyFeed(), Quiet())
         asked = [first.asked() for _ in range(3)]
@@ -146,7 +147,7 @@ def test_another_engine_is_told_all_that_readers_have() -> None:
         again, new = await asyncio.to_thread(second.asked), await asyncio.to_thread(second.asked)
         scores = [[(4, -1.0, 1), (6, -2.0, 1)], [(5, -0.5, 1)], [(3, -0.25, 1)]]
         assert msgspec.structs.replace(again, told=[]) == asked[0]
-        assert again.salt == b"salt"
+        assert again.terms == KVTerms(b"salt")
         assert again.told == [
             Told(index=0, tokens=[4, 5, 3], logprobs=scores, chars=3),
             Told(index=1, tokens=[6], logprobs=[[(6, -3.0, 1)]], chars=1, ended=True),

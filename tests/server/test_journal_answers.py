@@ -15,6 +15,7 @@ import pytest
 from fake import FakeClient, http_of, make_service
 from running import MODEL, ROOT, Running, alive, eventually
 
+from lamina.engine.conversations.terms import PLAIN, KVTerms
 from lamina.request import Blame, SamplingParams
 from lamina.server.calls import Service
 from lamina.server.errors import ApiError
@@ -47,10 +48,10 @@ class KeptClient(FakeClient):
 
     def add(  # type: ignore[override]
         self, prompt: list[int], params: SamplingParams, feed: ReplyFeed, meter: DeltaWatch, *, key: int,
-        heard: list[Delta] | None = None, salt: bytes = b"",
+        heard: list[Delta] | None = None, terms: KVTerms = PLAIN,
     ) -> int:  # fmt: skip
         self.keys.append(key)
-        self.salts.append(salt)
+        self.terms.append(terms)
         self.added.append((prompt, params))
         if self.error is not None:
             feed.fail(self.error)
@@ -165,7 +166,7 @@ def test_what_a_server_leaves_is_finished_by_the_next_one(service: Service, tmp_
     assert answer["usage"]["completion_tokens"] == 9
     assert client.keys == [0, 1]
     assert isinstance(service.client, KeptClient)
-    assert client.salts == service.client.salts != [b"", b""], "whoever shared their KV then may do so now"
+    assert client.terms == service.client.terms != [PLAIN, PLAIN], "whoever shared their KV then may do so now"
     assert [params.seed for _, params in client.added] == [prompt.seed for prompt in entry.accepted.prompts]
     assert second.admission.completions == 0
     journal.close()

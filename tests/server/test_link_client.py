@@ -16,6 +16,7 @@ import pytest
 from test_engine_link import READY, Quiet
 from test_flow import until
 
+from lamina.engine.conversations.terms import KVTerms
 from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
 from lamina.request import Blame, SamplingParams
 from lamina.server.link import client as module
@@ -165,10 +166,10 @@ def test_prompts_are_added_cancelled_refused_and_ended_by_their_keys() -> None:
     async def work(bench: Bench) -> None:
         client = await bench.connect()
         feeds, meters = [ReplyFeed() for _ in range(4)], [Meter() for _ in range(4)]
-        keys = [client.add([n], PARAMS, feeds[n], meters[n], salt=bytes(n)) for n in range(4)]
+        keys = [client.add([n], PARAMS, feeds[n], meters[n], terms=KVTerms(bytes(n))) for n in range(4)]
         assert keys == [0, 1, 2, 3]
         sent = [await asyncio.to_thread(bench.engine.recv, SOON_S) for _ in range(4)]
-        assert sent == [Add(n, [n], PARAMS, salt=bytes(n)) for n in range(4)]
+        assert sent == [Add(n, [n], PARAMS, terms=KVTerms(bytes(n))) for n in range(4)]
         client.cancel(1)
         for unknown in (1, 9):
             client.cancel(unknown)

@@ -19,6 +19,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lamina"))
 from fake_wire import EOS, VOCAB, FakeWire, Letters, continuation, make_engine
 
+from lamina.engine.conversations.terms import KVTerms
 from lamina.protocol.control import ControlLink, LinkBrokenError, LinkClosedError, Stop
 from lamina.request import Blame, Logprob, SamplingParams, Told
 from lamina.server.link import engine_process
@@ -157,7 +158,7 @@ def test_behind_a_reset_no_kv_is_found() -> None:
 def test_prompts_share_kv_within_a_salt_only() -> None:
     bench, found = Bench(enable_prefix_caching=True), []
     for key, salt in enumerate((b"a", b"b", b"a")):
-        bench.loop._take(Add(key, [5] * 30, PARAMS, salt=salt))
+        bench.loop._take(Add(key, [5] * 30, PARAMS, terms=KVTerms(salt)))
         found.append(next(d.cached for d in bench.work()))
     assert found == [0, 0, 29]
 

@@ -116,7 +116,14 @@ def test_metrics_tell_tiers() -> None:
     client = service.client
     assert isinstance(client, FakeClient)
     client.state = State(
-        running=0, waiting=0, free_blocks=[48], preemptions=0, steps=1, sessions={"pool": 3}, session_hits={"host": 2}
+        running=0,
+        waiting=0,
+        free_blocks=[48],
+        preemptions=0,
+        steps=1,
+        sessions={"pool": 3},
+        session_hits={"host": 2},
+        session_waits={"host": 1.5},
     )
     client.state = msgspec.structs.replace(client.state, evictable_blocks=[11])
     client.counters = {"memory-1": {"kv_fetched_pages": 5.0, "kv_saved_bytes": 7.0, "kv_failed_transfers": 3.0}}
@@ -127,6 +134,7 @@ def test_metrics_tell_tiers() -> None:
     assert re.search(r'lamina:kv_offload_store_bytes_total{[^}]*worker="memory-1"} 7.0', text)
     assert re.search(r'lamina:sessions{[^}]*tier="pool"} 3.0', text)
     assert re.search(r'lamina:session_hits_total{[^}]*tier="host"} 2.0', text)
+    assert re.search(r'lamina:session_wait_seconds_total{[^}]*tier="host"} 1.5', text)
 
 
 def test_the_tenant_is_the_key_alone() -> None:
@@ -136,7 +144,7 @@ def test_the_tenant_is_the_key_alone() -> None:
     assert isinstance(client, FakeClient)
     (name,) = client.named
     assert name.name == "mine"
-    assert name.tenant != client.salts[0]
+    assert name.tenant != client.terms[0].salt
     assert name != SessionName(salt_of(b"", None), "mine")
 
 

@@ -35,7 +35,8 @@ def salts(service: Service, *asked: tuple[str, str | None]) -> list[bytes]:
             headers = {"authorization": f"Bearer {key}"} if key else {}
             response = ask("POST", path, service, json={**body, "cache_salt": salt}, headers=headers)
             assert response.status_code == 200
-    one, other = client.salts[: len(asked)], client.salts[len(asked) :]
+    told = [terms.salt for terms in client.terms]
+    one, other = told[: len(asked)], told[len(asked) :]
     assert one == other
     return one
 
@@ -46,6 +47,34 @@ def test_a_server_without_keys_is_one_tenant_that_its_clients_may_divide() -> No
     assert mine == again
     assert len({none, mine, other}) == 3
     assert {tenant_of(salt) for salt in (none, mine, other)} == {b""}
+
+
+def test_what_a_body_says_of_its_cache_is_told() -> None:
+    service = make_service(api_key="one,two")
+    client = service.client
+    assert isinstance(client, FakeClient)
+    for key, more in (
+        ("one", {"prompt_cache_key": "k", "prompt_cache_retention": "24h"}),
+        ("one", {"prompt_cache_key": "k", "prompt_cache_options": {"ttl": "30m"}}),
+        ("two", {"prompt_cache_key": "k", "prompt_cache_retention": "in_memory"}),
+        ("two", {"prompt_cache_key": "", "kv_discard": [[256, 384], [128, 256]]}),
+    ):
+        for path, body in ROUTES:
+            headers = {"authorization": f"Bearer {key}"}
+            assert ask("POST", path, service, json={**body, **more}, headers=headers).is_success
+    told = client.terms
+    assert [terms.retention_s for terms in told] == [86400.0] * 2 + [1800.0] * 2 + [0.0] * 4
+    one, again, other = {t.kin for t in told[:2]}, {t.kin for t in told[2:4]}, {t.kin for t in told[4:6]}
+    assert one == again != other, "another API key's are no kin"
+    assert len(one) == len(other) == 1
+    assert {(t.kin, t.discard) for t in told[6:]} == {(b"", ((128, 384),))}
+    for bad in (
+        {"prompt_cache_retention": "7d"},
+        {"prompt_cache_options": {"ttl": "1h"}},
+        {"prompt_cache_options": {"tl": 1}},
+        {"kv_discard": [[1]]},
+    ):
+        assert ask("POST", "/v1/completions", service, json={**TEXT, **bad}, headers=headers).status_code == 400
 
 
 def test_each_key_is_a_tenant_of_its_own_and_a_salt_divides_it() -> None:

@@ -9,6 +9,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 
+from lamina.engine.conversations.ranges import count_of, joined, lacking
 from lamina.engine.conversations.sessions import (
     NOWHERE,
     POOL,
@@ -20,7 +21,7 @@ from lamina.engine.conversations.sessions import (
 from lamina.engine.sequence import Sequence
 from lamina.kv.keys import tenant_of
 from lamina.protocol.placement import Place
-from lamina.protocol.plan import SequenceOp, Shift, Truncate
+from lamina.protocol.plan import Free, SequenceOp, Shift, Truncate
 
 from .ledger import Ledger
 from .prefixes import Prefixes
@@ -30,10 +31,9 @@ from .tier import Tier
 class Leaves:
     """Of all sessions, whose leaves ``prefixes`` retains."""
 
-    def __init__(self, prefixes: Prefixes, ledger: Ledger, tier: Tier | None, first: int = 0) -> None:
-        """``first``: tokens at the beginning of a conversation that are never discarded."""
+    def __init__(self, prefixes: Prefixes, ledger: Ledger, tier: Tier | None) -> None:
         self._sessions, self._prefixes, self._tier = prefixes.sessions, prefixes, tier
-        self._ledger, self._first = ledger, first
+        self._ledger = ledger
         self.num_shifts = 0
 
     def of_tenant(self, tenant: bytes) -> list[SessionFacts]:
@@ -47,19 +47,22 @@ class Leaves:
         return Counter(map(self._tier_of, self._sessions.all()))
 
     def shift(self, sequence: Sequence) -> Shift | None:
-        """What brings the leaf of a waiting turn's session to the positions that its tokens have in that turn, the turn
-        can begin in the next round then; None: it is there, or there is none. A leaf that cannot be moved is not found.
-        No op of this round may be about the leaf.
+        """The op that brings the leaf of a waiting turn's session nearer to the positions that its tokens have in that
+        turn, by one range of discarded ones; in the next round the turn can begin, or another range goes. None: it is
+        there, or there is none. A leaf that cannot be moved is not found. No op of this round may be about the leaf.
         """
         session = sequence.session
         if session is None or session.leaf is None or session.discarded == sequence.discarded:
             return None
-        op = Shift(session.leaf, self._first, sequence.discarded - session.discarded)
-        if op.count < 0 or op.first + op.count >= session.length or not self._ledger.can_shift(op):
+        gone, more = session.discarded, lacking(session.discarded, sequence.discarded)
+        if more is None or lacking(sequence.discarded, gone):  # it has lost what the turn has
+            return None
+        op = Shift(session.leaf, more[0] - count_of(gone, more[0]), more[1] - more[0])
+        if op.first + op.count >= session.length or not self._ledger.can_shift(op):
             return None
         self._prefixes.set_apart(op.sequence, op.first, op.count)
         session.length -= op.count
-        session.discarded = sequence.discarded
+        session.discarded = joined([*gone, more])
         self.num_shifts += 1
         return op
 
@@ -71,15 +74,18 @@ class Leaves:
             return []
         if sequence.output.finish_reason == "error" and not sequence.outlived:
             return [*self._tier.delete(sequence.id, self._tier.keys_of(sequence, sequence.num_offered))]
-        if not isinstance(op, Truncate) or sequence.discarded:
+        if sequence.discarded or sequence.sparse or sequence.outlived:
             return []
+        if not isinstance(op, Truncate):  # others have all of it; or it is they that go
+            own = isinstance(op, Free) and op.sequence == sequence.id
+            return [*self._tier.prolong(sequence, min(sequence.num_scheduled, len(sequence.tokens)))] if own else []
         if (session := sequence.sleeping) is not None:
             keys = self._tier.keys_of(sequence, op.length, parts=True)
             still = set(keys)
             session.left_behind |= {key: None for key in session.keys if key not in still}
             session.keys, session.salt = keys, sequence.salt
             session.tokens = array("I", sequence.tokens[: len(keys) * self._tier.page])
-        return [*self._tier.save(sequence, op.length)]
+        return [*self._tier.save(sequence, op.length), *self._tier.prolong(sequence, op.length)]
 
     def copy(self, name: SessionName) -> SessionCopy | None:
         """For another engine; None: there is no such session. Raises ValueError where it would find no KV."""

@@ -4,7 +4,7 @@ I/O, no clock.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from lamina.engine.conversations.sessions import NOWHERE, POOL
 from lamina.engine.prefill import Prefill
 from lamina.engine.sequence import Sequence
 from lamina.protocol.blocks.after_op import touched
+from lamina.protocol.placement import Place
 from lamina.protocol.plan import Fork, Keep, SequenceOp
 
 from .ahead import Load
@@ -24,6 +25,7 @@ from .room import Fit, Room, less
 from .swaps import Swaps
 from .tier import Tier
 
+MOST_KIN = 1 << 14  # of whom it is known where they began last
 ASIDE: list[Load | Hit | None] = [None, None]  # waits for a transfer
 
 
@@ -114,6 +116,7 @@ class Newcomers:
         self._prefill, self._prefixes, self._tier, self._swaps = prefill, prefixes, tier, swaps
         self._max_num_seqs, self._leaves = max_num_seqs, leaves
         self._next_id = 0
+        self._kin = OrderedDict[bytes, Place]()  # where each has begun last, the one that did so first before others
 
     def admit(self, waiting: deque[Sequence], batches: Several[Batch]) -> None:
         """Deal waiting sequences to the batches while there is room for all of their known tokens; the first that does
@@ -215,6 +218,7 @@ class Newcomers:
         load = fit.hit if isinstance(fit.hit, Load) else None
         sequence.id, sequence.place = self._next_id, fit.place
         sequence.num_scheduled = sequence.num_cached = hit.length if hit else 0
+        self._remember(sequence)
         self._next_id += 1
         op = self._prefixes.start(sequence, hit)
         (batches[0] if hit else batch).ops.append(op)  # before its source may go, in another batch's plan
@@ -230,6 +234,14 @@ class Newcomers:
         if self._tier and load:
             sequence.num_loading = load.length
             batch.ops += self._tier.load(sequence, load, self._spare_s(sequence, load))
+
+    def _remember(self, sequence: Sequence) -> None:
+        """Remember where the next ones of its kin are to begin."""
+        if sequence.kin:
+            self._kin[sequence.kin] = sequence.place
+            self._kin.move_to_end(sequence.kin)
+            if len(self._kin) > MOST_KIN:
+                self._kin.popitem(last=False)
 
     def _spare_s(self, sequence: Sequence, load: Load) -> float:
         """Seconds for which its first rows behind a load will be computed; 0 where they wait for its end: nothing is
@@ -251,7 +263,8 @@ class Newcomers:
         sources = {op.source for each in batches for op in each.ops if isinstance(op, Fork)}
         sources |= {hit.source} if isinstance(hit, Hit) else set()
         oldest = (n for n in self._prefixes.oldest if n not in sources)
-        while (fit := self._room.fit(sequence, hit, more, batch.running, running)) is None:
+        kin = self._kin.get(sequence.kin) if sequence.kin else None
+        while (fit := self._room.fit(sequence, hit, more, batch.running, running, kin)) is None:
             number = next(oldest, None)
             if number is None:
                 break

@@ -1,5 +1,5 @@
-"""KV that serves more than one request: which sequences begin with which tokens. Pure policy: no torch, no I/O, no
-clock.
+"""KV that serves more than one request: which sequences begin with which tokens. Pure policy: no torch, no I/O; the
+clock comes in.
 
 A sequence that begins with the tokens of another one is forked from it: both hold the blocks, and nothing is computed
 or moved. What they have in common is looked up in whole pages, and behind these to the token. The other one may still
@@ -70,16 +70,25 @@ class _Known(NamedTuple):
 class Prefixes:
     """Sequences by their pages. Ops are for the next round: forks for its first plan, before whatever else it does."""
 
-    def __init__(self, ledger: Ledger, page: int, *, prompts_only: bool = False, exact: bool = True) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        page: int,
+        *,
+        prompts_only: bool = False,
+        exact: bool = True,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         """``page``: tokens, a multiple of the block size; 0 = nothing is retained. ``prompts_only``: completions are
-        not. ``exact``: what is in common goes on behind whole pages, to the token.
+        not. ``exact``: what is in common goes on behind whole pages, to the token. ``clock``: seconds.
         """
         self._ledger = ledger
         self._page = page
         self._prompts_only, self._exact = prompts_only, exact
         self._roots: dict[bytes, Beginning] = {}  # by salt; one that leads nowhere is not there
         self._known: dict[int, _Known] = {}  # those that run, with their prompts, and those that are retained
-        self._retained: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self._retained: OrderedDict[int, float] = OrderedDict()  # the least recently used first; prolonged until then
+        self._clock = clock
         self.sessions = Sessions()
         self.awaited: list[SessionState] = []  # of waiting turns, the one that is next first
         self.num_queried = 0  # tokens of admitted sequences
@@ -151,7 +160,12 @@ class Prefixes:
             known = near[-1][0] == len(pages[-1])
         session = sequence.sleeping
         useless = not pages or (known and session is None)
-        if useless or sequence.outlived or sequence.output.finish_reason == "error":
+        failed = sequence.outlived or sequence.output.finish_reason == "error"
+        until = self._clock() + sequence.retention_s if sequence.retention_s and not failed else 0.0
+        if useless or failed:
+            for number in way[-1].through if way and known and until else ():
+                if number in self._retained:
+                    self._retained[number] = max(until, self._retained[number])
             return [Free(sequence.id)]
         length = sum(map(len, pages))
         superseded = {n.last: None for n in (*way, *self._parts(way, pages)) if n.last is not None}
@@ -159,8 +173,9 @@ class Prefixes:
         if session is not None:
             before = self.sessions.sleep(session, sequence.id, length, sequence.place)
             superseded |= {} if before is None else {before: None}
+        until = max([until, *(self._retained.get(number, 0.0) for number in superseded)])
         freed = [self.evict(number) for number in superseded]
-        self._retained[sequence.id] = None
+        self._retained[sequence.id] = until
         self._add(sequence, pages).last = sequence.id
         return [Truncate(sequence.id, length), *freed]
 
@@ -171,7 +186,7 @@ class Prefixes:
             return [Free(sequence.id)]
         before = self.sessions.sleep(session, sequence.id, length, sequence.place, sequence.discarded)
         freed = [] if before is None else [self.evict(before)]
-        self._retained[sequence.id] = None
+        self._retained[sequence.id] = 0.0
         self._add(sequence, [])
         return [Truncate(sequence.id, length), *freed]
 
@@ -199,7 +214,7 @@ class Prefixes:
         del sequence.tokens[first : first + count]
         sequence.page_keys.clear()
         sequence.part_keys.clear()
-        self._retained[number] = None
+        self._retained[number] = 0.0
         self._known[number] = _Known(sequence, [], shifted=True)
 
     def drop(self, sequence: Sequence) -> None:
@@ -209,10 +224,12 @@ class Prefixes:
 
     @property
     def oldest(self) -> list[int]:
-        """The retained sequences in the order in which they give way: those without a name, then those of sessions that
-        nobody waits for, each the least recently used first; then those of waiting turns, from the end of the queue on.
+        """The retained sequences in the order in which they give way: those without a name that are not prolonged, then
+        the others that nobody waits for, each the least recently used first; then those of waiting turns, from the end
+        of the queue on.
         """
-        named = sorted(self._retained, key=lambda n: self.sessions.owner(n) is not None)
+        now, until = self._clock(), self._retained
+        named = sorted(until, key=lambda n: self.sessions.owner(n) is not None or until[n] > now)
         queue = [s.leaf for s in self.awaited if s.leaf is not None]
         return victims(queue, len(queue), named)  # more than the pool holds are not in it
 

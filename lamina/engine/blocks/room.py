@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Several
 from typing import NamedTuple
 
 from msgspec import structs
@@ -17,6 +18,7 @@ from .loans import Loans
 from .prefixes import Hit
 
 MOST_LANES = 1 << 20
+KIN_MORE, KIN_BESIDE = 1.5, 2  # where kin lies may lie so many times the average of sequences, and so many
 
 
 class Fit(NamedTuple):
@@ -65,7 +67,8 @@ class Room:
         hit: Hit | Load | None,
         left: list[int],
         beside: Iterable[Sequence],
-        running: Iterable[Sequence],
+        running: Several[Sequence],
+        kin: Place | None = None,
     ) -> Fit | None:
         """Of a new sequence that begins with ``hit``, if there is one, in ``left`` blocks; see ``place``. One that was
         preempted goes back to its KV, also where no other begins.
@@ -76,7 +79,7 @@ class Room:
         if isinstance(hit, Hit):
             place = self.loans.settled(hit.place, hit.length) if self.loans else hit.place
         else:
-            place = self.place(sequence, left, beside, running, hit.places if hit else self._places)
+            place = self.place(sequence, left, beside, running, hit.places if hit else self._places, kin)
         fit = self._fit_at(place, sequence, hit, left)
         if fit is None and self.loans and not isinstance(hit, Load):
             place = self.loans.place(place, sequence.num_promised, hit.length if hit else 0, left)
@@ -154,17 +157,22 @@ class Room:
         sequence: Sequence,
         left: list[int],
         beside: Iterable[Sequence],
-        running: Iterable[Sequence],
+        running: Several[Sequence],
         among: Iterable[Place],
+        kin: Place | None = None,
     ) -> Place | None:
         """Where a new sequence begins, of the places ``among`` with ``left`` blocks enough: so that what each group
         keeps of those ``beside`` it, in its batch, and then of all that are ``running``, comes closest to what it is
-        meant to keep.
+        meant to keep; but beside its ``kin`` where not many more lie than elsewhere.
         """
         places = {x: self.blocks_of(x, sequence.num_promised) for x in among}
         places = {x: blocks for x, blocks in places.items() if min(less(left, blocks)) >= 0}
         if len(places) < 2:
             return next(iter(places), None)
+        if kin in places:
+            there = sum(s.place == kin for s in running)
+            if there < KIN_MORE * len(running) / len(self._places) + KIN_BESIDE:
+                return kin
         held, of_all = self.held(beside), self.held(running)
 
         def unevenness(blocks: list[int], more: list[int]) -> float:

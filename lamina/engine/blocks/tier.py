@@ -20,7 +20,7 @@ from lamina.engine.sequence import Sequence
 from lamina.kv.keys import page_key
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.placement import Place
-from lamina.protocol.plan import MOST_PAGES, Drop, Export, Import, SequenceOp, Transfer
+from lamina.protocol.plan import MOST_PAGES, MOST_PROLONGED_S, Drop, Export, Import, Prolong, SequenceOp, Transfer
 from lamina.protocol.tiers import GateOpened, TierFacts, Transferred
 
 from .ahead import Ahead, Load
@@ -282,6 +282,13 @@ class Tier:
         if self._saving:
             self._gone.update(keys)
         return [Drop(sequence, list(keys[low : low + MOST_PAGES])) for low in range(0, len(keys), MOST_PAGES)]
+
+    def prolong(self, sequence: Sequence, length: int) -> list[Prolong]:
+        """Have the media keep the pages of its first ``length`` tokens for as long as it asks for."""
+        if not (seconds := min(sequence.retention_s, MOST_PROLONGED_S)):
+            return []
+        keys = self.keys_of(sequence, min(length, len(sequence.prompt)) if self._prompts_only else length, parts=True)
+        return [Prolong(sequence.id, seconds, keys[low : low + MOST_PAGES]) for low in range(0, len(keys), MOST_PAGES)]
 
     def cancel(self) -> None:
         """Behind a loss: no transfer under way will be done."""

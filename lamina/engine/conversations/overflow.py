@@ -12,28 +12,44 @@ from typing import NamedTuple
 from lamina.kv.pages import PAGE
 from lamina.protocol.options.overflow import OverflowOptions
 
+from .ranges import Ranges, count_of, widened
+
 ANSWER_PART = 4  # of the context one in so many tokens is kept free for an answer, where it may be so long
 
 
 class Overflow(NamedTuple):
-    """``limit``: tokens of a sequence; ``first``: that are kept; ``step``: that are discarded at once."""
+    """``limit``: tokens of a sequence; ``first``: that are kept; ``step``: that are discarded at once; ``unit``: those
+    of the fewest whole pages that have as many in each lane.
+    """
 
     limit: int
     first: int
     step: int
+    unit: int
 
-    def discarded(self, length: int, max_tokens: int | None, before: int = 0) -> int:
-        """Tokens to discard of a prompt of ``length``, where ``before`` were discarded of its beginning: never fewer,
-        as long as it is longer.
+    def discarded(self, length: int, max_tokens: int | None, before: Ranges = ()) -> Ranges:
+        """Tokens to discard of a prompt of ``length``, where those of ``before`` were discarded: these too, as long as
+        it is longer.
         """
-        before = before if length > self.first + before else 0
+        before = before if before and length > before[-1][1] else ()
         part = self.limit // ANSWER_PART
         answer = part if max_tokens is None else min(max_tokens, part)
-        return max(before, -(-max(0, length + answer - self.limit) // self.step) * self.step)
+        lacks = length - count_of(before) + answer - self.limit
+        return widened(before, self.first, -(-max(0, lacks) // self.step) * self.step)
 
-    def left(self, prompt: list[int], discarded: int) -> list[int]:
-        """The tokens of a prompt that are left, with ``discarded`` ones taken out."""
-        return prompt[: self.first] + prompt[self.first + discarded :] if discarded else prompt
+    def check(self, ranges: Ranges, length: int) -> None:
+        """Raises ValueError for tokens that cannot be discarded of a prompt of ``length``."""
+        for first, stop in ranges:
+            if not self.first <= first < stop < length:
+                raise ValueError(
+                    f"kv_discard: tokens {first} to {stop} of {length}: the first {self.first} (--keep-first) and the "
+                    f"last one stay, so name some between"
+                )
+            if first % PAGE or (stop - first) % self.unit:
+                raise ValueError(
+                    f"kv_discard: tokens {first} to {stop}: begin at a multiple of {PAGE}, and take a multiple of "
+                    f"{self.unit}: whole pages, one of each lane"
+                )
 
 
 def overflow_of(options: OverflowOptions, limit: int, lane_tokens: int) -> Overflow | None:
@@ -51,4 +67,4 @@ def overflow_of(options: OverflowOptions, limit: int, lane_tokens: int) -> Overf
             f"the {step} of --truncate-ratio {options.truncate_ratio:g} (whole steps of {unit}) and an answer: lower "
             f"those, or raise --max-model-len"
         )
-    return Overflow(limit, first, step)
+    return Overflow(limit, first, step, unit)

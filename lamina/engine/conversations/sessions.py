@@ -18,6 +18,8 @@ import msgspec
 
 from lamina.protocol.placement import FIRST, Place
 
+from .ranges import Ranges
+
 MOST_SESSIONS = 1 << 14  # beyond these, the sessions whose last turn was the longest ago are forgotten
 POOL, NOWHERE = "pool", "none"  # tiers, beside the media's names
 
@@ -45,15 +47,23 @@ class SessionState:
     """The state of one conversation. ``keys``: those of its last turn's pages, the last of which may be partial."""
 
     name: SessionName
+    waits: dict[str, float] = field(default_factory=dict)  # see Sessions
+    tier: str = ""  # that had the KV of the turn whose first row is to come; empty: none has, or it is the first turn
     turns: int = 0
     leaf: int | None = None  # the retained sequence that has its KV
     length: int = 0  # tokens of that
     place: Place = FIRST
     keys: list[bytes] = field(default_factory=list)
     left_behind: dict[bytes, None] = field(default_factory=dict)  # keys of pages that only earlier turns had
-    discarded: int = 0  # tokens of the conversation that its KV has no more
+    discarded: Ranges = ()  # tokens of the conversation that its KV has no more
     tokens: array[int] = field(default_factory=lambda: array("I"))  # those of its pages
     salt: bytes = b""  # of its last turn
+
+    def began(self, waited_s: float) -> None:
+        """A turn's first row is on its way."""
+        if self.tier:
+            self.waits[self.tier] = self.waits.get(self.tier, 0.0) + waited_s
+            self.tier = ""
 
 
 class SessionCopy(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,10 +85,11 @@ class Sessions:
         self._by_name: OrderedDict[SessionName, SessionState] = OrderedDict()
         self._by_leaf: dict[int, SessionState] = {}
         self.hits = Counter[str]()  # turns behind the first one of a session, by the tier that had its KV
+        self.waits = dict[str, float]()  # seconds for which these waited for their first row
 
     def of(self, name: SessionName) -> SessionState:
         """The session of that name, which a turn is about to go on with; a new one where there is none."""
-        session = self._by_name.setdefault(name, SessionState(name))
+        session = self._by_name.setdefault(name, SessionState(name, self.waits))
         self._by_name.move_to_end(name)
         if len(self._by_name) > MOST_SESSIONS:
             _, oldest = self._by_name.popitem(last=False)
@@ -101,9 +112,10 @@ class Sessions:
         """A turn begins, with KV that ``tier`` had."""
         if session.turns:
             self.hits[tier] += 1
+            session.tier = tier
         session.turns += 1
 
-    def sleep(self, session: SessionState, leaf: int, length: int, place: Place, discarded: int = 0) -> int | None:
+    def sleep(self, session: SessionState, leaf: int, length: int, place: Place, discarded: Ranges = ()) -> int | None:
         """A turn has ended: its KV is that of the retained sequence ``leaf``. Returns the one before, which nobody
         needs any more.
         """

@@ -11,7 +11,8 @@ Contract, the same for every entry (tests/contract/test_media.py):
   A page with a damaged atom stays until its reader drops it.
 - The medium holds at most its size. ``reserve`` gives up pages for what is to come, the worst first by the policy that
   the medium was opened with; ``write`` gives up none.
-- Pages that waiting turns ``expect`` give way behind all others, those of the last turn first.
+- Pages that were prolonged give way behind those that were not, for that time; those that waiting turns ``expect``
+  give way behind all others, the ones of the last turn first.
 - Any thread calls, several at once. A call blocks for as long as the disk takes, and so belongs on an I/O thread. A
   buffer is the caller's again behind the call.
 - Behind ``close`` every call raises MediumError, ``close`` itself does nothing.
@@ -121,6 +122,12 @@ class Medium(Protocol):
 
     def copied(self, key: bytes, *, yes: bool) -> None:
         """Whether all that is here of a page lies elsewhere too: so it goes before all others. It does no I/O."""
+        ...
+
+    def prolong(self, keys: Iterable[bytes], seconds: float) -> None:
+        """These pages, those too that are still to come, are not given up for so many seconds from now on, as long as
+        others can be, nor for their age. An earlier word that reaches further stays. Raises MediumError.
+        """
         ...
 
     def fetch(self, atoms: frozenset[Atom]) -> list[bytes] | None:

@@ -90,6 +90,10 @@ class Emulated:
         """Whether another place has all that is here of a page, which goes first then."""
         self._inner.copied(key, yes=yes)
 
+    def prolong(self, keys: Iterable[bytes], seconds: float) -> None:
+        """Have these pages give way behind others for so many seconds."""
+        self._inner.prolong(keys, seconds)
+
     def fetch(self, atoms: frozenset[Atom]) -> list[bytes] | None:
         """Bring a page nearer, as the medium within does; None: there is none."""
         return self._inner.fetch(atoms)

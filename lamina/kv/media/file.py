@@ -63,6 +63,7 @@ class File:
             if nbytes > self._segments.share:
                 raise NoRoomError(f"{nbytes} bytes are more than this worker's part of it, {self._segments.share}")
             if not self._segments.make_room(nbytes):
+                self._expected.prolonged = self._index.prolonged(int(self._clock()))
                 try:
                     given += self._index.free(self._segments.own, self._enough(nbytes), self._rank)
                 finally:
@@ -135,6 +136,12 @@ class File:
     def copied(self, key: bytes, *, yes: bool) -> None:
         """Whether another place has all that is here of a page, which goes first then."""
         (self._expected.copied.add if yes else self._expected.copied.discard)(key)
+
+    def prolong(self, keys: Iterable[bytes], seconds: float) -> None:
+        """Have these pages give way behind others for so many seconds; the next server knows it too."""
+        with self._call():
+            now = self._clock()
+            self._index.prolong(self._identity, keys, int(now), int(now + seconds))
 
     def fetch(self, atoms: frozenset[Atom]) -> list[bytes] | None:
         """None: there is one place, so no page is brought nearer."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from lamina.kv.media import AtomLostError, Bytes, HeldPage, MediumError, MediumPlace, NoRoomError
@@ -30,12 +32,17 @@ class _HostPage(NamedTuple):
 class HostMedium:
     """A worker's part of the size is all that it takes, without what Python adds."""
 
-    def __init__(self, place: MediumPlace) -> None:
+    def __init__(self, place: MediumPlace, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock``: seconds."""
+        self._clock = clock
         self.size = place.size // place.workers
         self._lock = threading.Lock()
         self._lying: dict[bytes, _HostPage] | None = {}  # the most recently used last
         self._expected, rank = Expected(), rank_of(place.policy)
         self._tier = VictimQueue(place.policy, self.size, lambda use: self._expected.rank(use, rank))
+        self._until: dict[bytes, float] = {}  # of prolonged pages
+        self._ends: list[tuple[float, bytes]] = []  # a heap; an entry counts if its page still has this end
+        self._expected.prolonged = self._until
 
     def reserve(self, nbytes: int) -> list[bytes]:
         """Make room for ``nbytes`` in the shared buffer: the least recently used pages go. Raises NoRoomError."""
@@ -43,9 +50,11 @@ class HostMedium:
             lying = self._open()
             if nbytes > self.size:
                 raise NoRoomError(f"{nbytes} bytes are more than this worker's part of it, {self.size}")
+            self._pass()
             given = self._tier.evict(room=nbytes)
             for key in given:
                 del lying[key]
+                self._until.pop(key, None)
             return given
 
     def write(self, page: Page, atoms: Mapping[Atom, Bytes]) -> None:
@@ -107,6 +116,25 @@ class HostMedium:
             (self._expected.copied.add if yes else self._expected.copied.discard)(key)
             self._tier.rank_again([key])
 
+    def prolong(self, keys: Iterable[bytes], seconds: float) -> None:
+        """Have these pages give way behind others for so many seconds."""
+        with self._lock:
+            self._open()
+            end = self._clock() + seconds
+            for key in keys:
+                if self._until.get(key, 0.0) < end:
+                    self._until[key] = end
+                    heappush(self._ends, (end, key))
+                    self._tier.rank_again([key])
+
+    def _pass(self) -> None:
+        """Pages whose time has passed go as others do."""
+        while self._ends and self._ends[0][0] <= self._clock():
+            end, key = heappop(self._ends)
+            if self._until.get(key) == end:
+                del self._until[key]
+                self._tier.rank_again([key])
+
     def fetch(self, atoms: frozenset[Atom]) -> list[bytes] | None:
         """None: there is one place, so no page is brought nearer."""
         return None
@@ -119,6 +147,7 @@ class HostMedium:
         """The page that goes next where ``room`` bytes are wanted; None: there is as much."""
         with self._lock:
             self._open()
+            self._pass()
             return self._tier.worst(room=room)
 
     def drop(self, keys: Iterable[bytes]) -> None:
@@ -127,6 +156,7 @@ class HostMedium:
             lying = self._open()
             for key in keys:
                 lying.pop(key, None)
+                self._until.pop(key, None)
                 self._tier.forget(key)
 
     def pages(self) -> list[HeldPage]:

@@ -118,6 +118,12 @@ class Layered:
         """Whether another place has all that is here of a page, which goes first then."""
         self._memory.copied(key, yes=yes)
 
+    def prolong(self, keys: Iterable[bytes], seconds: float) -> None:
+        """Have these pages give way behind others for so many seconds, in both places."""
+        pages = list(keys)
+        self._memory.prolong(pages, seconds)
+        self._disk.prolong(pages, seconds)
+
     def fetch(self, atoms: frozenset[Atom]) -> list[bytes] | None:
         """Bring the next page of the fetch window from the disk to memory; None: there is none."""
         with self._moves:

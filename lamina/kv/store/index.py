@@ -19,6 +19,7 @@ from .folder import INDEX, StoreFolder
 from .schema import (
     AGES,
     PAGE,
+    PROLONGED,
     RECORD,
     SCHEMA,
     VERSION,
@@ -67,6 +68,7 @@ class PageIndex:
                     f"{self._name}: the index has version {version}, not {VERSION}: lamina-launch kv purge empties it"
                 )
             self._db.execute(AGES)
+            self._db.execute(PROLONGED)
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -151,9 +153,22 @@ class PageIndex:
         with self._change():
             self._db.executemany("DELETE FROM pages WHERE identity = ? AND key = ?", [(identity, key) for key in keys])
 
+    def prolong(self, identity: bytes, keys: Iterable[bytes], now_s: int, until_s: int) -> None:
+        """Until then these pages are ``prolonged``, be they here or not. ``now_s``: as of ``expire``."""
+        with self._change():
+            self._db.execute("DELETE FROM prolonged WHERE until <= ?", (now_s,))
+            self._db.executemany(
+                "INSERT INTO prolonged VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET until = max(until, excluded.until)",
+                [(identity, key, until_s) for key in keys],
+            )
+
+    def prolonged(self, now_s: int) -> set[bytes]:
+        """Keys of pages of any identity, of those that may give way behind others only."""
+        return {key for (key,) in self._rows("SELECT key FROM prolonged WHERE until > ?", now_s)}  # type: ignore[misc]
+
     def expire(self, now_s: int, ttl_s: float) -> list[bytes]:
-        """Give up pages of all identities that nobody has used for ``ttl_s`` seconds, as far as earlier calls can tell;
-        their keys. ``now_s``: since whenever, the same for all calls.
+        """Give up pages of all identities that nobody has used for ``ttl_s`` seconds, as far as earlier calls can tell,
+        but for prolonged ones; their keys. ``now_s``: since whenever, the same for all calls.
         """
         with self._change():
             self._db.execute("INSERT OR REPLACE INTO ages SELECT ?, now FROM clock", (now_s,))
@@ -161,7 +176,9 @@ class PageIndex:
             if last is None:
                 return []
             self._db.execute("DELETE FROM ages WHERE tick < ?", (last,))
-            gone = self._db.execute("DELETE FROM pages WHERE used <= ? RETURNING key", (last,)).fetchall()
+            prolonged = "SELECT 1 FROM prolonged o WHERE o.identity = p.identity AND o.key = p.key AND o.until > ?"
+            query = f"DELETE FROM pages AS p WHERE used <= ? AND NOT EXISTS ({prolonged}) RETURNING key"
+            gone = self._db.execute(query, (last, now_s)).fetchall()
             return [row[0] for row in gone]
 
     def drop_tenant(self, tenant: bytes) -> int:

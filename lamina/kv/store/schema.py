@@ -35,6 +35,11 @@ CREATE TABLE clock (now INTEGER NOT NULL);
 INSERT INTO clock VALUES (0);
 """
 AGES = "CREATE TABLE IF NOT EXISTS ages (at INTEGER PRIMARY KEY, tick INTEGER NOT NULL)"  # of the clock, by second
+PROLONGED = """
+CREATE TABLE IF NOT EXISTS prolonged (
+    identity BLOB NOT NULL, key BLOB NOT NULL, until INTEGER NOT NULL, PRIMARY KEY (identity, key)
+) WITHOUT ROWID
+"""
 PAGE = "key, number, tokens, tenant, source, chunk, build, ranks"
 RECORD = "id, segment, at, size, encrypted, salt, atoms"
 _ATOM = struct.Struct(f"<III{TAG_BYTES}s")  # layer, head, bytes, tag

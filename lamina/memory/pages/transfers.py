@@ -30,6 +30,7 @@ from lamina.protocol.placement import Place
 from lamina.protocol.plan import (
     KEY_BYTES,
     MOST_PAGES,
+    MOST_PROLONGED_S,
     Drop,
     Expect,
     Export,
@@ -37,6 +38,8 @@ from lamina.protocol.plan import (
     Free,
     Grant,
     Import,
+    MediumOp,
+    Prolong,
     ProtocolError,
     Prune,
     Shift,
@@ -91,7 +94,7 @@ class Transfers:
         self.loads = Loads(medium, store, self._atoms, meter, self._opened, self._loaded, trace)
         self._open: list[_Task] = []  # saves that are not settled
         self._ended: deque[_Task] = deque()  # the same
-        self._queue: SimpleQueue[_Task | Drop | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Task | Drop | Prolong | None] = SimpleQueue()
         self._most_copied, self._copied = max(LEAST_COPIED, store.bound.kv_bytes // COPY_SHARE), 0  # bytes
         self._lock = threading.Lock()  # of the blocks that are saved, the tasks' copies, and the end
         self._gives_back = any(store.tables.windows)  # blocks, as rows go on
@@ -139,7 +142,7 @@ class Transfers:
         for op in plan.ops:
             if isinstance(op, Export):
                 self._add(saves.pop(0))
-            elif isinstance(op, Drop):
+            elif isinstance(op, Drop | Prolong):
                 self._queue.put(op)
             elif isinstance(op, Expect):
                 self._fetches.add(op)
@@ -173,7 +176,7 @@ class Transfers:
         last = self._last
         self._fetches.check([op for op in plan.ops if isinstance(op, Expect)])
         for op in plan.ops:
-            if isinstance(op, Export | Import | Drop | Expect):
+            if isinstance(op, Export | Import | MediumOp):
                 _check(op)
             if isinstance(op, Export | Import):
                 if op.id <= last:
@@ -245,9 +248,12 @@ class Transfers:
     def _run(self) -> None:
         while (task := self._queue.get()) is not None and not self._cancelled:
             self._pace.begin()
-            if isinstance(task, Drop):
+            if isinstance(task, Drop | Prolong):
                 with suppress(MediumError):
-                    self._medium.drop(task.keys)
+                    if isinstance(task, Drop):
+                        self._medium.drop(task.keys)
+                    else:
+                        self._medium.prolong(task.keys, task.seconds)
                 self._pace.rest()
                 continue
             start = time.perf_counter()
@@ -322,10 +328,12 @@ class Transfers:
             return task.copies.pop(number, None)
 
 
-def _check(op: Export | Import | Drop | Expect) -> None:
+def _check(op: Export | Import | MediumOp) -> None:
     if any(len(key) != KEY_BYTES for key in op.keys) or (isinstance(op, Export) and len(op.tenant) != TENANT_BYTES):
         raise ProtocolError(f"{op}: a key has {KEY_BYTES} bytes, the tag of a tenant {TENANT_BYTES}")
-    if isinstance(op, Drop | Expect):
+    if isinstance(op, Prolong) and not 0 < op.seconds <= MOST_PROLONGED_S:
+        raise ProtocolError(f"pages are kept for {op.seconds} s, and may be for {MOST_PROLONGED_S}")
+    if isinstance(op, MediumOp):
         return
     pages = -(-op.count // PAGE)
     if not 1 <= len(op.keys) <= MOST_PAGES or len(op.keys) != pages or op.first < 0 or op.first % PAGE:

@@ -14,6 +14,7 @@ from lamina.server.config import ServerConfig
 from lamina.server.errors import ApiError, error_response
 from lamina.server.request import decoding
 from lamina.server.request.generation_config import fields_of
+from lamina.server.request.protocol import PromptCacheOptions
 from lamina.server.request.unsupported import MESSAGE, PART, QUIET, STREAM_OPTIONS, UNSUPPORTED, check_neutral
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ def _check_inner(given: dict[str, Any], service: Service) -> None:
     check = service.fields.check_inner
     if isinstance(options := given.get("stream_options"), dict):
         check(options, ("include_usage", "continuous_usage_stats"), STREAM_OPTIONS, "stream_options.")
+    if isinstance(options := given.get("prompt_cache_options"), dict):
+        check(options, PromptCacheOptions.model_fields, {}, "prompt_cache_options.")
     for message in given.get("messages") or ():
         check(message, ("role", "content", "name"), MESSAGE, "messages.")
         content = message.get("content")

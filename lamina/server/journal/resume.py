@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 
+from lamina.engine.conversations.terms import KVTerms
 from lamina.request import Blame
 from lamina.server.calls import Service
 from lamina.server.link.client import EngineGoneError, PromptRefusedError
@@ -66,11 +67,12 @@ async def _compute(service: Service, entry: Entry) -> bool:
     feed, client = ReplyFeed(), service.client
     ticket = service.admission.enter_again(sum(map(entry.open_of, entry.keys)))
     try:
+        terms = KVTerms(entry.accepted.salt)
         for number, key in enumerate(entry.keys):
             if entry.open_of(key):
                 ids, params = entry.prompts[number].ids, entry.params_of(number)
                 meter = PromptMeter(service.metrics, time.monotonic(), len(ids), params)
-                client.add(ids, params, feed, meter, key=key, heard=entry.heard_of(key), salt=entry.accepted.salt)
+                client.add(ids, params, feed, meter, key=key, heard=entry.heard_of(key), terms=terms)
         while not entry.ended:
             for delta in await feed.take():
                 if delta.finish_reason is not None:

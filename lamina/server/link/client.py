@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from lamina.engine.conversations.sessions import SessionFacts, SessionName
+from lamina.engine.conversations.sessions import SessionFacts
+from lamina.engine.conversations.terms import PLAIN, KVTerms
 from lamina.engine.wire import WorkerError
 from lamina.fleet.launchers import WorkerHandle
 from lamina.fleet.launchers.local import ProcessWorker
@@ -153,18 +154,17 @@ class EngineClient:
         *,
         key: int | None = None,
         heard: Sequence[Delta] = (),
-        salt: bytes = b"",
-        session: SessionName | None = None,
+        terms: KVTerms = PLAIN,
     ) -> int:
         """Queue a prompt; its deltas go to ``feed`` under the key returned. ``key``: None = one of this client's own,
-        and then never one from elsewhere. ``heard``: of its completions, from another server's engine. ``salt``: it
-        shares KV with prompts of the same salt only. ``session``: it is a turn of that one. Raises EngineGoneError.
+        and then never one from elsewhere. ``heard``: of its completions, from another server's engine. Raises
+        EngineGoneError.
         """
         if self.failure is not None:
             raise EngineGoneError(self.failure)
         if key is None:
             key, self._next_key = self._next_key, self._next_key + 1
-        self._live[key] = new = _OpenPrompt(feed, meter, Hearing(prompt, self.seeded(params), salt, session))
+        self._live[key] = new = _OpenPrompt(feed, meter, Hearing(prompt, self.seeded(params), terms))
         for delta in heard:
             new.hearing.take(delta)
         if self._is_ready:

@@ -256,15 +256,13 @@ class _Loop:
 
     def _add(self, add: Add) -> None:
         try:
-            self._engine.check(add.prompt, add.params, add.session)
+            self._engine.check(add.prompt, add.params, add.terms)
         except ValueError as e:
             self._outbox.put(Refused(add.key, str(e), Blame.CLIENT))
             return
         try:
             pieces = self._pieces(add)
-            request_id = self._engine.add(
-                add.prompt, add.params, make_pieces=pieces, told=add.told, salt=add.salt, session=add.session
-            )
+            request_id = self._engine.add(add.prompt, add.params, make_pieces=pieces, told=add.told, terms=add.terms)
         except Exception as e:  # of one prompt; the others have done nothing
             log.exception("a prompt could not be added")
             self._outbox.put(Refused(add.key, f"the engine could not add the prompt: {e}", Blame.SERVER))
@@ -324,6 +322,7 @@ class _Loop:
             external_hits=scheduler.tier.num_hit if scheduler.tier else 0,
             sessions=self._sessions,
             session_hits=dict(scheduler.sessions.hits),
+            session_waits=dict(scheduler.sessions.waits),
             steps=self._steps,
             recovering=self._pools.recovering,
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from lamina.engine.conversations.sessions import SessionCopy, SessionFacts, SessionName
+from lamina.engine.conversations.sessions import SessionCopy, SessionFacts
+from lamina.engine.conversations.terms import PLAIN, KVTerms
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import Blame, SamplingParams, Score, Told
 
@@ -24,15 +25,13 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     """Server -> engine: complete a prompt. Answered by the deltas of its completions, or by Refused.
 
     ``key`` is the server's name for it, never used twice. ``told``: of its completions, by an engine that has died.
-    ``salt``: it shares KV with prompts of the same salt only. ``session``: it is the next turn of that one.
     """
 
     key: int
     prompt: list[int]
     params: SamplingParams
     told: list[Told] = []
-    salt: bytes = b""
-    session: SessionName | None = None
+    terms: KVTerms = PLAIN
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -182,6 +181,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     external_hits: int = 0  # of these, those whose KV was loaded
     sessions: dict[str, int] = {}  # by the tier that has their KV
     session_hits: dict[str, int] = {}  # turns behind the first, by the tier that had it
+    session_waits: dict[str, float] = {}  # seconds for which these waited for their first row
     recovering: bool = (
         False  # a worker was lost, and another one takes its place: the engine lives, and no step is done
     )

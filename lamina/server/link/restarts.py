@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from msgspec import structs
 
-from lamina.engine.conversations.sessions import SessionName
+from lamina.engine.conversations.terms import PLAIN, KVTerms
 from lamina.fleet.launchers import WorkerHandle
 from lamina.fleet.recoveries import Recoveries
 from lamina.processes import lives
@@ -124,10 +124,8 @@ class EngineRestarts:
 class Hearing:
     """What the server has heard of a prompt's completions."""
 
-    def __init__(
-        self, prompt: list[int], params: SamplingParams, salt: bytes = b"", session: SessionName | None = None
-    ) -> None:
-        self._prompt, self._params, self._salt, self._session = prompt, params, salt, session
+    def __init__(self, prompt: list[int], params: SamplingParams, terms: KVTerms = PLAIN) -> None:
+        self._prompt, self._params, self._terms = prompt, params, terms
         self._told: dict[int, Told] = {}
 
     def take(self, delta: Delta) -> None:
@@ -143,4 +141,4 @@ class Hearing:
 
     def ask(self, key: int) -> Add:
         """For the prompt, and what is still to come of it."""
-        return Add(key, self._prompt, self._params, list(self._told.values()), self._salt, self._session)
+        return Add(key, self._prompt, self._params, list(self._told.values()), self._terms)

@@ -47,6 +47,11 @@ class StreamOptions(Strict):
     continuous_usage_stats: Bool | None = None
 
 
+class PromptCacheOptions(Strict):
+    mode: Literal["implicit", "explicit"] | None = None  # every prompt's beginning is looked for, whatever it says
+    ttl: Literal["30m"] | None = None
+
+
 class Sampling(Strict):
     """What completions and chat share."""
 
@@ -80,6 +85,10 @@ class Sampling(Strict):
     truncation_side: Literal["left", "right"] | None = None  # which end goes; default: left
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     session_id: str | None = None  # the next turn of that session
+    kv_discard: list[Annotated[list[Int], Field(min_length=2, max_length=2)]] | None = Field(None, max_length=64)
+    prompt_cache_key: str | None = Field(None, max_length=1024)  # begins where others with this key did, if it can
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None  # how long KV is kept at least
+    prompt_cache_options: PromptCacheOptions | None = None
     kv_sparsity: Literal["none", "evict", "select"] | None = None  # none: it keeps all of its KV
     add_special_tokens: Bool | None = None  # default: with a text, not with a conversation, whose template has them
 

@@ -84,11 +84,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "media_io_kwargs": ({},),
     "vllm_xargs": ({},),
 }
-# Fields without an effect on an answer: of a client's bookkeeping, or of a cache that is not there.
-QUIET = frozenset(
-    {"metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
-     "safety_identifier"}
-)  # fmt: skip
+# Fields without an effect on an answer: of a client's bookkeeping.
+QUIET = frozenset({"metadata", "parallel_tool_calls", "safety_identifier"})
 # The same of the objects within.
 STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
 MESSAGE: dict[str, tuple[Any, ...]] = {

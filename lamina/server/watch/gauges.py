@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -122,7 +123,10 @@ class EngineGauges(Collector):
     def _sessions(self, state: State) -> Iterator[Metric]:
         tiers = self._gauge_of("sessions", "sessions by the place of their KV", "tier")
         hits = self._counter("session_hits", "turns behind the first one of a session, by where its KV was", "tier")
-        for family, counts in ((tiers, state.sessions), (hits, state.session_hits)):
+        waits = self._counter("session_wait_seconds", "time for which these turns waited for their first row", "tier")
+        told: tuple[dict[str, Any], ...] = (state.sessions, state.session_hits, state.session_waits)
+        families: tuple[Any, ...] = (tiers, hits, waits)
+        for family, counts in zip(families, told, strict=True):
             for tier, count in sorted(counts.items()):
                 family.add_metric([*self._values, tier], count)
             yield family

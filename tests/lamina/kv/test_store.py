@@ -595,3 +595,28 @@ def test_what_nobody_has_used_for_long_goes(seed: int) -> None:
         medium.reserve(100)
         assert medium.pages() == []
         medium.close()
+
+
+def test_a_page_that_is_prolonged_outlives_the_age_limit_and_a_restart() -> None:
+    now, atoms = 1000.0, {Atom(0, 0): bytes(100)}
+
+    def clock() -> float:
+        return now
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o700)
+        place = MediumPlace(SIZE, b"i" * 32, directory=folder, secret=SECRET, server="one", ttl_s=100.0)
+        medium = File(place, clock)
+        for number in range(2):
+            medium.write(page(number), atoms)
+        medium.prolong([page(1).key], 1000.0)
+        now += 50.0
+        medium.reserve(100)  # a look
+        medium.close()
+        now += 900.0
+        medium = File(place, clock)
+        assert [held.page.number for held in medium.pages()] == [1]
+        now += 200.0
+        medium.reserve(100)
+        assert medium.pages() == [], "its time has passed"
+        medium.close()

@@ -38,6 +38,7 @@ from lamina.protocol.plan import (
     Key,
     Kind,
     New,
+    Prolong,
     ProtocolError,
     Prune,
     Rows,
@@ -400,6 +401,10 @@ def state(bench: Bench) -> Any:
         (Export(7, 0, 0, PAGE, KEYS[:1], b"t" * 16),),
         (Free(1), Drop(1, [b"short"])),
         (Free(1), Expect(0, 0, [b"short"])),
+        (Free(1), Prolong(1, 1.0, [b"short"])),
+        (Free(1), Prolong(1, 0.0, KEYS)),
+        (Free(1), Prolong(1, float("nan"), KEYS)),
+        (Free(1), Prolong(1, 2e6, KEYS)),
         (Free(1), Expect(0, 0, [KEYS[0]] * (MOST_PAGES + 1))),
         (Free(1), Expect(-1, 0, KEYS)),
         (Free(1), Expect(0, -1, KEYS)),
@@ -533,6 +538,13 @@ def test_dropped_pages_are_gone(bench: Bench) -> None:
     bench.do(New(2), load(2))
     assert bench.report().pages == 1
     assert set(bench.transfers.pages(9)) == {KEYS[0], b"z" * 32}
+
+
+def test_pages_are_prolonged_behind_their_save(bench: Bench) -> None:
+    inner, said = bench.transfers._medium, SimpleQueue[tuple[list[bytes], float, int]]()
+    vars(inner)["prolong"] = lambda keys, seconds: said.put((keys, seconds, len(inner.pages())))
+    bench.do(save(), Prolong(1, 60.0, KEYS))
+    assert said.get(timeout=WAIT_S) == (KEYS, 60.0, PAGES)
 
 
 class Nearer:

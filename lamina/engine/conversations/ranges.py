@@ -1,0 +1,59 @@
+"""Ranges of a conversation's tokens, such as those that it has lost. Pure policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+Ranges = tuple[tuple[int, int], ...]  # first and stop of each, in order, and none touches another
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """What is in some of ``ranges``, in whatever order they come."""
+    apart = list[tuple[int, int]]()
+    for first, stop in sorted(ranges):
+        if apart and first <= apart[-1][1]:
+            apart[-1] = apart[-1][0], max(stop, apart[-1][1])
+        else:
+            apart.append((first, stop))
+    return tuple(apart)
+
+
+def count_of(ranges: Ranges, stop: int | None = None) -> int:
+    """Tokens in ``ranges``; with ``stop``, of those below that."""
+    return sum((b if stop is None else max(a, min(b, stop))) - a for a, b in ranges)
+
+
+def gaps(ranges: Ranges, first: int) -> Iterator[tuple[int, int | None]]:
+    """What is in none of ``ranges``, from ``first`` on; the last one has no end."""
+    for a, b in ranges:
+        if first < a:
+            yield first, a
+        first = max(first, b)
+    yield first, None
+
+
+def widened(ranges: Ranges, first: int, count: int) -> Ranges:
+    """With the next ``count`` tokens from ``first`` on that are in none of ``ranges``."""
+    more = list[tuple[int, int]]()
+    for low, high in gaps(ranges, first):
+        if not count:
+            break
+        stop = low + count if high is None else min(high, low + count)
+        more.append((low, stop))
+        count -= stop - low
+    return joined([*ranges, *more])
+
+
+def lacking(ranges: Ranges, wanted: Ranges) -> tuple[int, int] | None:
+    """The first range of ``wanted`` that is in none of ``ranges``; None: all of it is."""
+    for low, high in gaps(ranges, 0):
+        for first, stop in wanted:
+            a, b = max(first, low), stop if high is None else min(stop, high)
+            if a < b:
+                return a, b
+    return None
+
+
+def without(tokens: list[int], ranges: Ranges) -> list[int]:
+    """Tokens that are in none of ``ranges``."""
+    return [token for low, high in gaps(ranges, 0) for token in tokens[low:high]] if ranges else tokens

@@ -1,0 +1,25 @@
+"""The terms on which a request's KV serves other requests."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .ranges import Ranges
+from .sessions import SessionName
+
+
+class KVTerms(msgspec.Struct, frozen=True):
+    """``salt``: it shares KV with requests of the same salt only. ``session``: it is the next turn of that one.
+    ``kin``: where there is room it begins where others of its kin did; empty: it has none. ``retention_s``: its pages
+    are not given up sooner behind its end, as long as others can be. ``discard``: tokens that it loses, and its session
+    for ever.
+    """
+
+    salt: bytes = b""
+    session: SessionName | None = None
+    kin: bytes = b""
+    retention_s: float = 0.0
+    discard: Ranges = ()
+
+
+PLAIN = KVTerms()

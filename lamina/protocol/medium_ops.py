@@ -1,0 +1,43 @@
+"""The ops of a plan that concern the medium beside the pool alone, and no block."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .placement import FIRST, Place
+
+MOST_EXPECTED = 1 << 16  # pages, of all turns that wait
+MOST_PROLONGED_S = 1e6  # for which pages are kept at least, behind the last word about them
+
+
+class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
+    """Forget pages in the medium, behind what is being saved there. Nobody waits for it. ``sequence``: whose they were;
+    it need not exist.
+    """
+
+    sequence: int
+    keys: list[bytes]
+
+
+class Expect(msgspec.Struct, frozen=True, array_like=True, tag="expect"):
+    """A sequence that waits needs pages of the medium, from page ``first`` on, and will most likely lie at ``place``.
+    Those of ``turn`` are needed before those of larger ones; no keys: it needs nothing any more. Nobody waits for it.
+    """
+
+    turn: int
+    first: int = 0
+    keys: list[bytes] = []
+    place: Place = FIRST
+
+
+class Prolong(msgspec.Struct, frozen=True, array_like=True, tag="prolong"):
+    """For so many ``seconds`` pages of the medium give way behind others only, and none is given up for its age; behind
+    what is being saved there. Nobody waits for it. ``sequence``: whose they were; it need not exist.
+    """
+
+    sequence: int
+    seconds: float
+    keys: list[bytes]
+
+
+MediumOp = Drop | Prolong | Expect
