@@ -33,7 +33,7 @@ SHAPE = {
     "hidden_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": HEADS,
     "intermediate_size": 256, "vocab_size": 512,
 }  # fmt: skip
-TOKEN_BYTES = LAYERS * HEADS * DIM * 2 * 2  # K and V in bfloat16
+TOKEN_BYTES = LAYERS * HEADS * DIM * 2 * 4  # K and V in float32
 T_LOAD, T_COMPUTE = 0.61, 0.39  # of the prefill time without pre-loading
 HISTORY, NEW = 1024, 100
 SPLITS = (500, 500), (600, 400), (700, 300), (800, 200), (900, 100)

@@ -2,7 +2,8 @@
 context that was cut, by what its KV is; and the share of questions that it answers behind a cut.
 
 Each text fills the context but for --new tokens; --ratio of the context goes, behind the first --keep tokens; the next
---new tokens are scored behind what is left. "moved": its KV is kept, and K is rotated as a memory worker does; "naive":
+--new tokens are scored behind what is left, and the first NEAR of them apart: further on new text, whose KV is always
+right, tells the model more and more of what it needs. "moved": its KV is kept, and K is rotated as a memory worker does; "naive":
 kept and not rotated; "recomputed": what is left is computed anew. Differences are paired by text. Questions are about
 one of four pairs that were stated 1,024 tokens before, behind the discarded ones; the cut comes between statement and
 question. Prints one JSON line; --write appends it to perf/results/bench_truncation.jsonl.
@@ -35,6 +36,7 @@ from tiny_lm.recall import RecallPrompt, RecallTask  # noqa: E402
 
 ONE_SIDED_95 = 1.645
 WAYS = ("moved", "naive", "recomputed")
+NEAR = 32
 CONTEXT, DISTANCE = 2048, 1024  # tokens; the second one from a statement to its question
 
 
@@ -47,11 +49,12 @@ class Scorer:
         self._rotary, self._keep, self._gone = Rotary(frequencies.astype("<f8").tobytes()), keep, gone
 
     @torch.inference_mode()
-    def nats(self, history: Tensor, new: Tensor) -> dict[str, float]:
-        """Of ``new`` [n] a token, by way."""
+    def nats(self, history: Tensor, new: Tensor) -> dict[str, Tensor]:
+        """Of each token of ``new`` [n] but the first: [n - 1], by way."""
         length = len(history) - self._gone
-        losses = {way: self._logits(cache, length, new) for way, cache in self._cut(history).items()}
-        return {way: float(torch.nn.functional.cross_entropy(x[:-1], new[1:])) for way, x in losses.items()}
+        logits = {way: self._logits(cache, length, new) for way, cache in self._cut(history).items()}
+        loss = torch.nn.functional.cross_entropy
+        return {way: loss(x[:-1], new[1:], reduction="none") for way, x in logits.items()}
 
     @torch.inference_mode()
     def answers(self, history: Tensor, new: Tensor, answer: list[int]) -> dict[str, bool]:
@@ -105,7 +108,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=256, help="tokens that are scored")
     parser.add_argument("--ratio", type=float, default=0.5)
     parser.add_argument("--keep", type=int, default=128)
-    parser.add_argument("--questions", type=int, default=400)
+    parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -116,15 +119,21 @@ def main() -> None:
     runs = [scorer.nats(ids[s : s + history], ids[s + history : s + CONTEXT]) for s in starts]
     asked = RecallTask(tokenizer).prompts(ids.numpy(), DISTANCE, count=args.questions)
     right = [scorer.answers(*_split(ids, prompt, args.keep + gone, history), prompt.answer) for prompt in asked]
-    settings = {"texts": args.texts, "new": args.new, "ratio": args.ratio, "keep": args.keep}
-    means = {way: statistics.fmean(run[way] for run in runs) for way in WAYS}
+    names = ("texts", "new", "ratio", "keep", "questions")
+    settings = {name: getattr(args, name) for name in names}
+    near = {way: statistics.fmean(float(run[way][:NEAR].mean()) for run in runs) for way in WAYS}
+    means = {way: statistics.fmean(float(run[way].mean()) for run in runs) for way in WAYS}
     told: dict[str, Any] = {f"{way}_nats": round(means[way], 4) for way in WAYS}
     told |= {f"{way}_perplexity": round(math.exp(means[way]), 3) for way in WAYS}
-    differences = [run["moved"] - run["recomputed"] for run in runs]
+    told |= {f"{way}_perplexity_of_first_{NEAR}": round(math.exp(near[way]), 3) for way in WAYS}
+    differences = [float((run["moved"] - run["recomputed"]).mean()) for run in runs]
     mean, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(runs))
     told |= {"moved_over_recomputed": round(mean, 5), "upper_95": round(mean + ONE_SIDED_95 * error, 5)}
     told["recall"] = {way: statistics.fmean(each[way] for each in right) for way in WAYS}
-    told["naive_over_recomputed_perplexity"] = round(math.exp(means["naive"] - means["recomputed"]), 3)
+    told["naive_over_recomputed"] = {
+        name: round(math.exp(each["naive"] - each["recomputed"]), 3)
+        for name, each in ((f"first {NEAR}", near), ("all", means))
+    }
     print(record(Path(__file__).stem, settings, told, write=args.write))
 
 
