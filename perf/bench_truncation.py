@@ -3,10 +3,10 @@ context that was cut, by what its KV is; and the share of questions that it answ
 
 Each text fills the context but for --new tokens; --ratio of the context goes, behind the first --keep tokens; the next
 --new tokens are scored behind what is left, and the first NEAR of them apart: further on new text, whose KV is always
-right, tells the model more and more of what it needs. "moved": its KV is kept, and K is rotated as a memory worker does; "naive":
-kept and not rotated; "recomputed": what is left is computed anew. Differences are paired by text. Questions are about
-one of four pairs that were stated 1,024 tokens before, behind the discarded ones; the cut comes between statement and
-question. Prints one JSON line; --write appends it to perf/results/bench_truncation.jsonl.
+right, tells the model more and more of what it needs. "moved": its KV is kept, and K is rotated as a memory worker
+does; "naive": kept and not rotated; "recomputed": what is left is computed anew. Differences are paired by text.
+Questions are about one of four pairs that were stated 1,024 tokens before, behind the discarded ones; the cut comes
+between statement and question. Prints one JSON line; --write appends it to perf/results/bench_truncation.jsonl.
 
     python perf/bench_truncation.py --texts 200 --write
     python perf/bench_truncation.py --texts 200 --keep 0 --write    # no first tokens are kept, as in the paper
