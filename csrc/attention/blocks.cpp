@@ -10,6 +10,8 @@ namespace {
 int64_t count_of(const Py_buffer& buffer) { return int64_t(buffer.len) / int64_t(sizeof(int64_t)); }
 const int64_t* ints_of(const Py_buffer& buffer) { return static_cast<const int64_t*>(buffer.buf); }
 
+}  // namespace
+
 void select_all(Engine& engine, const Selecting& of, std::size_t choices, int threads) {
   const Operator& op = *of.op;
   const std::lock_guard lock(engine.busy);
@@ -24,7 +26,22 @@ void select_all(Engine& engine, const Selecting& of, std::size_t choices, int th
   });
 }
 
-}  // namespace
+void tally_all(Engine& engine, const Tallying& of, int64_t* to, int threads) {
+  const Operator& op = *of.op;
+  const std::lock_guard lock(engine.busy);
+  const auto heads = std::size_t(op.kv_heads);
+  const auto all = std::min(threads_of(engine.pool, std::size_t(std::max(threads, 1))), heads);
+  if (engine.choosing.size() < all) engine.choosing.resize(all);
+  for (Choosing& room : engine.choosing) {
+    room.queries.resize(std::size_t(op.group() * padded(op.qk_dim)));
+    room.scores.resize(std::size_t(op.group() * (of.blocks * of.block_size + 16)));
+  }
+  engine.pool.each(heads, all, [&](std::size_t head, std::size_t thread) {
+    Choosing& room = engine.choosing[thread];
+    engine.variant->tally[engine.dtype][engine.stored](of, int64_t(head), room.queries.data(), room.scores.data(),
+                                                       to + int64_t(head) * of.blocks);
+  });
+}
 
 PyObject* kernels_select(PyObject* object, PyObject* args) {
   Engine& engine = *reinterpret_cast<Kernels*>(object)->engine;
@@ -75,23 +92,12 @@ PyObject* kernels_tally(PyObject* object, PyObject* args) {
   bool enough = true;
   if (sense) {
     Py_BEGIN_ALLOW_THREADS;
-    const std::lock_guard lock(engine.busy);
     const Operator op{q_heads, kv_heads, qk_dim, qk_dim, 0, scale, softcap, pointer<float>(sinks), nullptr};
     const Tallying of{&op,          pointer<void>(q), pointer<void>(k), pointer<float>(k_scale),
                       ints_of(ids), ints_of(seen),    count_of(seen),   count_of(ids),
                       block_size};
     try {
-      const auto all = std::min(threads_of(engine.pool, std::size_t(std::max(threads, 1))), std::size_t(kv_heads));
-      if (engine.choosing.size() < all) engine.choosing.resize(all);
-      for (Choosing& room : engine.choosing) {
-        room.queries.resize(std::size_t(op.group() * padded(qk_dim)));
-        room.scores.resize(std::size_t(op.group() * (of.blocks * block_size + 16)));
-      }
-      engine.pool.each(std::size_t(kv_heads), all, [&](std::size_t head, std::size_t thread) {
-        Choosing& room = engine.choosing[thread];
-        engine.variant->tally[engine.dtype][engine.stored](of, int64_t(head), room.queries.data(), room.scores.data(),
-                                                           pointer<int64_t>(to) + int64_t(head) * of.blocks);
-      });
+      tally_all(engine, of, pointer<int64_t>(to), threads);
     } catch (const std::bad_alloc&) {
       enough = false;
     }

@@ -21,6 +21,13 @@ struct Calls {
   // Without the GIL; calls take turns. Of `call` everything but rows, tasks and what belongs to them. Throws
   // std::bad_alloc.
   void (*attend)(void* engine, Call call, Prepared, int threads);
+  // The same of select, for so many choices, and of a tally of all KV heads: to [kv_heads, blocks], which it adds to.
+  void (*select)(void* engine, const Selecting&, std::size_t choices, int threads);
+  void (*tally)(void* engine, const Tallying&, int64_t* to, int threads);
+  // read_choices and make_tasks, for modules that are not linked with them.
+  bool (*choices)(const int64_t* numbers, int64_t count, const int64_t* blocks, int64_t all, int64_t width,
+                  std::vector<Choice>* to);
+  Tasks (*tasks)(const Rows&, bool stored, const Operator&, int64_t threads);
 };
 
 }  // namespace lamina::attention

@@ -46,6 +46,10 @@ T* pointer(unsigned long long address) {
   return reinterpret_cast<T*>(std::uintptr_t(address));
 }
 
+// As Calls says.
+void select_all(Engine&, const Selecting&, std::size_t choices, int threads);
+void tally_all(Engine&, const Tallying&, int64_t* to, int threads);
+
 PyObject* kernels_select(PyObject* kernels, PyObject* args);
 PyObject* kernels_tally(PyObject* kernels, PyObject* args);
 

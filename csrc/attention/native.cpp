@@ -150,11 +150,21 @@ PyObject* kernels_new(PyTypeObject* type, PyObject* args, PyObject*) {
   if (!self->engine) return Py_DECREF(self), PyErr_NoMemory();
   self->engine->variant = *variant, self->engine->dtype = Dtype(kind - kDtypeNames);
   self->engine->stored = Stored(kept - kStoredNames);
-  self->calls = {reinterpret_cast<PyObject*>(self), self->engine, prepare,
+  self->calls = {reinterpret_cast<PyObject*>(self),
+                 self->engine,
+                 prepare,
                  [](void* engine, Call call, Prepared step, int threads) {
                    call.rows = step.rows;
                    attend(*static_cast<Engine*>(engine), call, *step.tasks, threads);
-                 }};
+                 },
+                 [](void* engine, const Selecting& of, std::size_t choices, int threads) {
+                   select_all(*static_cast<Engine*>(engine), of, choices, threads);
+                 },
+                 [](void* engine, const Tallying& of, int64_t* to, int threads) {
+                   tally_all(*static_cast<Engine*>(engine), of, to, threads);
+                 },
+                 read_choices,
+                 make_tasks};
   return reinterpret_cast<PyObject*>(self);
 }
 

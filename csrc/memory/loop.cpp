@@ -3,6 +3,7 @@
 
 #include "memory/loop.h"
 
+#include "memory/bounds.h"
 #include "memory/rounding.h"
 
 namespace lamina::memory_worker {
@@ -24,7 +25,7 @@ void write_rows(const Places& places, const char* rows, std::size_t heads, std::
 
 }  // namespace
 
-void Loop::begin(std::vector<const Step*> steps) {
+void Loop::begin(std::vector<Step*> steps) {
   steps_ = std::move(steps);
   turn_ = 0, stage_ = Stage::kBegin, started_ = 0;
 }
@@ -91,6 +92,7 @@ Result Loop::run_stage(std::uint64_t start) {
       break;
     case Stage::kWrite: {
       write();
+      if (!step().countings.empty()) count();
       counts.write_ns += now_ns() - start;
       span(Event::kWrite, &start);
       Link& from = links[source()];
@@ -184,7 +186,7 @@ void Loop::attend_stored() {
   float* to = stored_.data();
   for (std::size_t i = 0; i < layer.pieces.size(); ++i) {
     const Piece& piece = layer.pieces[i];
-    const PieceForm& of = form().pieces[i];
+    PieceForm& of = form().pieces[i];
     const GroupRows& rows = step().groups[piece.group];
     const auto q_heads = std::size_t(piece.op.q_heads), row = q_heads * std::size_t(piece.op.qk_dim) * store.item;
     const auto into = [&](attention::Prepared prepared, std::size_t count, const char* q) {
@@ -193,7 +195,10 @@ void Loop::attend_stored() {
       to += numbers(piece, count);
     };
     const char* q = reinterpret_cast<const char*>(q_.data);
-    if (rows.whole) into(of.whole_stored, rows.whole, q + of.parts.q);
+    if (piece.least && !rows.choices.empty())
+      attend_chosen(piece, of, rows, q + of.parts.q, to), to += numbers(piece, rows.whole);
+    else if (rows.whole)
+      into(of.whole_stored, rows.whole, q + of.parts.q);
     if (!rows.nodes.empty()) into(of.nodes_stored, rows.nodes.size(), gather(q + of.parts.other_q, rows.nodes, row, 0));
   }
 }
@@ -285,9 +290,13 @@ void Loop::write() {
     const auto one = [&](const Places& places, const NewRows& from) {
       write_rows(places, from.k, heads, k, size, piece.k);
       write_rows(places, from.v, heads, v, size, piece.v);
-      if (!from.k_scale) return;
-      write_rows(places, bytes_of(from.k_scale), heads, sizeof(float), size, bytes_of(piece.k_scale));
-      write_rows(places, bytes_of(from.v_scale), heads, sizeof(float), size, bytes_of(piece.v_scale));
+      if (from.k_scale) {
+        write_rows(places, bytes_of(from.k_scale), heads, sizeof(float), size, bytes_of(piece.k_scale));
+        write_rows(places, bytes_of(from.v_scale), heads, sizeof(float), size, bytes_of(piece.v_scale));
+      }
+      if (!piece.least) return;
+      for (std::size_t r = 0; r < places.rows.size(); ++r)
+        if (places.offsets[r] == store.block_size - 1) bound_block(store, piece, places.blocks[r]);  // it is whole now
     };
     one(rows.whole_places, new_[i][0]), one(rows.other_places, new_[i][1]);
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <memory>
 #include <vector>
 
 #include "attention/calls.h"
@@ -19,6 +20,7 @@ struct Piece {
   std::size_t group;
   char *k, *v;
   float *k_scale, *v_scale;
+  char *least, *most;  // bounds of whole blocks [blocks, kv_heads, qk_dim], floats where there are scales; or null
 };
 
 struct Layer {
@@ -44,10 +46,23 @@ struct Parts {
   std::size_t q, other_q, k, v, other_k, other_v, o, lse, final;
 };
 
+using Numbers = std::vector<std::int64_t>;
+
+// Attention of rows that attend their best blocks alone, each KV head of a row as a sequence of its own: see
+// lamina/memory/sparse/selection.py.
+struct ByHead {
+  Numbers each, tokens, ones, zeros;  // [rows * kv_heads]
+  Numbers table;                      // [rows * kv_heads, width], which each layer fills anew
+  std::int64_t width;
+  attention::Rows rows;
+  attention::Tasks tasks;
+};
+
 // What a piece needs of its group's rows: those of whole sequences and of the others, over stored and new tokens.
 struct PieceForm {
   Parts parts;
-  attention::Prepared whole_stored, whole_fresh, nodes_stored, fresh;
+  attention::Prepared whole_stored, whole_fresh, nodes_stored, fresh, rest_stored;
+  std::unique_ptr<ByHead> by_head;  // where some rows select
 };
 
 // The messages of layers that are alike.
@@ -57,8 +72,6 @@ struct Form {
   std::size_t partial_bytes = 0;
   std::vector<PieceForm> pieces;
 };
-
-using Numbers = std::vector<std::int64_t>;
 
 // Rows of K and V that stay here, and the block and offset of each.
 struct Places {
@@ -72,6 +85,16 @@ struct GroupRows {
   Numbers fresh, fresh_kv;  // and for tokens of the step, with the rows of K and V
   Places whole_places, other_places;
   std::size_t whole_kv = 0, other_kv = 0;  // rows of K and V that are used
+  std::vector<attention::Choice> choices;  // of rows of whole sequences that select, their blocks here:
+  Numbers choice_blocks, choice_tokens;    // and the tokens that each attends
+  Numbers rest;                            // the other rows of whole sequences, where there are choices
+};
+
+// Rows of a sequence whose attention is counted, and where their sums go, by block.
+struct Counting {
+  std::size_t group, row;
+  Numbers ids, seen;
+  std::int64_t* to;
 };
 
 // K and V of a piece's new rows as they are stored: [rows, kv_heads, dim], scales [rows, kv_heads].
@@ -88,6 +111,7 @@ struct Link {
 
 struct Step {
   std::vector<GroupRows> groups;
+  std::vector<Counting> countings;
   std::vector<Form> forms;  // by layer that others are like
   std::vector<std::size_t> sources, replies;  // by layer: links
   LayerTags tags;
@@ -121,7 +145,7 @@ class Loop {
   Spans spans;
   Counts counts{};
 
-  void begin(std::vector<const Step*> steps);
+  void begin(std::vector<Step*> steps);
   // Goes on where it was, until something unusual; each wait takes `patience_s` at most, and where `overdue` is over,
   // which is no time if 0, it pauses before the next turn; so it does before turn `limit`. Throws std::bad_alloc.
   Result run(double patience_s, std::uint64_t overdue, std::size_t limit);
@@ -134,9 +158,9 @@ class Loop {
  private:
   enum class Stage { kBegin, kTakeQ, kTakeKV, kStored, kReserve, kFinish, kPut, kWrite };
 
-  const Step& step() const { return *steps_[turn_ % steps_.size()]; }
+  Step& step() const { return *steps_[turn_ % steps_.size()]; }
   std::size_t layer() const { return turn_ / steps_.size(); }
-  const Form& form() const { return step().forms[store.layers[layer()].like]; }
+  Form& form() const { return step().forms[store.layers[layer()].like]; }
   std::size_t source() const { return step().sources[layer()]; }
   std::size_t reply() const { return step().replies[layer()]; }
   Stage behind(Stage) const;
@@ -149,6 +173,9 @@ class Loop {
   void attend_stored();
   void finish();
   void write();
+  // Rows of a piece's Q over stored tokens, where some select: o, and lse behind it.
+  void attend_chosen(const Piece&, PieceForm&, const GroupRows&, const char* q, float* to);
+  void count();  // what the step wants to know of the layer's attention
   void lay_out_new();
   void attend(const Piece&, attention::Prepared, bool stored, const char* q, const NewRows& kv, float* o, float* lse,
               char* out);
@@ -156,7 +183,7 @@ class Loop {
   const float* gather(const float* from, const Numbers& rows, std::size_t row, std::size_t at);
   void span(Event, std::uint64_t* start, std::uint64_t bytes = 0);
 
-  std::vector<const Step*> steps_;
+  std::vector<Step*> steps_;
   std::size_t turn_ = 0;
   Stage stage_ = Stage::kBegin;
   Message q_{}, kv_{};
@@ -168,6 +195,8 @@ class Loop {
   std::vector<char> rounded_;  // numbers of new_, where they are not the message's
   std::vector<float> scales_;
   std::array<std::vector<char>, 5> rows_;  // of Q, K, V and scales that were gathered
+  std::vector<float> chosen_;  // results of rows that are not side by side
+  std::vector<std::int64_t> counted_;
 };
 
 }  // namespace lamina::memory_worker

@@ -106,7 +106,7 @@ PyObject* loop_begin(PyObject* object, PyObject* steps) {
   auto* type = Types::of(Py_TYPE(object))[1];
   if (!PyTuple_Check(steps)) return PyErr_Format(PyExc_TypeError, "steps are a tuple");
   const bool good = or_no_memory([&] {
-    std::vector<const Step*> all;
+    std::vector<Step*> all;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); ++i) {
       PyObject* step = PyTuple_GET_ITEM(steps, i);
       if (Py_TYPE(step) != type || step_of(step)->loop != object)

@@ -1,43 +1,15 @@
 #include "memory/rounding.h"
 
 #include <algorithm>
-#include <cstdint>
-#include <cstring>
+
+#include "memory/numbers.h"
 
 namespace lamina::memory_worker {
 namespace {
 
 using attention::Dtype;
-using Bits = std::uint32_t;
 
 constexpr std::size_t kPart = 64;  // numbers at once
-constexpr Bits kSign = 0x80000000u, kInfinity = 0x7f800000u;
-
-Bits bits_of(float x) {
-  Bits bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
-float float_of(Bits bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-float widen(float x) { return x; }
-struct BFloat16 {
-  std::uint16_t bits;
-};
-float widen(BFloat16 x) { return float_of(Bits(x.bits) << 16); }
-struct Half {
-  std::uint16_t bits;
-};
-float widen(Half x) {
-  const Bits size = Bits(x.bits & 0x7fff) << 13;
-  const Bits finite = bits_of(float_of(size) * 0x1p112f);  // subnormal ones, too
-  return float_of((size >= 0x7c00u << 13 ? kInfinity | size : finite) | Bits(x.bits & 0x8000) << 16);
-}
 
 // To the nearest integer, ties to even, where |x| < 2^22.
 float to_integer(float x) { return (x + 12582912.0f) - 12582912.0f; }

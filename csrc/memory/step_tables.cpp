@@ -31,6 +31,8 @@ void read_store(Store& store, Reader& in) {
       op.sinks = pointer<float>(in.next()), op.slopes = pointer<float>(in.next());
       piece.k = pointer<char>(in.next()), piece.v = pointer<char>(in.next());
       piece.k_scale = pointer<float>(in.next()), piece.v_scale = pointer<float>(in.next());
+      piece.least = pointer<char>(in.next()), piece.most = pointer<char>(in.next());
+      if (!piece.least != !piece.most) in.failed = true;
       const bool scaled = store.stored != attention::kAsQueries;
       if (!in.failed && (!piece.k_scale == scaled || !piece.v_scale == scaled)) in.failed = true;
       if (!in.failed && op.q_heads % op.kv_heads) in.failed = true;
@@ -50,6 +52,35 @@ void read_places(Places& places, Reader& in, const Store& store, std::size_t gro
   places.blocks = in.list(0, store.num_blocks[group] - 1);
   places.offsets = in.list(0, store.block_size - 1);
   if (places.blocks.size() != places.rows.size() || places.offsets.size() != places.rows.size()) in.failed = true;
+}
+
+// Rows that select, behind the number of rows of whole sequences.
+void read_choices(GroupRows& rows, Reader& in, const Store& store, std::size_t group) {
+  const Numbers numbers = in.list(0, kMost);
+  rows.choice_blocks = in.list(0, store.num_blocks[group] - 1), rows.choice_tokens = in.list(1, kMost);
+  rows.rest = in.list(0, std::int64_t(rows.whole) - 1);
+  if (in.failed || numbers.empty()) return;
+  const auto count = std::int64_t(numbers.size() / 6), blocks = std::int64_t(rows.choice_blocks.size());
+  in.failed =
+      !store.attention->choices(numbers.data(), count, rows.choice_blocks.data(), blocks, blocks, &rows.choices) ||
+      attention::kChunk % store.block_size || rows.choices.size() != rows.choice_tokens.size() ||
+      rows.choices.size() + rows.rest.size() != rows.whole;
+  for (std::size_t i = 0; i < rows.choices.size() && !in.failed; ++i) {
+    const attention::Choice& one = rows.choices[i];
+    const std::int64_t kept = one.total - (one.high - one.low) + one.best;
+    const std::int64_t room = kept * store.block_size - rows.choice_tokens[i];  // in the last block
+    if (one.row >= std::int64_t(rows.whole) || room < 0 || room >= store.block_size) in.failed = true;
+  }
+}
+
+void read_counting(Counting& of, Reader& in, const Store& store, const Step& step) {
+  of.group = std::size_t(in.next(0, std::int64_t(step.groups.size()) - 1));
+  of.row = std::size_t(in.next(0, kMost));
+  if (in.failed) return;
+  of.ids = in.list(0, store.num_blocks[of.group] - 1);
+  of.seen = in.list(0, std::int64_t(of.ids.size()) * store.block_size);
+  of.to = pointer<std::int64_t>(in.next());
+  if (of.row + of.seen.size() > step.groups[of.group].whole || of.ids.empty() || !of.to) in.failed = true;
 }
 
 // Whether the rows of each piece lie in the messages.
@@ -102,11 +133,15 @@ void read_step(Step& step, Reader& in, const Loop& loop) {
     rows.whole = std::size_t(in.next(0, kMost));
     rows.nodes = in.list(0, kMost), rows.fresh = in.list(0, kMost), rows.fresh_kv = in.list(0, kMost);
     read_places(rows.whole_places, in, store, g), read_places(rows.other_places, in, store, g);
+    read_choices(rows, in, store, g);
     if (rows.fresh.size() != rows.fresh_kv.size()) in.failed = true;
     rows.whole_kv = std::size_t(std::max(std::int64_t(rows.whole), behind(rows.whole_places.rows)));
     rows.other_kv = std::size_t(std::max(behind(rows.fresh_kv), behind(rows.other_places.rows)));
     other_q.push_back(std::max(behind(rows.nodes), behind(rows.fresh)));
   }
+  step.countings.resize(std::size_t(in.next(0, 1 << 20)));
+  for (Counting& each : step.countings)
+    if (!in.failed) read_counting(each, in, store, step);
   step.forms.resize(store.layers.size());
   const std::int64_t forms = in.next(1, std::int64_t(step.forms.size()));
   for (std::int64_t i = 0; i < forms && !in.failed; ++i) {
@@ -132,10 +167,33 @@ void read_step(Step& step, Reader& in, const Loop& loop) {
     if (step.forms[store.layers[i].like].bytes[kO] > loop.links[step.replies[i]].calls->slot_bytes) in.failed = true;
 }
 
-// The tasks of each piece. `prepared`: of each group, whole, nodes and fresh, or None. False with an exception.
+namespace {
+
+std::unique_ptr<ByHead> by_head(const Store& store, const Piece& piece, const GroupRows& rows) {
+  auto to = std::make_unique<ByHead>();
+  const std::int64_t heads = piece.op.kv_heads;
+  const auto all = rows.choices.size() * std::size_t(heads);
+  for (std::size_t i = 0; i < all; ++i) {
+    to->each.push_back(std::int64_t(i)), to->tokens.push_back(rows.choice_tokens[i / std::size_t(heads)]);
+  }
+  to->ones.assign(all, 1), to->zeros.assign(all, 0);
+  const std::int64_t most = *std::max_element(to->tokens.begin(), to->tokens.end());
+  to->width = (most + attention::kChunk - 1) / attention::kChunk * (attention::kChunk / store.block_size);
+  to->table.assign(all * std::size_t(to->width), store.num_blocks[piece.group] * heads);  // the null block
+  to->rows = {to->each.data(),  to->tokens.data(), to->ones.data(),   to->zeros.data(), to->tokens.data(),
+              to->zeros.data(), to->table.data(),  std::int64_t(all), to->width,        store.block_size};
+  attention::Operator one = piece.op;
+  one.q_heads = piece.op.group(), one.kv_heads = 1;
+  to->tasks = store.attention->tasks(to->rows, true, one, store.threads);
+  return to;
+}
+
+}  // namespace
+
+// The tasks of each piece. `prepared`: of each group, whole, nodes, fresh and rest, or None. False with an exception.
 bool prepare(Step& step, const Store& store, PyObject* prepared) {
-  if (PyTuple_GET_SIZE(prepared) != 3 * Py_ssize_t(step.groups.size()))
-    return PyErr_Format(PyExc_ValueError, "three steps of attention for each group"), false;
+  if (PyTuple_GET_SIZE(prepared) != 4 * Py_ssize_t(step.groups.size()))
+    return PyErr_Format(PyExc_ValueError, "four steps of attention for each group"), false;
   for (std::size_t i = 0; i < step.forms.size(); ++i) {
     if (!step.forms[i].there) continue;
     for (std::size_t p = 0; p < step.forms[i].pieces.size(); ++p) {
@@ -144,7 +202,7 @@ bool prepare(Step& step, const Store& store, PyObject* prepared) {
       const GroupRows& rows = step.groups[piece.group];
       const auto one = [&](Py_ssize_t which, std::size_t count, bool stored, attention::Prepared* to) {
         if (!count) return true;
-        PyObject* const object = PyTuple_GET_ITEM(prepared, 3 * Py_ssize_t(piece.group) + which);
+        PyObject* const object = PyTuple_GET_ITEM(prepared, 4 * Py_ssize_t(piece.group) + which);
         *to = store.attention->prepare(store.attention->kernels, object, stored, piece.op, store.threads);
         if (!to->rows) return false;
         std::int64_t all = 0;
@@ -154,8 +212,10 @@ bool prepare(Step& step, const Store& store, PyObject* prepared) {
                false;
       };
       if (!one(0, rows.whole, true, &of.whole_stored) || !one(0, rows.whole, false, &of.whole_fresh) ||
-          !one(1, rows.nodes.size(), true, &of.nodes_stored) || !one(2, rows.fresh.size(), false, &of.fresh))
+          !one(1, rows.nodes.size(), true, &of.nodes_stored) || !one(2, rows.fresh.size(), false, &of.fresh) ||
+          !one(3, rows.rest.size(), true, &of.rest_stored))
         return false;
+      if (!rows.choices.empty()) of.by_head = by_head(store, piece, rows);
     }
   }
   return true;

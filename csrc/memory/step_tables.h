@@ -10,7 +10,7 @@ namespace lamina::memory_worker {
 void read_store(Store& store, Reader& in);
 void read_step(Step& step, Reader& in, const Loop& loop);
 
-// The tasks of each piece. `prepared`: of each group, whole, nodes and fresh, or None. False with an exception.
+// The tasks of each piece. `prepared`: of each group, whole, nodes, fresh and rest, or None. False with an exception.
 bool prepare(Step& step, const Store& store, PyObject* prepared);
 
 }  // namespace lamina::memory_worker

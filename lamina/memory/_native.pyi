@@ -14,7 +14,7 @@ class Loop:
         cls, kernels: object, channels: tuple[object, ...], table: bytes, reserve_s: float, traces: object
     ) -> Loop: ...
     def step(self, prepared: tuple[object, ...], table: bytes, tags: bytes) -> RoundStep:
-        """``prepared``: of each group, three Steps of the kernels or None; ``tags``: of Q, K and V, and O of layer 0,
+        """``prepared``: of each group, four Steps of the kernels or None; ``tags``: of Q, K and V, and O of layer 0,
         24 bytes each. Raises ValueError where rows lie outside the messages.
         """
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from lamina.kv.sparsity import budget_of
 from lamina.protocol.codec import Messages
 from lamina.protocol.layout import Layout
 from lamina.protocol.plan import Rows, StepPlan
-from lamina.protocol.sparse_ops import Dense
+from lamina.protocol.sparse_ops import Attend
 
 from .sparse.scoring import Scoring, starts_of
 from .sparse.selection import Selection
@@ -40,8 +41,8 @@ class Step:
         self._store = store
         layouts = layouts_of(store, plan.rows)
         self._writes = Writes(store, layouts)
-        dense = {op.sequence for op in plan.ops if isinstance(op, Dense)}
-        self.groups = [GroupStep(store, g, x, dense) for g, x in enumerate(layouts)]
+        budgets = {op.sequence: op.tokens for op in plan.ops if isinstance(op, Attend)}
+        self.groups = [GroupStep(store, g, x, budgets) for g, x in enumerate(layouts)]
         self.scoring = Scoring(store, plan)
         self._stored_bytes: dict[tuple[int, bool], int] = {}  # by layer, of those that are alike one
 
@@ -51,8 +52,11 @@ class Step:
         return self._writes.places
 
     def prepared(self) -> tuple[Any, ...]:
-        """What the backend has prepared, of each group: for whole sequences, nodes and new rows; or None."""
-        return tuple([x.prepared for group in self.groups for x in (group.whole, group.nodes, group.new)])
+        """What the backend has prepared, of each group: for whole sequences, nodes, new rows, and those of whole
+        sequences that do not select beside others that do; or None.
+        """
+        each = ((g.whole.prepared, g.nodes.prepared, g.new.prepared, g.prepared_rest) for g in self.groups)
+        return tuple(chain.from_iterable(each))
 
     def messages(self, layer: int) -> Messages:
         """This worker's."""
@@ -134,22 +138,28 @@ class _Attended(NamedTuple):
 class GroupStep:
     """What one group has of a step: index tensors."""
 
-    def __init__(self, store: Store, group: int, layout: Layout, dense: Collection[int]) -> None:
-        """``dense``: sequences whose lone rows attend all."""
+    def __init__(self, store: Store, group: int, layout: Layout, budgets: Mapping[int, int]) -> None:
+        """``budgets``: tokens that lone rows attend, by sequence, in place of the engine's budget; 0: all."""
         self._store, self._group = store, group
         q_at, kv_at = starts_of(layout.q), starts_of(layout.kv)
         self.stored_tokens = 0
         self.selection: Selection | None = None
         self.whole = self._attended(layout.whole, None, None)
-        if any(store.selects) and layout.whole:
+        if any(store.selects) and layout.whole and not store.tables.windows[group]:
             table = row_table(store.tables, group, layout.whole, align=CHUNK_TOKENS)
-            numbers = {number for number, rows in enumerate(layout.whole) if rows.sequence in dense}
-            self.selection = Selection(store.backend, table, budget_of(store.bind.kv, store.tables.block_size), numbers)
+            budget = budget_of(store.bind.kv, store.tables.block_size)
+            tokens = [budgets.get(rows.sequence, budget.tokens) for rows in layout.whole]
+            self.selection = Selection(store.backend, table, budget, tokens)
         rows, ranges = [n.rows for n in layout.nodes], [(n.low, n.high) for n in layout.nodes]
         self.nodes = self._attended(rows, ranges, _index(rows, q_at, store.device))
         at = _index(layout.new, q_at, store.device)
         self.new = self._attended(layout.new, [(r.first, r.first) for r in layout.new], at)
         self.new_kv = _index(layout.new, kv_at, store.device)
+
+    @property
+    def prepared_rest(self) -> Any:
+        """Of the rows that do not select, where others do; or None."""
+        return self.selection.prepared_others if self.selection and self.selection.others else None
 
     def stored_bytes(self, piece: StoredPiece) -> int:
         """K and V that a layer's attention reads for a piece."""

@@ -29,13 +29,16 @@ class Score(msgspec.Struct, frozen=True, array_like=True, tag="score"):
     rows: int
 
 
-class Dense(msgspec.Struct, frozen=True, array_like=True, tag="dense"):
-    """The only row that this step has of a sequence attends all of its tokens, where others attend the best blocks."""
+class Attend(msgspec.Struct, frozen=True, array_like=True, tag="attend"):
+    """The only row that this step has of a sequence attends the best blocks of so many tokens, in place of the
+    engine's budget; 0: all.
+    """
 
     sequence: int
+    tokens: int = 0
 
 
-RowOp = Score | Dense  # about rows of the step; it holds no blocks
+RowOp = Score | Attend  # about rows of the step; it holds no blocks
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):

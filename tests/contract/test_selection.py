@@ -62,8 +62,8 @@ class Case:
     def selection(self, name: str, rows: list[Rows] | None = None) -> Selection:
         rows = rows or self.rows
         table = row_table(self.tables, 0, rows, align=CHUNK_TOKENS)
-        dense = {number for number, row in enumerate(rows) if row.sequence == DENSE}
-        return Selection(get(name, CPU, self.wire, self.dtype), table, BUDGET, dense)
+        tokens = [0 if row.sequence == DENSE else BUDGET.tokens for row in rows]
+        return Selection(get(name, CPU, self.wire, self.dtype), table, BUDGET, tokens)
 
     def kept(self, number: int, q: Tensor, head: int) -> list[int]:
         """Blocks that a query should attend, by fp64 over all tokens."""

@@ -13,12 +13,12 @@ from lamina.kv.sparsity import DECODE_ROWS, PROMPT_ROWS, BlockScores, budget_of
 from lamina.protocol.options.sparsity import SCORE_TOKENS, SparsityOptions
 from lamina.protocol.plan import Prune
 from lamina.protocol.sparse import most_kept
-from lamina.protocol.sparse_ops import Dense, RowOp, Score, Scored
+from lamina.protocol.sparse_ops import Attend, RowOp, Score, Scored
 
 
 def row_ops(picked: Mapping[Sequence, int], evictions: Evictions | None) -> list[RowOp]:
     """What a plan says of the next rows of ``picked``, so many each, besides the rows themselves."""
-    dense = [Dense(s.id) for s, count in picked.items() if s.dense and count == 1]
+    dense = [Attend(s.id) for s, count in picked.items() if s.dense and count == 1]
     return [*dense, *(evictions.scores(picked) if evictions else ())]
 
 

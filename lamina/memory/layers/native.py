@@ -43,7 +43,6 @@ def can_be_native(store: Store, channels: Sequence[Channel]) -> bool:
     return (
         Loop is not None
         and store.backend.engine is not None
-        and not any(store.selects)
         and all(channel.calls() is not None for channel in channels)
     )
 
@@ -52,10 +51,7 @@ class NativeLayers(HostLayers):
     """The Layers of a session whose messages are in host memory. Only where ``can_be_native``."""
 
     def run(self, steps: Sequence[Step]) -> None:
-        """All layers of a round; those that are scored in Python, since the loop hands out no Q."""
-        if any(step.scoring for step in steps):
-            super().run(steps)
-            return
+        """All layers of a round."""
         loop, grants = self._loop, self._grants
         loop.begin(tuple(self._native(step) for step in steps))
         try:
@@ -138,7 +134,8 @@ def _store_table(store: Store) -> bytes:
     for like, layer in zip(store.alike, store.layers, strict=True):
         numbers += [like, len(layer)]
         for piece in layer:
-            blocks = piece.kv.k, piece.kv.v, *(piece.kv.scales or (None, None))
+            kv = piece.kv
+            blocks = kv.k, kv.v, *(kv.scales or (None, None)), *((None, None) if kv.bounds is None else kv.bounds)
             numbers += [piece.group, *_operator(piece.operator), *map(_address, blocks)]
     return array("q", numbers).tobytes()
 
@@ -160,6 +157,14 @@ def _step_table(store: Store, step: Step, forms: Sequence[int]) -> bytes:
         _add_group(numbers, group)
         for place in places:
             _add_place(numbers, place)
+        for each in group.selection.table if group.selection else ((),) * 4:
+            _add_list(numbers, each)
+    numbers.append(len(step.scoring.tallies))
+    for tally in step.scoring.tallies:
+        numbers.extend((tally.group, tally.rows.start))
+        _add_list(numbers, tally.blocks.tolist())
+        _add_list(numbers, tally.seen.tolist())
+        numbers.append(_address(tally.sums))
     numbers.append(len(forms))
     for like in forms:
         x = step.messages(like)
@@ -176,9 +181,7 @@ def _step_table(store: Store, step: Step, forms: Sequence[int]) -> bytes:
 def _add_group(numbers: array[int], group: GroupStep) -> None:
     numbers.append(group.whole.num_rows)
     for rows in (group.nodes.of, group.new.of, group.new_kv):
-        numbers.append(0 if rows is None else len(rows))
-        if rows is not None:
-            numbers.extend(rows.tolist())
+        _add_list(numbers, () if rows is None else rows.tolist())
 
 
 def _add_place(numbers: array[int], place: WritePlace) -> None:
@@ -187,5 +190,9 @@ def _add_place(numbers: array[int], place: WritePlace) -> None:
         return
     rows = range(place.num_rows) if place.kept is None else place.kept.tolist()
     for each in (rows, place.at.blocks.tolist(), place.at.offsets.tolist()):
-        numbers.append(len(each))
-        numbers.extend(each)
+        _add_list(numbers, each)
+
+
+def _add_list(numbers: array[int], each: Sequence[int]) -> None:
+    numbers.append(len(each))
+    numbers.extend(each)

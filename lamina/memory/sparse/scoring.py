@@ -14,7 +14,7 @@ from lamina.protocol.sparse_ops import Score, Scored
 
 
 @dataclass
-class _Tally:
+class Tally:
     """Of one sequence, in one group."""
 
     sequence: int
@@ -23,42 +23,44 @@ class _Tally:
     blocks: Tensor  # [B] ids
     numbers: Tensor  # [B] of these blocks, counted from the sequence's token 0
     seen: Tensor  # [R] tokens of these blocks
-    total: Tensor  # [blocks of the sequence] int64
+    size: int  # of the sequence, in blocks
+    sums: Tensor  # [B] int64, over layers and heads; the native loop adds to it, too
 
 
 class Scoring:
     """Of one step, whose sequences lie here with all their tokens."""
 
     def __init__(self, store: Store, plan: StepPlan) -> None:
-        self._view, self._step, self._tallies = plan.view, plan.step, list[_Tally]()
+        self._view, self._step, self.tallies = plan.view, plan.step, list[Tally]()
         self._backend = store.backend
         ops = [op for op in plan.ops if isinstance(op, Score)]
         rows, starts = ({r.sequence: r for r in plan.rows}, starts_of(plan.rows)) if ops else ({}, {})
         for op in ops:
             stop = starts[op.sequence] + rows[op.sequence].count
-            self._tallies += _tallies(store, rows[op.sequence], op.rows, slice(stop - op.rows, stop))
+            self.tallies += _tallies(store, rows[op.sequence], op.rows, slice(stop - op.rows, stop))
 
     def __bool__(self) -> bool:
-        return bool(self._tallies)
+        return bool(self.tallies)
 
     def add(self, pieces: Sequence[tuple[StoredPiece, Tensor]]) -> None:
         """A layer's: each piece, in which the step's rows are written, and the Q of all rows for it."""
         for piece, q in pieces:
-            for tally in self._tallies:
+            for tally in self.tallies:
                 if tally.group == piece.group:
                     of = piece.operator, piece.kv, tally.blocks, q[tally.rows], tally.seen
-                    tally.total[tally.numbers] += self._backend.scores(*of)
+                    tally.sums += self._backend.scores(*of)
 
     def answers(self) -> Iterator[Scored]:
         """Once all layers are done."""
         totals = dict[int, Tensor]()
-        for tally in self._tallies:
-            totals[tally.sequence] = totals.get(tally.sequence, 0) + tally.total
+        for tally in self.tallies:
+            total = totals.setdefault(tally.sequence, torch.zeros(tally.size, dtype=torch.int64))
+            total[tally.numbers.cpu()] += tally.sums.cpu()
         for sequence, total in totals.items():
             yield Scored(view=self._view, step=self._step, sequence=sequence, scores=total.tolist())
 
 
-def _tallies(store: Store, rows: Rows, count: int, of: slice) -> Iterator[_Tally]:
+def _tallies(store: Store, rows: Rows, count: int, of: slice) -> Iterator[Tally]:
     tables, device = store.tables, store.device
     size, stop = tables.block_size, rows.first + rows.count
     for group in (g for g, sparse in enumerate(tables.sparse) if sparse):
@@ -67,8 +69,7 @@ def _tallies(store: Store, rows: Rows, count: int, of: slice) -> Iterator[_Tally
         numbers = [n for n in range(-(-stop // size)) if n not in gone]
         seen = torch.arange(stop - count + 1, stop + 1, device=device) - len(gone) * size
         blocks, kept = (torch.tensor(list(x), dtype=torch.int64, device=device) for x in (ids, numbers))
-        total = torch.zeros(-(-stop // size), dtype=torch.int64, device=device)
-        yield _Tally(rows.sequence, group, of, blocks, kept, seen, total)
+        yield Tally(rows.sequence, group, of, blocks, kept, seen, -(-stop // size), torch.zeros_like(blocks))
 
 
 def starts_of(rows: Iterable[Rows]) -> dict[int, int]:

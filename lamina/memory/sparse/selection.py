@@ -6,7 +6,7 @@ a sequence of its own here, with a block table of its own, in a store whose bloc
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -25,29 +25,37 @@ from lamina.kv.stored import Scales, bounds_bytes
 class Selection:
     """Of one group of a step, whose sequences lie here with all their tokens."""
 
-    def __init__(self, backend: AttentionBackend, rows: RowTable, budget: Budget, dense: Collection[int]) -> None:
-        """``dense``: sequences of ``rows``, by number, that attend all."""
+    def __init__(self, backend: AttentionBackend, rows: RowTable, budget: Budget, tokens: Sequence[int]) -> None:
+        """``tokens``: that each sequence of ``rows`` attends, in place of the budget's; 0: all."""
         self._backend, self._table, self._size = backend, rows, rows.block_size
-        numbers, blocks, tokens = list[tuple[int, ...]](), list[Ints](), list[int]()
+        numbers, blocks, attended = list[tuple[int, ...]](), list[Ints](), list[int]()
         others = np.ones(len(rows.row), np.bool_)
         for number in np.flatnonzero(rows.count == 1).tolist():
             stop = int(rows.stop[number])
-            low, high, best = free_blocks(stop, budget)
-            if best < high - low and number not in dense:
+            low, high, best = free_blocks(stop, budget._replace(tokens=tokens[number]))
+            if tokens[number] and best < high - low:
+                best = max(best, 0)
                 total = -(-stop // self._size)
                 numbers.append((int(rows.row[number]), low, high, total, best, sum(map(len, blocks))))
                 blocks.append(rows.table[number, :total])
-                tokens.append(stop - (high - low - best) * self._size)
+                attended.append(stop - (high - low - best) * self._size)
                 others[number] = False
         self._choices = Choices(np.array(numbers, np.int64).reshape(-1, 6), np.concatenate([*blocks, rows.row[:0]]))
-        self._tokens = np.array(tokens, np.int64)  # that each row attends
+        self._tokens = np.array(attended, np.int64)  # that each row attends
         self._others = rows.select(others)
         left = [range(start, start + n) for start, n in zip(rows.row[others], rows.count[others], strict=True)]
         self._at = torch.from_numpy(self._choices.numbers[:, 0].copy())
-        self._others_at = torch.tensor([x for run in left for x in run], dtype=torch.int64)
+        self.others = [x for run in left for x in run]  # rows that attend all
+        self._others_at = torch.tensor(self.others, dtype=torch.int64)
 
     def __bool__(self) -> bool:
         return len(self._tokens) > 0
+
+    @property
+    def table(self) -> tuple[Sequence[int], ...]:
+        """For the native loop: choices and their blocks, the tokens that each attends, and the rows that attend all."""
+        choices = self._choices
+        return choices.numbers.ravel().tolist(), choices.blocks.tolist(), self._tokens.tolist(), self.others
 
     def stored_bytes(self, store: LayerStore) -> int:
         """What a layer's attention reads: K and V, and bounds."""
@@ -67,12 +75,13 @@ class Selection:
             return part
         out = Partial(torch.empty(q.shape[0], op.q_heads, op.v_dim), torch.empty(q.shape[0], op.q_heads))
         out.o[self._at], out.lse[self._at] = part
-        rest = self._backend.attend_stored(op, self._prepared_others, store, q[self._others_at])
+        rest = self._backend.attend_stored(op, self.prepared_others, store, q[self._others_at])
         out.o[self._others_at], out.lse[self._others_at] = rest
         return out
 
     @cached_property
-    def _prepared_others(self) -> object:
+    def prepared_others(self) -> object:
+        """What the backend has prepared for these."""
         return self._backend.prepare(self._others)
 
     def _by_head(self, op: Operator, store: LayerStore, q: Tensor) -> RowTable:

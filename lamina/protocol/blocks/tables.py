@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 
 from lamina.protocol.plan import Fork, Free, Grant, Import, Keep, MediumOp, Prune, Rows, Shift, StepPlan
-from lamina.protocol.sparse_ops import Dense, Score
+from lamina.protocol.sparse_ops import Attend, Score
 
 from .after_op import after_op, touched
 from .extents import Extent
@@ -145,7 +145,7 @@ class BlockTables(HeldBlocks):
         shared, forked = dict[int, int](), dict[int, int]()  # sequence -> tokens that others come to hold
         shifted = {op.sequence: op for op in plan.ops if isinstance(op, Shift)}
         for op in plan.ops:
-            if isinstance(op, MediumOp | Dense):
+            if isinstance(op, MediumOp | Attend):
                 continue
             if isinstance(op, Score):
                 self._check_score(plan, op)

@@ -121,6 +121,7 @@ class Pool:
     ends: list[Exception] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
     doors: list[ViewDoor] = field(default_factory=list)
+    said: list[object] = field(default_factory=list)  # what workers have told their driver
 
     def join(
         self, first: Peer, replica: int, layers: list[LayerShape] | None = None, name: str = "", **fields: int
@@ -136,7 +137,7 @@ class Pool:
 
     def open(self, name: str = "", view: int = 0, names: Sequence[str] = (), inbound: Geometry = GEOMETRY) -> Channel:
         """The channel to a new worker, which serves ``view`` and lets ``names`` in."""
-        self.workers.append(MemoryWorker())
+        self.workers.append(MemoryWorker(report=self.said.append))
         self.doors.append(ViewDoor(self.fabric.listen()))
         self.serve(-1, view, names)
         return self.knock(-1, view, name, inbound)

@@ -15,7 +15,8 @@ from torch import Tensor
 from lamina.attention.native import NativeAttention
 from lamina.memory._native import Loop
 from lamina.netstack import Geometry, PeerFault
-from lamina.protocol.plan import Free, Key, Kind, New, Rows, SequenceOp, StepPlan, Truncate
+from lamina.protocol.plan import Free, Key, Kind, New, Prune, Rows, SequenceOp, StepPlan, Truncate
+from lamina.protocol.sparse_ops import Attend, Score, Scored
 
 LAYERS = [
     shape(),
@@ -125,6 +126,85 @@ def test_numbers_of_8_bits_are_rounded_as_in_python(
     for a, b in zip(stored(native), stored(plain), strict=True):
         assert same(a, b)
     assert native.workers[0].stats()["native_turns"] == len(LAYERS) * sum(bool(rows) for _, rows in STEPS)
+
+
+SPARSE = [shape(), shape(8, 4, 16, 24, softcap=3.0), shape(window=40), shape(8, 2, sinks=1), shape(6, 6, 40, 40)]
+BUDGET = {"kv_budget": 64, "kv_recent": 16, "max_rows": 200}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "weights"),
+    [
+        ("float32", "auto", [1.0, 1.0]), ("bfloat16", "auto", [1.0]), ("float16", "auto", [1.0]),
+        ("float32", "int8", [1.0]), ("bfloat16", "fp8", [1.0, 1.0]), ("float16", "int8", [1.0]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rows_select_the_blocks_that_they_select_in_python(
+    native: Pool, plain: Pool, dtype: str, kind: str, weights: list[float]
+) -> None:
+    """Alone, beside rows that attend all, and beside one that could select, and is to attend all."""
+    options = {"dtype": dtype, "kv_cache_dtype": kind, "kv_sparsity": "select", **BUDGET}
+    got, want = (model(p, weights, SPARSE, **options) for p in (native, plain))  # type: ignore[arg-type]
+    for number, (ops, rows) in enumerate(STEPS):
+        all_ops = [*ops, Attend(1)] if number == 7 else ops
+        both = got.step(number, all_ops, rows), want.step(number, all_ops, rows)
+        for layer, (a, b) in enumerate(zip(*both, strict=True)):
+            assert torch.equal(a, b), (number, layer)
+    for m, pool in ((got, native), (want, plain)):
+        end(m, pool)
+    for a, b in zip(bounds(native), bounds(plain), strict=True):
+        assert torch.equal(a, b)
+    stats = [[w.stats()[name] for w in pool.workers for name in ("turns", "stored_bytes")] for pool in (native, plain)]
+    assert stats[0] == stats[1]
+    assert all(w.stats()["native_turns"] == w.stats()["turns"] for w in native.workers)
+
+
+def bounds(pool: Pool) -> list[Tensor]:
+    """The least and the largest K of all blocks of layers that have them."""
+    pieces = [p for w in pool.workers if w._store for layer in w._store.layers for p in layer]
+    known = [p.kv.bounds[:, : p.kv.null_block] for p in pieces if p.kv.bounds is not None]
+    assert known
+    assert all(x.any() for x in known)
+    return known
+
+
+def test_a_number_that_is_none_is_seen_in_the_bounds_of_its_block(native: Pool, plain: Pool) -> None:
+    for pool in (native, plain):
+        m = model(pool, layers=[shape(), shape()], kv_sparsity="select", **BUDGET)
+        rows = [placed(Rows(1, 0, 40), m.peers[0].bind.partition)]
+        plan = StepPlan(step=0, ops=[New(1)], rows=rows)
+        m.pool.announce(plan)
+        m.pool.select(plan)
+        for layer in range(2):
+            q, k, v = (x.unsqueeze(2).clone() for x in m.rows(rows, layer))
+            k[3, 1, 0, 5], k[20, 0, 0, 2], k[21, 0, 0, 2] = float("nan"), float("inf"), float("-inf")
+            m.pool.q(layer, q)
+            m.pool.kv(layer, k, v)
+            m.pool.o(layer, len(q), m.dtype)
+        end(m, pool)
+    ((a,), (b,)) = bounds(native), bounds(plain)
+    assert same(a, b)
+    assert a.isnan().sum() == 2
+    assert a.isinf().sum() == 2
+
+
+@pytest.mark.parametrize(("kind", "weights"), [("auto", [1.0, 1.0]), ("int8", [1.0])], ids=str)
+def test_rows_are_counted_as_in_python(native: Pool, plain: Pool, kind: str, weights: list[float]) -> None:
+    """Before and behind blocks that go."""
+    options = {"dtype": "bfloat16", "kv_cache_dtype": kind, "kv_sparsity": "evict", **BUDGET}
+    scored: dict[int, list[SequenceOp]] = {
+        1: [Score(1, 30), Score(2, 7)], 2: [Prune(1, [2, 3, 7]), Score(2, 16)], 3: [Score(1, 1)], 6: [Score(3, 40)]
+    }  # fmt: skip
+    for pool in (native, plain):
+        m = model(pool, weights, SPARSE, **options)  # type: ignore[arg-type]
+        for number, (ops, rows) in enumerate(STEPS[:7]):
+            m.step(number, [*ops, *scored.get(number, [])], rows)
+        end(m, pool)
+    assert len(native.said) == 5 * len(weights)
+    assert sorted(native.said, key=str) == sorted(plain.said, key=str)
+    assert all(sum(said.scores) > 0 for said in native.said if isinstance(said, Scored))
+    assert all(w.stats()["native_turns"] == w.stats()["turns"] for w in native.workers)
 
 
 # Of each dtype: zeros, the smallest numbers, the largest, none, and those that lie in the middle of two of 8 bits.
