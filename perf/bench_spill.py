@@ -57,7 +57,10 @@ def loans(length: int, turns: int, transport: str) -> dict[str, Any]:
             for name, held in sizes.items()
         }
         try:
-            return {**alternate(players, turns), "on_loan": {name: lent(p.llm) for name, p in players.items()}}
+            line = alternate(players, turns)
+            half, home = (line["step_s"][name]["median"] for name in ("half", "home"))
+            lends = {name: lent(p.llm) for name, p in players.items()}
+            return {**line, "half_over_home": round(half / home, 3), "on_loan": lends}
         finally:
             for player in players.values():
                 player.close()
@@ -92,11 +95,9 @@ def alternate(players: dict[str, DecodeLamina], turns: int) -> dict[str, Any]:
                 cpu[name] += cpu_s(player.llm) - before
         pressure.append(cpu_pressure())
     count = turns * (TURN_STEPS + 1)
-    medians = {name: spread(each)["median"] for name, each in steps.items()}
     return {
         "step_s": {name: spread(each) for name, each in steps.items()},
         "cpu_s_of_a_step": {name: seconds / count for name, seconds in cpu.items()},
-        "half_over_home": round(medians["half"] / medians["home"], 3),
         "cpu_pressure_avg10": pressure,
     }
 

@@ -181,7 +181,7 @@ class Few(NamedTuple):
         best, named = 1, 0
         for draw in draws:
             of_few = draw.known >= 0 or draw.temperature == 0.0 or _of_allowed(draw, seen)
-            if draw.whole or not (of_few or (draw.top_k and not _shares_all(draw))):
+            if draw.whole or draw.beside >= 0 or not (of_few or (draw.top_k and not _shares_all(draw))):
                 return None
             names = _named(draw, seen)
             # Penalties may put as many others in the place of the best as they name.

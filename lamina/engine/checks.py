@@ -11,6 +11,7 @@ from lamina.request import SamplingParams
 from .conversations.overflow import Overflow
 from .conversations.ranges import Ranges
 
+DENSE = b" dense"  # behind the salt of sequences that attend all of their KV where others attend some
 MOST_SCORES = 1 << 20  # of a prompt, which come back at once
 NOT_FINITE = "the largest logit is not a finite number: weights or activations are broken, or too large for --dtype"
 
@@ -99,7 +100,7 @@ def kv_form(salt: bytes, params: SamplingParams, config: EngineConfig) -> tuple[
     where those of others attend some. Such a one begins with nothing that others have approximated.
     """
     dense = config.kv.selects and params.kv_sparsity == "none"
-    return salt + b" dense" if dense else salt, is_sparse(params, config), dense
+    return salt + DENSE if dense else salt, is_sparse(params, config), dense
 
 
 def is_sparse(params: SamplingParams, config: EngineConfig) -> bool:

@@ -12,6 +12,7 @@ from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.groups import Capacity, usable_blocks
 from lamina.protocol.options.engine import EngineConfig
+from lamina.protocol.options.sparsity import parse_error_budget
 
 from .blocks.evictions import Evictions
 from .blocks.prefixes import Prefixes
@@ -19,6 +20,7 @@ from .blocks.swaps import Swaps
 from .blocks.tier import Tier
 from .prefill import Prefill
 from .scheduler import Scheduler
+from .shadows import Shadows
 
 NONCE_BYTES = 16
 
@@ -71,6 +73,7 @@ def scheduler_of(
     """``num_batches``: that take turns at first. ``clock``: seconds."""
     batching, topology = config.batching, config.topology
     tier = _tier(config, ledger, info)
+    budget = parse_error_budget(config.kv.kv_error_budget)
     return Scheduler(
         ledger,
         max_num_seqs=batching.max_num_seqs,
@@ -84,6 +87,7 @@ def scheduler_of(
         tier=tier,
         swaps=_swaps(config, tier),
         evictions=_evictions(config, info),
+        shadows=Shadows(config.kv, budget) if budget else None,
         homes=topology.memory_workers if topology.borrow else 0,
         view=info.view,
     )

@@ -7,11 +7,13 @@ from lamina.protocol.control import Adjust, Draw, Penalties
 from .sequence import Sequence
 
 
-def draw_of(sequence: Sequence, row: int, *, apart: bool = False) -> Draw:
+def draw_of(sequence: Sequence, row: int, *, apart: bool = False, beside: int = -1) -> Draw:
     """The next token of ``sequence``, behind row ``row`` of the step; it has been counted in ``num_drawing``.
-    ``apart``: by a worker that is not told of its other draws.
+    ``apart``: by a worker that is not told of its other draws. ``beside``: of a shadow, the draw that it follows.
     """
     params = sequence.params
+    if beside >= 0:
+        return _plain(sequence, row, beside=beside)
     index = sequence.num_outputs + sequence.num_drawing - 1
     return Draw(
         row=row,
@@ -42,19 +44,17 @@ def scores_of(sequence: Sequence, first: int, count: int, row: int) -> list[Draw
     stop = min(first + count, len(sequence.prompt) - 1)
     sequence.num_scored = max(stop, sequence.num_scored)
     return [
-        Draw(
-            row=row + position - first,
-            sequence=sequence.id,
-            temperature=0.0,
-            top_k=0,
-            top_p=1.0,
-            seed=0,
-            index=0,
-            logprobs=_alternatives(wanted),
-            known=sequence.prompt[position + 1],
-        )
+        _plain(sequence, row + position - first, logprobs=_alternatives(wanted), known=sequence.prompt[position + 1])
         for position in range(start, stop)
     ]
+
+
+def _plain(sequence: Sequence, row: int, *, logprobs: int = -1, known: int = -1, beside: int = -1) -> Draw:
+    """Behind a row whose token is not to be drawn."""
+    return Draw(
+        row=row, sequence=sequence.id, temperature=0.0, top_k=0, top_p=1.0, seed=0, index=0, logprobs=logprobs,
+        known=known, beside=beside,
+    )  # fmt: skip
 
 
 def _alternatives(count: int) -> int:

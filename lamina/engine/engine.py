@@ -29,7 +29,7 @@ from .kept import KeptKV
 from .request import Request
 from .rounds.early import EarlyDraws
 from .rounds.steps import ScheduledStep
-from .sequence import Sequence
+from .sequence import Sequence, Shadow
 from .text import Pieces, Spell, TextStream
 from .timing import Timing
 from .tuning.tuner import Tuner
@@ -358,7 +358,9 @@ class Engine:
             row += rows.count
             ends[sequence] = row - 1
         apart = step.prefill_worker is not None
-        draws = [*scores, *(draw_of(s, ends[s], apart=apart) for s in step.draws)]
+        behind = {s: len(scores) + i for i, s in enumerate(step.draws)}
+        beside: dict[Sequence, int] = {s: behind[s.of] for s in step.draws if isinstance(s, Shadow)}
+        draws = [*scores, *(draw_of(s, ends[s], apart=apart, beside=beside.get(s, -1)) for s in step.draws)]
         self._steps[step.plan.batch, step.plan.step] = step
         return RunStep(plan=step.plan, tokens=step.tokens, draws=draws)
 
@@ -381,6 +383,8 @@ class Engine:
         """Take drawn tokens in; the requests that got some."""
         touched = {}
         for sequence, drawn in each:
+            if isinstance(sequence, Shadow) and self.scheduler.shadows:
+                self.scheduler.shadows.take(sequence, drawn)
             if self._early.take(sequence, drawn):
                 continue
             request = self._requests.get(sequence.request_id)

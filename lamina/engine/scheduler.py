@@ -20,7 +20,7 @@ from .blocks.newcomers import Batch, Cuts, Newcomers, deal, settle
 from .blocks.prefixes import Prefixes
 from .blocks.relief import Relief
 from .blocks.room import Room, rows_of
-from .blocks.sure import SureRoom
+from .blocks.sure import grant_chunks
 from .blocks.swaps import Swaps
 from .blocks.tier import Moved, Tier
 from .conversations.sessions import SessionName
@@ -29,6 +29,7 @@ from .rounds.leap import Leaps, Standing
 from .rounds.pipeline import route
 from .rounds.steps import Round, ScheduledStep, commit
 from .sequence import Sequence
+from .shadows import Shadows
 
 
 class Scheduler:
@@ -60,6 +61,7 @@ class Scheduler:
         tier: Tier | None = None,
         swaps: Swaps | None = None,
         evictions: Evictions | None = None,
+        shadows: Shadows | None = None,
         homes: int = 0,
         view: int = 0,
     ) -> None:
@@ -67,8 +69,9 @@ class Scheduler:
         ``num_layers``: attention operators, over which the steps rotate. ``num_replicas``: 0 = as many as the batches
         need. ``prefill``: who computes the prompts; None = the batches do. ``prefixes``: what is kept of finished
         sequences; None = nothing. ``tier``: where it is kept besides; None = nowhere; ``swaps``: so too that of
-        preempted ones. ``evictions``: how sparse sequences lose blocks; None = there are none. ``homes``:
-        memory workers on which sequences begin, the first ones; 0 = all. ``view``: of the first plans.
+        preempted ones. ``evictions``: how sparse sequences lose blocks; None = there are none. ``shadows``: what
+        measures their errors; None = nothing does. ``homes``: memory workers on which sequences begin, the first ones;
+        0 = all. ``view``: of the first plans.
         """
         self.view = view
         self._ledger = ledger
@@ -81,7 +84,7 @@ class Scheduler:
         self._prefill = prefill or Prefill(0, prefill_chunk, num_batches)
         self.prefixes = prefixes or Prefixes(ledger, 0)
         self.sessions, self.leaves = self.prefixes.sessions, Leaves(self.prefixes, ledger, tier)
-        self.tier, self.swaps, self.evictions = tier, swaps, evictions
+        self.tier, self.swaps, self.evictions, self.shadows = tier, swaps, evictions, shadows
         self._newcomers = Newcomers(
             ledger, self._room, self._cuts, self._prefill, self.prefixes, tier, swaps, max_num_seqs, self.leaves
         )
@@ -131,8 +134,10 @@ class Scheduler:
         return self._room.times(length, self.evictions.most_kept if self.evictions else 0)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence."""
+        """Queue a new sequence, and its shadow where it gets one."""
         self.waiting.append(sequence)
+        if self.shadows and (shadow := self.shadows.begin(sequence)):
+            self.waiting.append(shadow)
 
     @property
     def may_run_ahead(self) -> bool:
@@ -183,8 +188,8 @@ class Scheduler:
 
     def _standing(self) -> Standing | None:
         """None where rounds may differ for a reason that no sequence shows."""
-        changes = self._ops or self._chunks or self.tier or self.evictions or self._num_batches != len(self.batches)
-        if len(self._in_flight) != 1 or changes:
+        changes = self._ops or self._chunks or self.tier or self.evictions or self.shadows
+        if len(self._in_flight) != 1 or changes or self._num_batches != len(self.batches):
             return None
         (flight,) = self._in_flight
         head = self.waiting[0] if self.waiting else None
@@ -204,7 +209,10 @@ class Scheduler:
         if self._num_batches != len(self.batches):
             if self._in_flight:
                 return []
+            Shadows.forget(self._running)
             self.batches = deal(self._running, self._num_batches)
+        if self.shadows:
+            self.shadows.tend(self.batches, self.waiting, self._relief)
         self.forget_finished()
         self.batches[0].ops += [*self._ops, *(self.tier.drops() if self.tier else [])]
         self._ops = []
@@ -263,6 +271,7 @@ class Scheduler:
                 if sequence.id == rows.sequence:
                     sequence.num_scheduled = min(sequence.num_scheduled, rows.first)
         self._in_flight = []
+        Shadows.forget((*self.waiting, *self._running))
         self._prefill.roll_back()
         if self.tier:
             self.tier.cancel()
@@ -335,7 +344,8 @@ class Scheduler:
     def _next(self, batch: Batch) -> ScheduledStep | None:
         picked, plan = self._pick(batch)
         if not any(s.wants_rows and s not in picked for s in batch.running):  # that waits for blocks
-            plan = self._grant(batch, picked) or plan
+            granted, chunks = grant_chunks(self._prefill, self._ledger, batch, picked, self._plan, self.view)
+            plan, self._chunks = granted or plan, self._chunks + chunks
         if not picked and not batch.ops:
             return None
         ops = [*batch.ops, *row_ops(picked, self.evictions)]
@@ -370,22 +380,6 @@ class Scheduler:
                 self.num_preemptions += 1
             plan = self._plan(batch, picked)
         return picked, plan
-
-    def _grant(self, batch: Batch, picked: dict[Sequence, int]) -> StepPlan | None:
-        """Let prefill workers go on with sequences of ``batch``, as far as there are blocks beside those of
-        ``picked``; the plan that says so, None where nobody does.
-        """
-        sure, given = None, 0
-        for sequence in batch.running:
-            while (grant := self._prefill.next_grant(sequence)) is not None and not sequence.finished:
-                sure = sure or SureRoom(self._ledger, batch.ops, rows_of(picked))
-                batch.ops.append(grant)
-                if not sure.takes(grant) and not self._ledger.can_apply(self._plan(batch, picked)):
-                    batch.ops.pop()
-                    return self._plan(batch, picked) if given else None
-                self._chunks.append(self._prefill.begin(sequence, grant, self.view))
-                given += 1
-        return self._plan(batch, picked) if given else None
 
     def _plan(self, batch: Batch, picked: dict[Sequence, int]) -> StepPlan:
         source, reply_to = self._route(batch.index, self._next_round)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lamina.kv.sparsity import BlockScores
@@ -37,6 +38,7 @@ class Sequence:
     num_cached: int = 0  # of these, those whose KV was there when it was admitted
     sparse: bool = False  # in most layers it keeps some of its KV alone: nobody else may begin with that
     dense: bool = False  # its rows attend all of its KV where those of others attend some
+    budget: int = 0  # tokens that it keeps or attends in place of the engine's; 0: those
     scores: BlockScores | None = None  # of a sparse one that has had rows, under this id
     awaits_scores: bool = False  # so it has no rows before memory workers have told and its blocks are dropped
     num_loading: int = 0  # whose KV is being loaded; before that is done it has no rows, or its first ones alone
@@ -93,6 +95,10 @@ class Sequence:
     def decodes(self) -> bool:
         """Whether its rows come one by one: its prompt is stored, or will be by steps in flight."""
         return self.num_scheduled > 0 and self.num_promised - self.num_scheduled <= 1
+
+    def rows_due(self, picked: Mapping[Sequence, int]) -> int:
+        """Tokens that it could have rows for now; ``picked``: rows of those before it in the same step."""
+        return self.num_promised - self.num_scheduled
 
     def tokens_at(self, first: int, count: int) -> list[int]:
         """The tokens of scheduled rows; -1 where the step before draws it."""
@@ -155,3 +161,37 @@ class Sequence:
         if self.awaits_choice:
             self.num_scheduled = min(self.num_scheduled, len(self.tokens) - 1)
             self.awaits_choice = False
+
+
+class Shadow(Sequence):
+    """A sequence with all KV, which is given the tokens of another one that has not: so one sees how far they are
+    apart. It is computed as others are until it has come as far as that one; then it has its rows in the same steps.
+    It belongs to no request, and nobody sees it.
+    """
+
+    def __init__(self, of: Sequence) -> None:
+        output = CompletionOutput(-1)
+        super().__init__(-1, of.params, 0, of.prompt, output, of.max_len, of.stop_tokens, of.salt)
+        self.of, self.tokens, self.outlived = of, of.tokens, True
+        self._attempt = of.num_preemptions
+
+    @property
+    def lost(self) -> bool:
+        """Whether there is nothing left to go on beside."""
+        return self.of.finished or self.of.num_preemptions != self._attempt
+
+    @property
+    def num_promised(self) -> int:
+        return self.of.num_promised
+
+    @property
+    def wants_rows(self) -> bool:
+        return not self.finished and self.num_scheduled < max(len(self.prompt) - 1, self.of.num_scheduled + 1)
+
+    def rows_due(self, picked: Mapping[Sequence, int]) -> int:
+        """Up to where the other one is behind this step; its last token may still be on its way, those before are
+        known.
+        """
+        of = self.of
+        upto = of.num_scheduled + picked[of] if of in picked else min(of.num_scheduled, len(self.tokens))
+        return max(upto, len(self.prompt) - 1, self.num_scheduled) - self.num_scheduled

@@ -225,4 +225,5 @@ def _cut(
 ) -> CompletionOutput:
     logprobs = None if of.logprobs is None else of.logprobs[:count]
     blame = of.blame if finish_reason else None
-    return CompletionOutput(of.index, text, of.token_ids[:count], finish_reason, stop_reason, logprobs, blame)
+    cut = of.token_ids[:count]
+    return CompletionOutput(of.index, text, cut, finish_reason, stop_reason, logprobs, blame, of.kv_rebuilt)

@@ -254,6 +254,7 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     known: int = -1  # a token of the prompt, behind this row: only its log-probability is wanted
     order: tuple[str, ...] = FILTERS  # of the filters: top_p counts what those before it have left
     whole: bool = False  # nothing is drawn: the driver wants all logits of the row
+    beside: int = -1  # a draw of the step, whose token this one gets, and from whose logits its own are told apart
 
 
 class RunStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -281,13 +282,15 @@ ALL_BANNED = -2
 class Drawn(msgspec.Struct, frozen=True, array_like=True):
     """One sampled token; NO_TOKEN where the largest logit is no finite number, ALL_BANNED where the draw bans every
     token whose logit is one. ``logprobs``: of the chosen one first, then of the best, among which it may be again.
-    ``logits``: of a whole draw, whose token says nothing: fp32, by token, little-endian.
+    ``logits``: of a whole draw, whose token says nothing: fp32, by token, little-endian. ``apart``: of a draw beside
+    another, whether the most likely token is another one, and the KL of that one's distribution from its own, in nats.
     """
 
     sequence: int
     token: int
     logprobs: list[Score] = []
     logits: bytes = b""
+    apart: tuple[bool, float] | None = None
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step-done"):

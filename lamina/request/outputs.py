@@ -55,6 +55,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the token id or string that stopped it, or the error
     logprobs: list[dict[int, Logprob]] | None = None  # per token: itself first, then the best by their rank
     blame: Blame | None = None  # of an error
+    kv_rebuilt: bool = False  # answers with some of the KV left out were not good enough: it went on with all KV
 
     @property
     def cumulative_logprob(self) -> float | None:

@@ -41,7 +41,7 @@ class Sampler:
         Bias, penalties and bans first, in fp32; then see lamina.sampling. Greedy takes the first rank. Raises
         ValueError for parameters out of range.
         """
-        tokens = [0 if d.whole else d.known for d in draws]
+        tokens = [0 if d.whole or d.beside >= 0 else d.known for d in draws]
         plain = [i for i, d in enumerate(draws) if tokens[i] < 0 and not d.banned and d.adjust is None]
         changed = [i for i, d in enumerate(draws) if tokens[i] < 0 and (d.banned or d.adjust is not None)]
         if plain:
@@ -55,12 +55,15 @@ class Sampler:
             asks = [_ask(at, draws[i]) for at, i in enumerate(changed)]
             for at, (i, token) in enumerate(zip(changed, self._of(scores).draw(scores, asks), strict=True)):
                 tokens[i] = _why(scores[at], logits[i]) if token < 0 else token
-        return [
-            _whole(d, logits[i])
-            if d.whole
-            else Drawn(d.sequence, t, self._scores(logits[i], d.logprobs, t, None if lse is None else lse[i]))
-            for i, (d, t) in enumerate(zip(draws, tokens, strict=True))
-        ]
+        return [self._drawn(d, t, i, tokens, logits, lse) for i, (d, t) in enumerate(zip(draws, tokens, strict=True))]
+
+    def _drawn(self, draw: Draw, token: int, row: int, tokens: list[int], logits: Tensor, lse: Tensor | None) -> Drawn:
+        if draw.whole:
+            return _whole(draw, logits[row])
+        if draw.beside >= 0:
+            return Drawn(draw.sequence, tokens[draw.beside], apart=_apart(logits[row], logits[draw.beside]))
+        scores = self._scores(logits[row], draw.logprobs, token, None if lse is None else lse[row])
+        return Drawn(draw.sequence, token, scores)
 
     def _scores(self, logits: Tensor, count: int, token: int, lse: Tensor | None) -> list[Score]:
         """Of ``token``, then of the ``count`` best; before anything was changed."""
@@ -110,6 +113,13 @@ def _open_native(threads: int) -> Backend | None:
 
 def _whole(draw: Draw, logits: Tensor) -> Drawn:
     return Drawn(draw.sequence, 0, logits=logits.float().contiguous().cpu().numpy().astype("<f4").tobytes())
+
+
+def _apart(own: Tensor, other: Tensor) -> tuple[bool, float]:
+    """Of the logits of a draw, and of the one beside which it is: see Drawn."""
+    log_p, log_q = own.float().log_softmax(-1), other.float().log_softmax(-1)
+    p = log_p.exp()
+    return bool(own.argmax() != other.argmax()), float(torch.where(p > 0, p * (log_p - log_q), 0.0).sum())
 
 
 def _ask(row: int, draw: Draw) -> Ask:

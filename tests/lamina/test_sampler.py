@@ -36,6 +36,22 @@ def test_temperature_draws_from_the_softmax() -> None:
     assert total_variation(got, torch.softmax(LOGITS.double(), -1)) > 0.05, "the control: temperature matters"
 
 
+def test_a_draw_beside_another_gets_its_token_and_tells_how_far_apart_they_are() -> None:
+    own, other = torch.randn(2, 300, generator=torch.Generator().manual_seed(3)).double()
+    other[7] = own[7] = float("-inf")
+    rows = torch.stack([LOGITS.new_zeros(300), other.float(), own.float(), other.float()])
+    draws = [draw(0), draw(1), draw(2, beside=1), draw(3, beside=1)]
+    drawn = sample(rows, draws)
+    p, q = own.softmax(-1), other.softmax(-1)
+    kl = float((p * (p / q).log()).nan_to_num(0.0).sum())
+    assert drawn[1] == sample(rows, draws[:2])[1], "it knows nothing of who is beside it"
+    assert [d.token for d in drawn[2:]] == [drawn[1].token] * 2
+    assert drawn[2].apart is not None
+    assert drawn[2].apart[0]
+    assert abs(drawn[2].apart[1] - kl) < 1e-5 < kl
+    assert drawn[3].apart == (False, 0.0)
+
+
 def test_top_k_keeps_the_k_best() -> None:
     got = frequencies(LOGITS, top_k=2)
     wanted = torch.softmax(LOGITS.double().masked_fill(LOGITS < 1.9, float("-inf")), -1)

@@ -242,6 +242,21 @@ def test_a_completion_that_ends_with_an_error(blame: Blame, status: int, param: 
     assert error["message"] == "min_p leaves nothing"
 
 
+def test_a_completion_that_was_rebuilt_with_all_kv_says_so() -> None:
+    client = Later()
+
+    async def work() -> list[dict[str, Any]]:
+        asked = asyncio.create_task(spoken(make_service(client)))
+        await until(lambda: client.added)
+        client.grow("a")
+        client.grow("b", finish_reason="length", rebuilt=True)
+        return await asked
+
+    _, body = run(work())
+    (got,) = json.loads(body["body"])["choices"]
+    assert got == {**whole_choice(0, "ab", finish_reason="length"), "kv_rebuilt": True}
+
+
 def test_an_engine_that_was_gone_before() -> None:
     client = FakeClient()
     client.failure = "it fell"

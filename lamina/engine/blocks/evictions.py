@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from lamina.engine.sequence import Sequence
-from lamina.kv.sparsity import DECODE_ROWS, PROMPT_ROWS, BlockScores, budget_of
+from lamina.kv.sparsity import DECODE_ROWS, PROMPT_ROWS, BlockScores, Budget, budget_of
 from lamina.protocol.options.sparsity import SCORE_TOKENS, SparsityOptions
 from lamina.protocol.plan import Prune
 from lamina.protocol.sparse import most_kept
@@ -18,8 +18,8 @@ from lamina.protocol.sparse_ops import Attend, RowOp, Score, Scored
 
 def row_ops(picked: Mapping[Sequence, int], evictions: Evictions | None) -> list[RowOp]:
     """What a plan says of the next rows of ``picked``, so many each, besides the rows themselves."""
-    dense = [Attend(s.id) for s, count in picked.items() if s.dense and count == 1]
-    return [*dense, *(evictions.scores(picked) if evictions else ())]
+    lone = [s for s, count in picked.items() if count == 1 and (s.dense or s.budget)]
+    return [*(Attend(s.id, 0 if s.dense else s.budget) for s in lone), *(evictions.scores(picked) if evictions else ())]
 
 
 class Evictions:
@@ -58,10 +58,13 @@ class Evictions:
 
     def _begin(self, sequence: Sequence) -> BlockScores:
         """Of one that has its first rows: all that is known of it counts as its prompt."""
-        known = len(sequence.tokens)
-        if known > self._budget.tokens:
+        known, most = len(sequence.tokens), self._budget_of(sequence).tokens
+        if known > most:
             return BlockScores(known, PROMPT_ROWS)
-        return BlockScores(self._budget.tokens + SCORE_TOKENS, DECODE_ROWS)
+        return BlockScores(most + SCORE_TOKENS, DECODE_ROWS)
+
+    def _budget_of(self, sequence: Sequence) -> Budget:
+        return self._budget._replace(tokens=sequence.budget or self._budget.tokens)
 
     def report(self, said: Scored) -> None:
         """A memory worker has told. Of sequences that are gone, or have begun anew, nobody wants to know."""
@@ -75,7 +78,7 @@ class Evictions:
             return
         del self._asked[said.sequence]
         if sequence.awaits_scores:
-            blocks = known.drop(sequence.num_scheduled, self._budget)
+            blocks = known.drop(sequence.num_scheduled, self._budget_of(sequence))
             known.due, known.window = sequence.num_scheduled + SCORE_TOKENS, DECODE_ROWS
             sequence.awaits_scores = False
             if blocks:

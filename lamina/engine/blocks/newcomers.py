@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from lamina.engine.conversations.sessions import NOWHERE, POOL
 from lamina.engine.prefill import Prefill
-from lamina.engine.sequence import Sequence
+from lamina.engine.sequence import Sequence, Shadow
 from lamina.protocol.blocks.after_op import touched
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import Fork, Keep, SequenceOp
@@ -49,11 +49,8 @@ class Cuts(NamedTuple):
     chunk: int
     aligned: bool
 
-    def piece(self, sequence: Sequence, budget: int, scheduled: int) -> int:
-        """Prompt tokens of ``sequence``, of which so many are scheduled, in this step: at most ``budget``; 0 = none
-        yet.
-        """
-        missing = sequence.num_promised - scheduled
+    def piece(self, missing: int, budget: int, scheduled: int) -> int:
+        """Tokens in this step, at most ``budget``, of those ``missing`` behind ``scheduled`` ones; 0 = none yet."""
         if not self.aligned:
             return min(missing, budget)
         count = min(missing, self.chunk - scheduled % self.chunk)
@@ -65,8 +62,9 @@ class Cuts(NamedTuple):
         wanted: dict[Sequence, int] = {}
         for sequence in batch.running:
             if sequence.wants_rows:
-                prefilling = sequence.num_promised - sequence.num_scheduled > 1
-                count = self.piece(sequence, budget, sequence.num_scheduled) if prefilling else 1
+                due = sequence.rows_due(wanted)
+                prefilling = due > 1
+                count = self.piece(due, budget, sequence.num_scheduled) if prefilling else due
                 if prefilling:
                     budget -= count
                 if count:
@@ -144,8 +142,11 @@ class Newcomers:
                 continue
             loads_some = isinstance(ways[0], Load)
             hit = next((way for way in ways if isinstance(way, Hit)), None)
-            counts = [self._cuts.piece(sequence, budget, hit.length if hit else 0) for budget in budgets]
+            begun = hit.length if hit else 0
+            counts = [self._cuts.piece(sequence.num_promised - begun, budget, begun) for budget in budgets]
             able = [i for i, count in enumerate(counts) if loads_some or count > 0]
+            if isinstance(sequence, Shadow):
+                able = [i for i in able if sequence.of in batches[i].running]
             if not able or sequence.num_drawing or (elsewhere and not self._prefill.has_room):
                 break  # a preempted one whose last token is still being drawn waits
             to = min(able, key=loads.__getitem__)
@@ -161,7 +162,8 @@ class Newcomers:
             if elsewhere:
                 self._prefill.add(sequence)
             elif not sequence.num_loading:
-                budgets[to] -= self._cuts.piece(sequence, budgets[to], sequence.num_scheduled)
+                missing = sequence.num_promised - sequence.num_scheduled
+                budgets[to] -= self._cuts.piece(missing, budgets[to], sequence.num_scheduled)
         waiting.extendleft(reversed(aside))
         if self._tier:
             batches[0].ops += self._tier.ahead.tell([*waiting], self._to_load)
@@ -250,7 +252,8 @@ class Newcomers:
         apart = sequence.sparse or sequence.prefill_worker is not None
         if self._swaps is None or apart:
             return 0.0
-        return self._swaps.compute_s(self._cuts.piece(sequence, self._cuts.chunk, load.length))
+        missing = sequence.num_promised - load.length
+        return self._swaps.compute_s(self._cuts.piece(missing, self._cuts.chunk, load.length))
 
     def _make_way(
         self, batches: Several[Batch], batch: Batch, sequence: Sequence, hit: Hit | Load | None, left: list[int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lamina.engine.prefill import Prefill
-from lamina.engine.sequence import Sequence
+from lamina.engine.sequence import Sequence, Shadow
 from lamina.protocol.plan import Free
 
 from .ledger import Ledger
@@ -30,7 +30,7 @@ class Relief:
         if stuck:
             victim = stuck.pop()
             del picked[victim]
-            self._preempt(batch, victim)
+            self.preempt(batch, victim)
             return victim
         needed, free = self._ledger.blocks_needed(rows_of(picked)), self._ledger.free_blocks
         short = [n > f for n, f in zip(needed, free, strict=True)]
@@ -50,10 +50,16 @@ class Relief:
             picked.popitem()
             return None
         picked.pop(victim, None)
-        self._preempt(batch, victim)
+        self.preempt(batch, victim)
+        for shadow in [s for s in picked if isinstance(s, Shadow) and s.of is victim]:
+            del picked[shadow]
+        if isinstance(victim, Shadow):
+            victim.finish("abort")
+            return None
         return victim
 
-    def _preempt(self, batch: Batch, victim: Sequence) -> None:
+    def preempt(self, batch: Batch, victim: Sequence) -> None:
+        """Its KV is freed with the batch's next plan, or kept beside the pool."""
         batch.running.remove(victim)
         if self._swaps and not victim.sparse and not victim.finished and victim.num_scheduled > victim.num_cached:
             batch.ops += self._swaps.save(victim)

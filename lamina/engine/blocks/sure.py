@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from lamina.engine.prefill import Prefill
+from lamina.engine.rounds.steps import ScheduledStep
+from lamina.engine.sequence import Sequence
 from lamina.protocol.blocks.tables import PlanError
-from lamina.protocol.plan import Free, Grant, New, Rows, SequenceOp
+from lamina.protocol.plan import Free, Grant, New, Rows, SequenceOp, StepPlan
 
 from .ledger import Ledger
+from .newcomers import Batch
+from .room import rows_of
 
 
 class SureRoom:
@@ -35,3 +40,26 @@ class SureRoom:
             return False
         self._left = left
         return True
+
+
+def grant_chunks(
+    prefill: Prefill,
+    ledger: Ledger,
+    batch: Batch,
+    picked: dict[Sequence, int],
+    plan: Callable[[Batch, dict[Sequence, int]], StepPlan],
+    view: int,
+) -> tuple[StepPlan | None, list[ScheduledStep]]:
+    """Let prefill workers go on with sequences of ``batch``, as far as there are blocks beside those of ``picked``, for
+    which ``plan`` gives a plan. The plan that says so, None where nobody does; and the steps of these workers.
+    """
+    sure, steps = None, list[ScheduledStep]()
+    for sequence in batch.running:
+        while (grant := prefill.next_grant(sequence)) is not None and not sequence.finished:
+            sure = sure or SureRoom(ledger, batch.ops, rows_of(picked))
+            batch.ops.append(grant)
+            if not sure.takes(grant) and not ledger.can_apply(plan(batch, picked)):
+                batch.ops.pop()
+                return plan(batch, picked) if steps else None, steps
+            steps.append(prefill.begin(sequence, grant, view))
+    return plan(batch, picked) if steps else None, steps

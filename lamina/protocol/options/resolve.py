@@ -249,6 +249,11 @@ def _check_sparsity(config: EngineConfig) -> None:
         raise ValueError(f"{name} is not for prefill workers: leave out --prefill-workers")
     if kv.evicts and config.overflow.truncates:
         raise ValueError(f"{name} leaves nothing for a session to go on with: leave out --context-overflow truncate")
+    if kv.kv_error_budget and config.tier.medium:
+        raise ValueError(
+            f"--kv-error-budget {kv.kv_error_budget} is not for KV that is loaded: leave out --kv-offloading-size and "
+            f"--kv-store-dir"
+        )
     if not kv.selects:
         return
     if config.overflow.truncates:

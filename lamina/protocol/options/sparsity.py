@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
@@ -11,6 +11,33 @@ from lamina.request.params import SPARSITIES
 from .declare import OneOf, Options
 
 SCORE_TOKENS = 128  # behind the prompt: so many tokens come before blocks are scored and dropped again
+
+
+class ErrorBudget(NamedTuple):
+    """How far answers may be from those of the model with all KV, in means over tokens, and what measures that."""
+
+    top1: float = 0.1  # share of tokens whose most likely one may be another
+    kl: float = 0.1  # nats from the distribution with all KV
+    shadow: float = 0.05  # share of completions that are computed with all KV besides
+
+
+def parse_error_budget(text: str) -> ErrorBudget | None:
+    """Of --kv-error-budget; None: there is none. Raises ValueError."""
+    if not text:
+        return None
+    known, given = ErrorBudget._field_defaults, dict[str, float]()
+    for part in text.split(",") if text != "default" else ():
+        name, _, value = part.strip().partition("=")
+        try:
+            given[name] = float(value)
+        except ValueError:
+            given[name] = 0.0
+        if name not in known or not 0.0 < given[name] <= 1.0:
+            raise ValueError(
+                f"--kv-error-budget {text}: {part.strip()!r} is none of top1=, kl= and shadow= with a number above 0 "
+                f"and up to 1, such as top1=0.1,kl=0.1,shadow=0.05; default stands for these"
+            )
+    return ErrorBudget(**{**known, **given})
 
 
 class SparsityOptions(Options, frozen=True, kw_only=True):
@@ -31,6 +58,12 @@ class SparsityOptions(Options, frozen=True, kw_only=True):
     kv_full_layers: Annotated[int, Meta(ge=0), "with --kv-sparsity: the first layers, in which nothing is left out"] = 1
     kv_sink: Annotated[int, Meta(ge=0), "with --kv-sparsity: the first tokens, which always stay, in whole blocks"] = 4
     kv_recent: Annotated[int, Meta(ge=0), "with --kv-sparsity: the last tokens, which always stay, whole blocks"] = 64
+    kv_error_budget: Annotated[
+        str,
+        "with --kv-sparsity: how far answers may be from those with all KV, as top1=0.1,kl=0.1,shadow=0.05 (default): "
+        "shares of tokens that may be others, nats of KL, and the share of completions that are computed with all KV "
+        "besides, by which both are measured. Where it is exceeded, the budget doubles, in the end all KV stays",
+    ] = ""
 
     @property
     def evicts(self) -> bool:
@@ -51,12 +84,13 @@ class SparsityOptions(Options, frozen=True, kw_only=True):
         """Raises ValueError where options are for nothing, or the budget has no room for a choice."""
         if not self.approximates:
             own = SparsityOptions()
-            for name in ("kv_budget", "kv_full_layers", "kv_sink", "kv_recent"):
+            for name in ("kv_budget", "kv_full_layers", "kv_sink", "kv_recent", "kv_error_budget"):
                 if getattr(self, name) != getattr(own, name):
                     raise ValueError(
                         f"--{name.replace('_', '-')} is for --kv-sparsity evict or select: say one, or leave it out"
                     )
             return
+        parse_error_budget(self.kv_error_budget)
         always = -(-self.kv_sink // block_size) + -(-self.kv_recent // block_size) + 1  # the last block may be begun
         if self.kv_budget < (always + 1) * block_size:
             raise ValueError(

@@ -82,6 +82,7 @@ class CompletionShape:
             "logprobs": logprobs,
             "finish_reason": reason,
             "stop_reason": delta.stop_reason,
+            **({"kv_rebuilt": True} if delta.rebuilt else {}),
             **ids,
         }
 
@@ -154,6 +155,7 @@ class ChatShape:
             "logprobs": None if delta.logprobs is None else chat_logprobs(self._texts, delta.logprobs),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
+            **({"kv_rebuilt": True} if delta.rebuilt else {}),
             **({"token_ids": delta.tokens} if self._ids else {}),
         }
 

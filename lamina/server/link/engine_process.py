@@ -142,6 +142,7 @@ class _Live:
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
             blame=output.blame,
+            rebuilt=output.kv_rebuilt,
         )
 
 
@@ -313,6 +314,7 @@ class _Loop:
             evictable_blocks=scheduler.prefixes.evictable(self._engine.free_blocks),
             preemptions=scheduler.num_preemptions,
             dropped_blocks=scheduler.evictions.num_dropped if scheduler.evictions else 0,
+            errors=scheduler.shadows.errors if scheduler.shadows else None,
             borrowed=scheduler.borrowed,
             leased=borrower.by_creditor if borrower else None,
             loan_refusals=borrower.refusals if borrower else 0,

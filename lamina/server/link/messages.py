@@ -6,6 +6,7 @@ import msgspec
 
 from lamina.engine.conversations.sessions import SessionCopy, SessionFacts
 from lamina.engine.conversations.terms import PLAIN, KVTerms
+from lamina.engine.shadows import ErrorState
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import Blame, SamplingParams, Score, Told
 
@@ -148,6 +149,7 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True):
     cached: int | None = None  # tokens of the prompt whose KV was there; with the first delta of completion 0
     times: Times | None = None  # with the last delta of the whole prompt
     blame: Blame | None = None  # where it has ended with an error, whose text is ``stop_reason``
+    rebuilt: bool = False  # it goes on with all KV, as answers with less were not good enough
 
 
 def add_up(held: Delta, new: Delta) -> None:
@@ -157,7 +159,7 @@ def add_up(held: Delta, new: Delta) -> None:
     if held.logprobs is not None and new.logprobs is not None:
         held.logprobs += new.logprobs
     held.finish_reason, held.stop_reason = new.finish_reason, new.stop_reason
-    held.times, held.blame = new.times, new.blame
+    held.times, held.blame, held.rebuilt = new.times, new.blame, new.rebuilt
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
@@ -172,6 +174,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     steps: int
     evictable_blocks: list[int] = []  # of the free ones, those that hold KV of finished requests
     dropped_blocks: int = 0  # KV blocks that sequences have lost, each in all sparse layers
+    errors: ErrorState | None = None  # None: nothing measures them
     borrowed: list[int] | None = None  # KV blocks by the group that lends them; None: none does
     leased: dict[str, int] | None = None  # bytes by the deployment that lends them; None: nothing may be borrowed
     loan_refusals: int = 0

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from lamina.engine.shadows import ErrorState
 from lamina.server.link.client import EngineClient
 from lamina.server.link.messages import State
 
@@ -92,6 +93,8 @@ class EngineGauges(Collector):
         yield evictable
         if any(ready.sparse):
             yield from self._tiers(state)
+        if state.errors is not None:
+            yield from self._errors(state.errors)
         if state.borrowed is not None:
             borrowed = self._gauge_of("borrowed_blocks", "KV blocks of sequences at home elsewhere", "creditor")
             creditors = dict.fromkeys(sorted(w for holders in ready.holders for w in holders), 0)
@@ -119,6 +122,18 @@ class EngineGauges(Collector):
         dropped = self._counter("kv_dropped_blocks", "KV blocks that completions have lost in each sparse layer")
         dropped.add_metric(self._values, state.dropped_blocks)
         yield from (kept, dropped)
+
+    def _errors(self, errors: ErrorState) -> Iterator[Metric]:
+        for name, text, value in (
+            ("kv_shadow_tokens", "tokens by which the two of them were measured", errors.tokens),
+            ("kv_shadow_kl", "nats from the distribution with all KV, in the mean", errors.kl),
+            ("kv_shadow_top1_disagreement", "share of tokens that all KV would have made others", errors.top1),
+            ("kv_budget_in_use", "tokens that new completions keep or attend in sparse layers; 0: all", errors.budget),
+        ):
+            yield self._gauge(name, text, value)
+        rebuilt = self._counter("kv_restarts_in_full", "completions that were computed again with all KV")
+        rebuilt.add_metric(self._values, errors.rebuilt)
+        yield rebuilt
 
     def _sessions(self, state: State) -> Iterator[Metric]:
         tiers = self._gauge_of("sessions", "sessions by the place of their KV", "tier")

@@ -13,7 +13,7 @@ from lamina.attention.spec import AttentionSpec
 from lamina.kv.pool import allocate
 from lamina.kv.sparsity import BlockScores, Budget, choose
 from lamina.protocol.blocks.tables import BlockTables, PlanError
-from lamina.protocol.options.sparsity import SparsityOptions
+from lamina.protocol.options.sparsity import ErrorBudget, SparsityOptions, parse_error_budget
 from lamina.protocol.plan import Fork, Free, New, Prune, Rows, StepPlan, Truncate
 from lamina.protocol.sparse_ops import SCORE_BITS, Score
 
@@ -159,8 +159,18 @@ def test_a_dropped_block_is_not_written_again() -> None:
         ({"kv_sparsity": "evict", "kv_budget": 64}, "--kv-budget 64 has no room beside --kv-sink 4 and --kv-recent 64"),
         ({"kv_sparsity": "select", "kv_budget": 64}, "--kv-budget 64 has no room"),
         ({"kv_sparsity": "some"}, "kv.sparsity"),
+        ({"kv_error_budget": "default"}, "--kv-error-budget is for --kv-sparsity evict or select"),
+        ({"kv_sparsity": "evict", "kv_error_budget": "top1"}, "'top1' is none of top1=, kl= and shadow="),
+        ({"kv_sparsity": "evict", "kv_error_budget": "kl=0.1, top1=1.5"}, "'top1=1.5' is none of .* up to 1, such as"),
+        ({"kv_sparsity": "evict", "kv_error_budget": "ppl=0.1"}, "'ppl=0.1' is none of"),
     ],
 )
 def test_budgets_that_cannot_be(options: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SparsityOptions(**options).check_budget(SIZE)  # type: ignore[arg-type]
+
+
+def test_an_error_budget_is_read() -> None:
+    assert parse_error_budget("") is None
+    assert parse_error_budget("default") == ErrorBudget(top1=0.1, kl=0.1, shadow=0.05)
+    assert parse_error_budget("shadow=1, kl=0.02") == ErrorBudget(top1=0.1, kl=0.02, shadow=1.0)

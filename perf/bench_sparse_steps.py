@@ -1,0 +1,90 @@
+"""What a decode step of a whole engine takes by --kv-sparsity: engines that keep and attend all, evict and select,
+alike but for that, decode in turns of a few steps on the same cores. Wall time of a step, tokens a second, CPU time of
+the workers, K and V that attention reads. The model has random weights, and so few of them that attention
+takes most of the time.
+
+Prints a JSON line; --write appends it to perf/results/bench_sparse_steps.jsonl.
+
+    python perf/bench_sparse_steps.py --batch 4 --length 8192 --budget 819 --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench_decode import DecodeLamina
+from bench_spill import TURN_STEPS, alternate
+from common import record
+from reference_model import make
+
+SHAPE = {
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 4, "hidden_size": 512,
+    "intermediate_size": 1024, "vocab_size": 1024,
+}  # fmt: skip
+FORMS = "none", "evict", "select"
+
+
+def steps_of(batch: int, length: int, turns: int, options: dict[str, Any], forms: list[str]) -> dict[str, Any]:
+    """Of ``batch`` prompts of ``length`` tokens, by form."""
+    draw = random.Random(0)
+    prompts = [[draw.randrange(5, 1000) for _ in range(length)] for _ in range(batch)]
+    tokens = (turns + 4) * (TURN_STEPS + 1)
+    sparse = {name: {"kv_sparsity": name, **options} for name in forms if name != "none"}
+    with tempfile.TemporaryDirectory() as folder:
+        path = make(Path(folder) / "model", "bfloat16", SHAPE, 2 * length)
+        players = dict[str, DecodeLamina]()
+        try:
+            for name in forms:
+                players[name] = DecodeLamina(
+                    path, prompts, tokens, dtype="bfloat16", transport="shm", kv_memory="4GiB",
+                    enable_prefix_caching=False, **sparse.get(name, {}),
+                )  # fmt: skip
+            read = {name: stored_bytes(player) for name, player in players.items()}
+            line = alternate(players, turns)
+            count = (turns + 1) * (TURN_STEPS + 1)
+            medians = {name: each["median"] for name, each in line["step_s"].items()}
+            return {
+                **line,
+                "tokens_per_s": {name: round(batch / each, 1) for name, each in medians.items()},
+                "of_all_kv": {name: round(each / medians[forms[0]], 3) for name, each in medians.items()},
+                "kv_mb_of_a_step": {
+                    name: round((stored_bytes(player) - read[name]) / count / 1e6, 1)
+                    for name, player in players.items()
+                },
+            }
+        finally:
+            for player in players.values():
+                player.close()
+
+
+def stored_bytes(player: DecodeLamina) -> float:
+    """That attention of the memory workers has read so far."""
+    return sum(counters.get("stored_bytes", 0.0) for counters in player.llm.stats().values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--batch", type=int, default=4, help="sequences")
+    parser.add_argument("--length", type=int, default=8192, help="tokens of each prompt")
+    parser.add_argument("--budget", type=int, default=819, help="--kv-budget")
+    parser.add_argument("--full-layers", type=int, default=1, help="of 4, those that keep all")
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument(
+        "--forms", nargs="+", default=list(FORMS), choices=FORMS, help="the first: what others are beside"
+    )
+    parser.add_argument("--write", action="store_true", help="append to perf/results")
+    args = parser.parse_args()
+    settings = {name: value for name, value in vars(args).items() if name != "write"}
+    options = {"kv_budget": args.budget, "kv_full_layers": args.full_layers}
+    line = steps_of(args.batch, args.length, args.turns, options, args.forms)
+    record("bench_sparse_steps", settings, line, write=args.write)
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Shadows in the scheduler: they have their rows beside those that they follow, and end with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduled import make
+
+from lamina.engine.rounds.steps import ScheduledStep
+from lamina.engine.scheduler import Scheduler
+from lamina.engine.sequence import Sequence, Shadow
+from lamina.engine.shadows import RUNGS, Shadows
+from lamina.protocol.blocks.tables import BlockTables
+from lamina.protocol.control import Drawn
+from lamina.protocol.options.sparsity import ErrorBudget, SparsityOptions
+from lamina.protocol.sparse_ops import Attend
+
+SELECT = SparsityOptions(kv_sparsity="select", kv_budget=256)
+
+
+def scheduler_of(blocks: int, shadows: Shadows, *, batches: int = 1, chunk: int = 8) -> Scheduler:
+    ledger = BlockTables([0], [blocks], 4)
+    return Scheduler(ledger, max_num_seqs=12, prefill_chunk=chunk, num_batches=batches, shadows=shadows)
+
+
+class Run:
+    """A scheduler with one round in flight, as an engine has it; tokens count up. What shadows had to see."""
+
+    def __init__(self, scheduler: Scheduler, sequences: Iterable[Sequence], apart: tuple[bool, float]) -> None:
+        self.scheduler, self.apart = scheduler, apart
+        self.before: dict[int, set[int]] = {}  # batch -> ids whose tokens its last step draws
+        self.compared = 0
+        self.plans: list[ScheduledStep] = []
+        for sequence in sequences:
+            scheduler.add(sequence)
+
+    def to_the_end(self) -> None:
+        flying: list[list[ScheduledStep]] = []
+        for _ in range(3000):
+            if steps := self.scheduler.schedule():
+                for step in steps:
+                    self.check(step)
+                flying.append(steps)
+            if not flying:
+                break
+            if len(flying) > 1 or not steps:
+                self.serve(flying.pop(0))
+        assert not self.scheduler.waiting
+        assert not self.scheduler.num_running
+
+    def check(self, step: ScheduledStep) -> None:
+        """No row has a token that its worker cannot know."""
+        self.plans.append(step)
+        before, at = self.before.get(step.plan.batch, set()), 0
+        for sequence, rows in zip(step.parts, step.plan.rows, strict=True):
+            tokens = step.tokens[at : at + rows.count]
+            at += rows.count
+            drawer = sequence.of if isinstance(sequence, Shadow) else sequence
+            assert -1 not in tokens[:-1]
+            if tokens[-1] == -1:
+                assert drawer.id in before
+                assert sequence in step.draws
+            if isinstance(sequence, Shadow) and sequence in step.draws:
+                assert sequence.of in step.draws
+                ends = {r.sequence: r.first + r.count for r in step.plan.rows}
+                assert ends[sequence.id] == ends[sequence.of.id]
+        self.before[step.plan.batch] = {s.id for s in step.draws}
+
+    def serve(self, steps: list[ScheduledStep]) -> None:
+        for step in steps:
+            for sequence in step.draws:
+                if isinstance(sequence, Shadow):
+                    sequence.num_drawing -= 1
+                    self.compared += not sequence.finished
+                    assert self.scheduler.shadows
+                    self.scheduler.shadows.take(sequence, Drawn(sequence.id, 0, apart=self.apart))
+                elif sequence.finished:
+                    sequence.num_drawing -= 1
+                else:
+                    sequence.append(len(sequence.tokens))
+            self.scheduler.complete(step)
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=1, max_size=8),
+    blocks=st.integers(25, 120),
+    batches=st.integers(1, 3),
+    chunk=st.sampled_from([4, 8, 33]),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_shadow_has_the_same_tokens_in_the_same_steps(
+    lengths: list[tuple[int, int]], blocks: int, batches: int, chunk: int
+) -> None:
+    shadows = Shadows(SELECT, ErrorBudget(shadow=1.0))
+    scheduler = scheduler_of(blocks, shadows, batches=batches, chunk=chunk)
+    sequences = [make(i, *each) for i, each in enumerate(lengths)]
+    run = Run(scheduler, sequences, (False, 0.0))
+    run.to_the_end()
+    assert all(s.finished and s.output.finish_reason == "length" for s in sequences)
+    assert scheduler.free_blocks == (blocks,)
+    assert not any(s.output.kv_rebuilt for s in sequences)
+    if blocks > 3 * sum(a + b for a, b in lengths):  # room for all
+        assert run.compared >= sum(b for _, b in lengths) - 3 * len(lengths)
+
+
+def test_over_budget_new_ones_climb_and_those_that_run_begin_anew_with_all() -> None:
+    shadows = Shadows(SELECT, ErrorBudget(top1=0.05, shadow=1.0))
+    seen = []
+    for rung in range(RUNGS + 1):
+        scheduler = scheduler_of(400, shadows)
+        sequences = [make(i, 12, 60) for i in range(2)]
+        run = Run(scheduler, sequences, (True, 0.5))
+        run.to_the_end()
+        seen.append(shadows.tokens)
+        assert [s.output.kv_rebuilt for s in sequences] == [rung < RUNGS] * 2
+        assert [s.num_preemptions for s in sequences] == [rung < RUNGS] * 2
+        assert all(s.tokens[12:] == list(range(12, 72)) for s in sequences), "behind the tokens that they had"
+        assert all(s.dense for s in sequences)
+        attended = [op.tokens for step in run.plans for op in step.plan.ops if isinstance(op, Attend)]
+        assert attended[-1] == 0
+        assert (256 << rung if rung < RUNGS else 0) in attended
+    assert seen == [512, 1024, 0, 0]
+    assert shadows.num_rebuilt == 2 * RUNGS
+    assert "tokens would be others" in shadows.said
+
+
+def test_a_share_of_sequences_has_a_shadow() -> None:
+    shadows = Shadows(SELECT, ErrorBudget(shadow=0.25))
+    count = sum(shadows.begin(make(i, 5, 5)) is not None for i in range(40))
+    assert count == 10
+    dense = make(0, 5, 5)
+    dense.dense = True
+    assert all(shadows.begin(dense) is None for _ in range(40)), "nothing is to be measured there"
