@@ -218,7 +218,7 @@ def output(*texts: str, **changes: Any) -> Any:
     entry = {3: Logprob(-0.5, 1)}
     outputs = [
         SimpleNamespace(index=i, token_ids=list(map(ord, text)), text=text, logprobs=[entry] * len(text),
-                        finish_reason=None, stop_reason=None, blame=None)
+                        finish_reason=None, stop_reason=None, blame=None, kv_rebuilt=False)
         for i, text in enumerate(texts)
     ]  # fmt: skip
     times = SimpleNamespace(arrival_s=1.0, scheduled_s=3.0, first_token_s=7.0, last_token_s=15.0)
@@ -252,10 +252,11 @@ def test_what_a_delta_says() -> None:
     for one, (reason, why, blame) in zip(
         last.outputs, [("stop", 5, None), ("error", "why", Blame.CLIENT)], strict=True
     ):
-        one.finish_reason, one.stop_reason, one.blame = reason, why, blame
+        one.finish_reason, one.stop_reason, one.blame, one.kv_rebuilt = reason, why, blame, reason == "error"
     (ended, failed) = live.deltas(last)
     assert (ended.tokens, ended.text, ended.finish_reason, ended.stop_reason, ended.times) == ([], "", "stop", 5, None)
     assert (failed.tokens, failed.finish_reason, failed.stop_reason, failed.blame) == ([121], "error", "why", "client")
+    assert (ended.rebuilt, failed.rebuilt) == (False, True)
     assert failed.times == Times(2.0, 4.0, 8.0)
     assert live.deltas(last) == [], "what has ended is not told again"
 
