@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from lamina.protocol.control import Adjust, Draw, Penalties
 
-from .sequence import Sequence
+from .rounds.steps import ScheduledStep
+from .sequence import Sequence, Shadow
+
+
+def draws_of(step: ScheduledStep, ends: Mapping[Sequence, int], before: int) -> Iterator[Draw]:
+    """The next tokens of all sequences of ``step`` that draw, behind ``before`` other draws. ``ends``: their last rows,
+    counted in the step.
+    """
+    behind = {sequence: before + i for i, sequence in enumerate(step.draws)}
+    for sequence in step.draws:
+        beside = behind[sequence.of] if isinstance(sequence, Shadow) else -1
+        yield draw_of(sequence, ends[sequence], apart=step.prefill_worker is not None, beside=beside)
 
 
 def draw_of(sequence: Sequence, row: int, *, apart: bool = False, beside: int = -1) -> Draw:

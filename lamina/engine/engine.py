@@ -24,7 +24,7 @@ from .conversations.overflow import overflow_of
 from .conversations.ranges import Ranges, joined, without
 from .conversations.sessions import SessionName
 from .conversations.terms import PLAIN, KVTerms
-from .draws import draw_of, scores_of, seed_of
+from .draws import draws_of, scores_of, seed_of
 from .kept import KeptKV
 from .request import Request
 from .rounds.early import EarlyDraws
@@ -357,10 +357,7 @@ class Engine:
             step.scores += [sequence] * len(chunk_scores)
             row += rows.count
             ends[sequence] = row - 1
-        apart = step.prefill_worker is not None
-        behind = {s: len(scores) + i for i, s in enumerate(step.draws)}
-        beside: dict[Sequence, int] = {s: behind[s.of] for s in step.draws if isinstance(s, Shadow)}
-        draws = [*scores, *(draw_of(s, ends[s], apart=apart, beside=beside.get(s, -1)) for s in step.draws)]
+        draws = [*scores, *draws_of(step, ends, len(scores))]
         self._steps[step.plan.batch, step.plan.step] = step
         return RunStep(plan=step.plan, tokens=step.tokens, draws=draws)
 
