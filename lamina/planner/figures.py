@@ -201,7 +201,8 @@ def figure12() -> Figure:
                 ("attention", step.attention_s),
                 ("network", step.network_s),
             ):
-                lines.append(Line(f"{name}, {batch} requests of 4096: {part}", "ms", None, 1e3 * seconds))
+                note = "below 0: more of a step is hidden than its messages take" if seconds < 0 else ""
+                lines.append(Line(f"{name}, {batch} requests of 4096: {part}", "ms", None, 1e3 * seconds, note))
     cannot = f"bars are drawn, without numbers: only their shape can be compared; {NO_H20}"
     return Figure("time of a token, n = 1", lines, cannot)
 

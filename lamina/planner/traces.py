@@ -95,9 +95,12 @@ class RequestTrace:
 
 
 def read_trace(path: str) -> RequestTrace:
-    """Raises ValueError that names --trace and the line, for what is no trace; OSError for no file."""
+    """Raises ValueError that names --trace and the line, for what is no trace and for no file."""
     name = Path(path).name
-    opened = gzip.open(path, "rt", newline="") if path.endswith(".gz") else open(path, newline="")  # noqa: SIM115
+    try:
+        opened = gzip.open(path, "rt", newline="") if path.endswith(".gz") else open(path, newline="")  # noqa: SIM115
+    except OSError as error:
+        raise ValueError(f"--trace {path}: {error.strerror}") from None
     with opened as file:
         try:
             requests = tuple(_rebased(_lines(file, f"--trace {path}"), f"--trace {path}"))

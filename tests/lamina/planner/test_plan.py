@@ -173,7 +173,7 @@ def test_long_requests_are_left_out_for_all_and_counted() -> None:
         (["--dtype", "float32"], "--dtype float32: llama3-70b is known by the paper's sizes alone"),
         (["--html", "/nowhere/at/all.html"], "--html /nowhere/at/all.html: there is no folder /nowhere/at"),
         (["--html", "/"], "--html / cannot be written"),
-        (["--trace", "/nowhere.csv"], "/nowhere.csv: No such file"),
+        (["--trace", "/nowhere.csv"], "--trace /nowhere.csv: No such file"),
     ],
 )
 def test_bad_input_is_one_line(
