@@ -14,7 +14,7 @@ import pytest
 import test_transports as contract
 
 from lamina.sim.clock import VirtualClock
-from lamina.sim.whole.baton import Baton
+from lamina.sim.whole.baton import Baton, LongLife
 from lamina.sim.whole.network import SimFabric
 
 REAL = (  # of a real process, and seconds of a real clock
@@ -49,7 +49,7 @@ def test_the_contract_holds(
 
         def __init__(self, call: Callable[[], Any]) -> None:
             self._call, self._result, self._error, self._done = call, None, None, False
-            baton.start(self._run, "task", lambda: False)
+            baton.start(self._run, "task", LongLife())
 
         def _run(self) -> None:
             super()._run()

@@ -9,7 +9,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from lamina.sim.clock import VirtualClock
 
@@ -22,18 +22,40 @@ class Slain(BaseException):
     """The process of this thread was killed. No Exception, so that nobody handles it."""
 
 
-class Strand:
-    """A thread. ``slain``: whether its process was killed."""
+class Life(Protocol):
+    """Of a process, as its threads share it."""
 
-    def __init__(self, name: str, slain: Callable[[], bool]) -> None:
-        self.name, self.slain = name, slain
+    @property
+    def ended(self) -> bool:
+        """Whether it was killed."""
+        ...
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it stands still by a signal."""
+        ...
+
+
+class LongLife:
+    """Of whoever is never hit."""
+
+    ended = stopped = False
+
+
+class Strand:
+    """A thread."""
+
+    def __init__(self, name: str, life: Life) -> None:
+        self.name, self.life = name, life
         self.turn = threading.Semaphore(0)
         self.ready: Callable[[], Any] = lambda: True
         self.until = FOREVER
 
     def is_due(self, now: float) -> bool:
         """Whether it would do something now; an error of what it waits for is its own to raise."""
-        if self.until <= now or self.slain():
+        if self.life.ended or self.life.stopped:
+            return self.life.ended
+        if self.until <= now:
             return True
         try:
             return bool(self.ready())
@@ -46,14 +68,13 @@ class Baton:
 
     def __init__(self, clock: VirtualClock, rng: random.Random) -> None:
         self.clock, self._rng = clock, rng
-        self._driver = self._holder = Strand("driver", lambda: False)
+        self._driver = self._holder = Strand("driver", LongLife())
         self._strands = [self._driver]
         self._failures: list[BaseException] = []
-        self._over = False
 
-    def start(self, work: Callable[[], None], name: str, slain: Callable[[], bool]) -> None:
+    def start(self, work: Callable[[], None], name: str, life: Life) -> None:
         """A thread that gets the baton in its turn. What it raises the driver raises."""
-        strand = Strand(name, lambda: self._over or slain())
+        strand = Strand(name, life)
         self._strands.append(strand)
         threading.Thread(target=self._live, args=(strand, work), name=name, daemon=True).start()
 
@@ -84,7 +105,8 @@ class Baton:
 
     def cut(self) -> None:
         """End all threads but the driver's as if they were killed."""
-        self._over = True
+        for strand in self._strands[1:]:
+            strand.life = _Over()
         self._driver.ready, self._driver.until = lambda: len(self._strands) == 1, FOREVER
         while len(self._strands) > 1:
             self._failures.clear()
@@ -93,7 +115,7 @@ class Baton:
     def _live(self, strand: Strand, work: Callable[[], None]) -> None:
         strand.turn.acquire()
         try:
-            if not strand.slain():
+            if not strand.life.ended:
                 work()
         except Slain:
             pass
@@ -117,7 +139,7 @@ class Baton:
         strand.turn.release()
 
     def _check(self, strand: Strand) -> None:
-        if strand.slain():
+        if strand.life.ended:
             raise Slain
         if strand is self._driver and self._failures:
             raise self._failures[0]
@@ -130,10 +152,14 @@ class Baton:
             due = [strand for strand in self._strands if strand.is_due(self.clock.now)]
             if due:
                 return self._rng.choice(due)
-            until = min(strand.until for strand in self._strands)
+            until = min(strand.until for strand in self._strands if not strand.life.stopped)
             if not self.clock.advance(until) and until == FOREVER:
                 waiting = ", ".join(strand.name for strand in self._strands)
                 self._failures.append(AssertionError(f"nothing will ever happen any more: {waiting} wait"))
+
+
+class _Over:
+    ended, stopped = True, False
 
 
 class BatonCondition(threading.Condition):

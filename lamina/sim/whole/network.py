@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lamina.netstack import Terms
+from lamina.netstack import Geometry, PeerFault, Terms
 from lamina.netstack.contract.fabric import Slot
 from lamina.netstack.host.loopback_host import Faults, LoopbackChannel, LoopbackFabric, LoopbackLink
 from lamina.protocol.control import LinkClosedError
@@ -32,6 +32,9 @@ class SimFabric(LoopbackFabric):
         super().__init__(key, condition=lambda: BatonCondition(baton), clock=baton.clock)
         self._delay_s, self._process = delay_s, process
 
+    def _link(self, outbound: Geometry, inbound: Geometry, gpu: int | None) -> SimLink:
+        return SimLink(outbound, inbound, gpu, self.condition())
+
     def _make(self, link: LoopbackLink, side: int, peer: str, terms: Terms) -> LoopbackChannel:
         return SimChannel(link, side, peer, terms, self._faults, self._clock, self._delay_s, self._process)
 
@@ -44,8 +47,14 @@ class SimFabric(LoopbackFabric):
                 opened.close()
 
 
+class SimLink(LoopbackLink):
+    """May be cut, while both ends live."""
+
+    is_cut = False
+
+
 class SimChannel(LoopbackChannel):
-    """Each call of it may be the last that its process makes."""
+    """At each call of it something may happen to its process, or to itself."""
 
     def __init__(
         self,
@@ -72,6 +81,18 @@ class SimChannel(LoopbackChannel):
         self._act()
         return seqno
 
+    def cut(self) -> None:
+        """Both ends notice, and both processes live."""
+        with self._changed:
+            if isinstance(self._link, SimLink):
+                self._link.is_cut = True
+            self._changed.notify_all()
+
+    def _check(self, operation: str) -> None:
+        super()._check(operation)
+        if isinstance(self._link, SimLink) and self._link.is_cut:
+            raise PeerFault(f"{self.peer}: {operation}: the connection was cut")
+
     def _take(self, timeout_s: float) -> tuple[int, bytes, memoryview]:
         arrival = super()._take(timeout_s)
         self._act()
@@ -79,7 +100,7 @@ class SimChannel(LoopbackChannel):
 
     def _act(self) -> None:
         if self._process is not None:
-            self._process.act()
+            self._process.act(self)
 
 
 class SimPipe:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,13 +26,14 @@ from lamina.workers.surroundings import Surroundings
 
 from .baton import Baton, BatonQueue, Slain
 from .integers import BITS, IntegerModel
-from .network import SimControl, SimFabric, SimPipe
+from .network import SimChannel, SimControl, SimFabric, SimPipe
 
 KEY = b"k" * 32
 LONGEST_S = 0.005  # that a message takes
 AT_ONCE = 0.5  # of messages take no time
 Place = tuple[str, int]  # role and number
-Deaths = Collection[tuple[Place, int]]  # the place, and the number of the call that its process does not survive
+DIES, STOPS, CUT = "dies", "stops", "cut"  # what may happen to a process, and to the channel of a call
+Strikes = Mapping[tuple[Place, int], str]  # by the place, and the number of the call of its processes
 
 
 class _Integers(ModelServer):
@@ -66,12 +67,11 @@ class SimProcess:
 
     place = ""
     sock: Any = None
-    stopped = False
 
     def __init__(self, host: SimHost, role: str, index: int, pid: int) -> None:
         self.role, self.index, self.pid = role, index, pid
         self._host, self._fate = host, ""
-        self.died = False  # by itself; else the driver has ended it
+        self.was_hit = self.stopped = False
         self.fabric: SimFabric | None = None
         self.server: Any = None
         to, back = (SimPipe(host.baton, host.delay_s) for _ in range(2))
@@ -92,17 +92,26 @@ class SimProcess:
 
     def start(self, work: Callable[[], None], name: str) -> None:
         """One of its threads."""
-        self._host.baton.start(work, f"{name} of pid {self.pid}", lambda: self.ended)
+        self._host.baton.start(work, f"{name} of pid {self.pid}", self)
 
     def open(self, scheme: str, *, key: bytes, gpu: int | None = None) -> SimFabric:
         """Its network, whatever the scheme."""
         self.fabric = SimFabric(key, self._host.baton, self._host.delay_s, self)
         return self.fabric
 
-    def act(self) -> None:
-        """A call: its last one, perhaps."""
-        if self.ended or self._host.is_last(self):
-            self.died = self.died or not self.ended
+    def act(self, channel: SimChannel | None = None) -> None:
+        """A call, of ``channel`` or of the control link: its last one, perhaps."""
+        if self.ended:
+            raise Slain
+        how = self._host.hit_of(self)
+        self.was_hit = self.was_hit or how in (DIES, STOPS)
+        if how == CUT and channel is not None:
+            self._host.cuts += 1
+            channel.cut()
+        elif how == STOPS:
+            self.stopped = True
+            self._host.baton.wait(lambda: not self.stopped)
+        elif how == DIES:
             self.kill()
             raise Slain
 
@@ -145,30 +154,32 @@ class SimHost:
 
     key = KEY
 
-    def __init__(self, baton: Baton, rng: random.Random, model: IntegerModel, deaths: Deaths = ()) -> None:
-        self.baton, self.model, self._rng = baton, model, rng
-        self._deaths = set(deaths)
+    def __init__(self, baton: Baton, rng: random.Random, model: IntegerModel, hits: Strikes) -> None:
+        self.baton, self.model, self._rng, self._hits = baton, model, rng, hits
         self._calls: Counter[Place] | None = None  # once all have started
         self.processes: list[SimProcess] = []
-        self.losses = 0
+        self.hits = Counter[str]()  # that came, by what happened
+        self.cuts = 0  # of them, those of channels
 
     def begin(self) -> None:
-        """From here on calls count, and processes die."""
+        """From here on calls count, and processes are hit."""
         self._calls = Counter()
 
     def end(self) -> None:
-        """Nobody dies any more."""
+        """Nobody is hit any more, and who was stopped goes on."""
         self._calls = None
+        for process in self.processes:
+            process.stopped = False
 
-    def is_last(self, process: SimProcess) -> bool:
-        """Whether a process does not survive the call that it makes."""
+    def hit_of(self, process: SimProcess) -> str:
+        """What happens at the call that a process makes; "" = nothing."""
         if self._calls is None:
-            return False
+            return ""
         place = process.role, process.index
         self._calls[place] += 1
-        dies = (place, self._calls[place]) in self._deaths
-        self.losses += dies
-        return dies
+        how = self._hits.get((place, self._calls[place]), "")
+        self.hits[how] += bool(how)
+        return how
 
     def delay_s(self) -> float:
         """Of a message, a new one each time."""

@@ -23,7 +23,7 @@ from lamina.sim.scenario import BLOCK, MAX_LEN, Arriving
 
 from .baton import Baton
 from .integers import IntegerModel
-from .process import SimHost
+from .process import DIES, STOPS, SimHost
 from .scenario import FleetScenario, fleet_scenario
 
 REST_S = 1.0  # for all that is on its way to come
@@ -40,7 +40,9 @@ OPTIONS: dict[str, Any] = {
 class FleetPlayed(NamedTuple):
     """Counts of what has happened, and virtual seconds."""
 
-    losses: int
+    deaths: int
+    stops: int
+    cuts: int
     views: int
     tokens: int
     preemptions: int
@@ -69,7 +71,7 @@ def play_fleet(of: FleetScenario) -> FleetPlayed:
 
 def smaller_fleet(of: FleetScenario) -> FleetScenario:
     """A part of a broken scenario that is broken too."""
-    return least(of, ("deaths", "asks"), lambda less: is_broken(check_fleet, less))
+    return least(of, ("hits", "asks"), lambda less: is_broken(check_fleet, less))
 
 
 class _WatchedPools(Pools):
@@ -87,8 +89,7 @@ class _WatchedPools(Pools):
 class _FleetPlay(Play):
     def __init__(self, of: FleetScenario, baton: Baton, rng: random.Random) -> None:
         self._of, self._baton, self._model = of, baton, IntegerModel(of.windows)
-        deaths = {(death.place, death.call) for death in of.deaths}
-        self._host = SimHost(baton, rng, self._model, deaths)
+        self._host = SimHost(baton, rng, self._model, {(hit.place, hit.call): hit.how for hit in of.hits})
         config, host = make_config({**OPTIONS, **of.options}), self._host
         self._pools = _WatchedPools("integers", config, clock=baton.clock, links=host, launch=host.launch)
         super().__init__(of.asks, Engine(self._pools, config, baton.clock), baton.clock)
@@ -110,11 +111,14 @@ class _FleetPlay(Play):
         self._check_all_is_free()
         assert self._clock.now < MOST_S, f"it took {self._clock.now:.0f} s"
         replaced = {*self._host.processes} - {*self._host.at_work}
-        assert all(p.died for p in replaced), "a worker was replaced that had not died"
+        unhurt = [p.role for p in replaced if not p.was_hit]
+        assert len(unhurt) <= self._host.cuts, f"workers were replaced that had not been hit: {unhurt}"
+        assert "memory" not in unhurt, "a memory worker was replaced behind the cut of a channel"
         preemptions = engine.scheduler.num_preemptions
         engine.close()
         tokens = sum(self._check_answer(ask, self._outputs.get(r)) for r, (_, ask) in self._asked.items())
-        return FleetPlayed(self._host.losses, view, tokens, preemptions, self._clock.now)
+        hits = self._host.hits
+        return FleetPlayed(hits[DIES], hits[STOPS], self._host.cuts, view, tokens, preemptions, self._clock.now)
 
     def _wait_until(self, at_s: float) -> None:
         self._baton.sleep(at_s - self._clock.now)
@@ -153,7 +157,9 @@ def main(first: int = 0, count: int = 200) -> None:
             check_fleet(smaller_fleet(of))
             raise
         total.update(played._asdict())
-    counts = ", ".join(f"{total[name]} {name}" for name in ("losses", "views", "tokens", "preemptions"))
+    counts = ", ".join(
+        f"{total[name]} {name}" for name in ("deaths", "stops", "cuts", "views", "tokens", "preemptions")
+    )
     sys.stdout.write(f"{count} scenarios from {first} on: {counts}, nothing wrong\n")
 
 

@@ -10,20 +10,22 @@ from lamina.sim.model import EOS
 from lamina.sim.scenario import BLOCK, CHUNKS, MAX_LEN, Arriving, alike
 
 from .integers import KV_HEADS, LAYERS, token_bytes
-from .process import Place
+from .process import CUT, DIES, STOPS, Place
 
-LAST_CALLS = 40, 120, 400  # at which a process dies
+LAST_CALLS = 40, 120, 400  # at which somebody is hit
+HOWS = DIES, DIES, DIES, STOPS, CUT
 SOON_CALL = 60
 
 
 @dataclass(frozen=True)
-class Death:
-    """The process in a place does not survive its call of that number, counted from the start over all that have been
-    in the place.
+class Strike:
+    """What happens to the process in a place at its call of that number, counted from the start over all that have been
+    in the place; or, for CUT, to the channel of that call.
     """
 
     place: Place
     call: int
+    how: str = DIES
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,11 @@ class FleetScenario:
     options: dict[str, Any]
     windows: tuple[int, ...]
     asks: tuple[Arriving, ...] = ()
-    deaths: tuple[Death, ...] = ()
+    hits: tuple[Strike, ...] = ()
 
 
 def fleet_scenario(seed: int) -> FleetScenario:
-    """Of several topologies; memory enough and too little; deaths, and deaths soon behind others."""
+    """Of several topologies; memory enough and too little; hits, and hits soon behind others."""
     rng = random.Random(seed)
     batches, workers = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 2, 3))
     partition = rng.choice(("head", "request")) if workers == KV_HEADS else "request"
@@ -62,7 +64,7 @@ def fleet_scenario(seed: int) -> FleetScenario:
     places += [("memory", i) for i in range(workers)]
     places += [("prefill", i) for i in range(options["prefill_workers"])]
     asks = alike(seed, tuple(_ask(rng) for _ in range(rng.randint(1, 6))))
-    return FleetScenario(seed, options, windows, asks, _deaths(rng, places))
+    return FleetScenario(seed, options, windows, asks, _hits(rng, places))
 
 
 def _ask(rng: random.Random) -> Arriving:
@@ -77,11 +79,11 @@ def _ask(rng: random.Random) -> Arriving:
     return Arriving(rng.choice((0.0, rng.uniform(0.0, 0.2))), prompt, params, cancel)
 
 
-def _deaths(rng: random.Random, places: list[Place]) -> tuple[Death, ...]:
-    deaths = list[Death]()
+def _hits(rng: random.Random, places: list[Place]) -> tuple[Strike, ...]:
+    hits = list[Strike]()
     for _ in range(rng.choice((1, 1, 2, 3))):
         call = rng.randint(1, rng.choice(LAST_CALLS))
-        deaths.append(Death(rng.choice(places), call))
+        hits.append(Strike(rng.choice(places), call, rng.choice(HOWS)))
         if rng.random() < 0.4:  # somebody else while that is made good, or the same place again
-            deaths.append(Death(rng.choice(places), call + rng.randint(1, SOON_CALL)))
-    return tuple(deaths)
+            hits.append(Strike(rng.choice(places), call + rng.randint(1, SOON_CALL), rng.choice(HOWS)))
+    return tuple(hits)
