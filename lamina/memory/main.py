@@ -103,10 +103,11 @@ class MemoryServer:
                     if isinstance(order, Halt):
                         service.link.send(Halted(view=order.view, kept=worker.kept()))
                         continue
-                    # The other end tells the driver why a channel ended; another Connect may come.
-                    with suppress(ChannelError, ProtocolError):
+                    try:
                         worker.leave(self._called)
                         worker.serve(door, order)
+                    except (ChannelError, ProtocolError):  # why, the other end tells the driver
+                        worker.turn_away(door, order.view)
         except LinkClosedError:
             pass  # the driver is gone: so are we
         except Exception as e:

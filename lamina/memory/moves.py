@@ -91,7 +91,7 @@ class Mover:
         for peer in sorted(p for p in peers if p < order.me):
             there = order.peers[peer]
             terms = Terms(outbound=inbox, inbound=inbox, name=name, peer=there.name, key=there.key)
-            self._links[peer] = fabric.reach(there.url, terms, timeout_s=order.timeout_s)
+            self._links[peer] = fabric.connect(there.url, terms, timeout_s=order.timeout_s)
         due = {order.peers[p].name: p for p in peers if p > order.me}
         while due:
             channel = fabric.accept(door, order.timeout_s)

@@ -20,7 +20,7 @@ from lamina.build import build_id
 from lamina.kv.media import Medium, MediumError, MediumPlace, open_medium
 from lamina.kv.pages import PROMPT, Recipe
 from lamina.kv.slabs import Slabs, touch
-from lamina.netstack import Channel, ChannelTimeout, Fabric
+from lamina.netstack import Channel, ChannelError, ChannelTimeout, Fabric
 from lamina.observe.trace import OFF, Recorder
 from lamina.protocol.control import Connect
 from lamina.protocol.plan import Bind, ProtocolError
@@ -40,6 +40,7 @@ from .session import Session
 from .store import Store, check_bind, shapes_by_layer
 
 POLL_S = 1.0  # of a wait that only an event ends: somebody comes
+TURN_S = 0.02  # of the same, while the next view may be called for at any time
 
 
 class MemoryWorker:
@@ -127,6 +128,17 @@ class MemoryWorker:
         finally:
             fabric.close()
             self._end_transfers()
+
+    def turn_away(self, door: ViewDoor, view: int) -> None:
+        """A channel of ``view`` has ended: until another view is called for, whoever still comes to ``door`` under that
+        one is told so, and can tell the driver; else it would wait for a worker that is not there.
+        """
+        fabric = self._enter(view)
+        with suppress(ChannelError):
+            while True:
+                with suppress(ChannelTimeout):
+                    fabric.accept(door, TURN_S).abort(f"view {view} has ended here: a worker of it is lost")
+        fabric.close()
 
     def close(self) -> None:
         """Let go of the medium. For the thread that serves."""

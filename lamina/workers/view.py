@@ -58,19 +58,17 @@ class ViewFabric:
         self._over = ""
 
     def connect(self, url: str, terms: Terms, *, timeout_s: float) -> Channel:
-        """Connect as Fabric.connect does, in this view's epoch."""
+        """Connect as Fabric.connect does, in this view's epoch; but no longer than this view lasts, as the peer may
+        have gone on, and take nobody of this view any more.
+        """
         if self._fabric is None:
             raise ValueError(f"{url}: this worker connects to nobody")
-        return self._keep(self._fabric.connect(url, replace(terms, epoch=self.view), timeout_s=timeout_s))
-
-    def reach(self, url: str, terms: Terms, *, timeout_s: float) -> Channel:
-        """Connect to a peer that may have given up and gone on: tries no longer than this view lasts."""
-        deadline = self._clock() + timeout_s
+        terms, deadline = replace(terms, epoch=self.view), self._clock() + timeout_s
         while True:
             self._check()
             left = deadline - self._clock()
             try:
-                return self.connect(url, terms, timeout_s=min(left, ATTEMPT_S))
+                return self._keep(self._fabric.connect(url, terms, timeout_s=min(left, ATTEMPT_S)))
             except ChannelTimeout:
                 if left <= ATTEMPT_S:
                     raise

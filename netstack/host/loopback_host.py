@@ -198,9 +198,14 @@ class LoopbackListener:
             caller = (link, terms)
             self._callers.append(caller)
             self._changed.notify_all()
-            accepted = self._changed.wait_for(lambda: self._closed or caller not in self._callers, max(0.0, timeout_s))
-            if caller in self._callers:
-                self._callers.remove(caller)
+            try:
+                accepted = self._changed.wait_for(
+                    lambda: self._closed or caller not in self._callers, max(0.0, timeout_s)
+                )
+            finally:
+                if waits := caller in self._callers:
+                    self._callers.remove(caller)
+            if waits:
                 error = ChannelTimeout if not accepted else ChannelError
                 raise error(f"{self.url}: connect: the listener {'was closed' if accepted else 'took nobody in time'}")
         return link

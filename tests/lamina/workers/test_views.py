@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,10 +24,16 @@ from lamina.compute.prefill import PrefillWorker
 from lamina.compute.ring import RingEnds
 from lamina.compute.view_group import ViewGroup
 from lamina.compute.worker import ComputeWorker
+from lamina.memory.worker import MemoryWorker
 from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, Fabric, PeerFault, Terms
 from lamina.protocol.control import RunRound, StepDone
 from lamina.protocol.plan import Key, Kind, New, Rows, StepPlan
-from lamina.workers.view import ViewDoor, ViewFabric
+from lamina.sim.clock import VirtualClock
+from lamina.sim.whole.baton import Baton, LongLife
+from lamina.sim.whole.network import SimFabric
+from lamina.workers.view import ATTEMPT_S, ViewDoor, ViewFabric
+
+KEY = b"k" * 32
 
 ring_ends = ends  # a fixture
 
@@ -237,8 +244,37 @@ def test_a_view_that_is_over_waits_for_nobody(fabric: Fabric) -> None:
         view.leave("view 1 is over: view 2 begins")
         with pytest.raises(ChannelAborted, match="view 1 is over: view 2 begins"):
             waiting.result()
-        accepted = threads.submit(ViewFabric(1).accept, door, WAIT_S)
-        channel = view.connect(door.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=WAIT_S)
-        with pytest.raises(ChannelAborted):
-            channel.reserve(0)
-        assert accepted.result().epoch == 1
+        with pytest.raises(ChannelAborted, match="view 1 is over: view 2 begins"):
+            view.connect(door.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=WAIT_S)
+
+
+def test_a_connect_that_waits_ends_with_its_view() -> None:
+    """Its peer lives, and takes nobody of that view any more: it has heard of the next one before."""
+    baton = Baton(VirtualClock(), Random(0))
+    fabric = SimFabric(KEY, baton, lambda: 0.0, None)
+    view, place = ViewFabric(1, fabric, baton.clock), fabric.listen()
+
+    def leave() -> None:
+        baton.sleep(5.0)
+        view.leave("view 1 is over: view 2 begins")
+
+    baton.start(leave, "leave", LongLife())
+    with pytest.raises(ChannelAborted, match="view 2 begins"):
+        view.connect(place.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=600.0)
+    assert baton.clock.now < 5.0 + 2 * ATTEMPT_S
+    baton.end()
+
+
+def test_who_comes_to_a_view_that_has_ended_is_told_so() -> None:
+    """Until the next one is called for."""
+    baton = Baton(VirtualClock(), Random(0))
+    fabric = SimFabric(KEY, baton, lambda: 0.0, None)
+    worker, door = MemoryWorker(clock=baton.clock), ViewDoor(fabric.listen())
+    baton.start(lambda: worker.turn_away(door, 1), "worker", LongLife())
+    view = ViewFabric(1, fabric, baton.clock)
+    channel = view.connect(door.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=600.0)
+    with pytest.raises(PeerFault, match="view 1 has ended"):
+        channel.wait_signal(timeout_s=600.0)
+    worker.leave(2)
+    baton.end()
+    assert baton.clock.now < 1.0
