@@ -21,7 +21,7 @@ from lamina.protocol.plan import LayerShape
 from lamina.sim.model import EOS, VOCAB
 
 PRIME = 2_147_483_647
-LAYERS = 2
+LAYERS = 3
 KV_HEADS, BITS, V_DIM = 2, 8, 4
 LARGEST = 1009  # below which numbers in V are
 LOUD = 20.0  # of a query that asks for one position
