@@ -27,13 +27,14 @@ from .process import DIES, STOPS, SimHost
 from .scenario import FleetScenario, fleet_scenario
 
 REST_S = 1.0  # for all that is on its way to come
-MOST_S = 60.0  # of a scenario, on its clock
+MOST_S = 40.0  # of a scenario, on its clock
 OPTIONS: dict[str, Any] = {
     "transport": "shm",
     "block_size": BLOCK,
     "max_model_len": MAX_LEN,
     "max_recoveries": 1_000_000,
-    "step_timeout_s": 10 * MOST_S,
+    "step_timeout_s": 2 * MOST_S,  # a wait that ends by them is a fault of somebody
+    "start_timeout_s": 2 * MOST_S,
 }
 
 

@@ -1,13 +1,30 @@
-"""The whole fleet, processes of which die at any call: each request gets its tokens, once."""
+"""The whole fleet, hit at any call of any process: each request gets its tokens, once; and mistakes are seen."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from typing import Any
 
-from lamina.sim.whole.run import check_fleet, play_fleet
+import pytest
+from msgspec import structs
+from test_scenarios import MISTAKES as OF_THE_ENGINE
+from test_scenarios import replacing
+
+from lamina.compute.prefill import PrefillWorker
+from lamina.compute.worker import ComputeWorker
+from lamina.engine.engine import Engine
+from lamina.fleet.members import Members
+from lamina.fleet.pools import Pools
+from lamina.memory.main import MemoryServer
+from lamina.memory.store import Store
+from lamina.protocol.control import Connect, RunRound
+from lamina.protocol.plan import Keep
+from lamina.sim.play import is_broken
+from lamina.sim.whole.run import check_fleet, play_fleet, smaller_fleet
 from lamina.sim.whole.scenario import fleet_scenario
 
-SEEDS, PARTS = 12, 4
+SEEDS, PARTS = 8, 4
+Mistake = Callable[[pytest.MonkeyPatch], None]
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -20,3 +37,109 @@ def test_a_scenario_is_played_again_as_it_was() -> None:
     """To the last digit of its clock."""
     of = fleet_scenario(1)
     assert play_fleet(of) == play_fleet(of)
+
+
+def inbox_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What workers had said before a loss is still there behind it."""
+
+    def enter(self: Members, view: int, still: tuple[type[Any], ...] = ()) -> None:
+        self.view, self._still_heard = view, still
+
+    def said(self: Members, kind: type[Any]) -> list[Any]:
+        return [message for member in self for message in member.inbox if isinstance(message, kind)]
+
+    monkeypatch.setattr(Members, "enter", enter)
+    monkeypatch.setattr(Members, "said", said)
+
+
+def turns_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compute worker goes on with the steps of an older view."""
+    right = ComputeWorker.connect
+
+    def wrong(self: ComputeWorker, *args: Any) -> None:
+        turns = self._turns
+        right(self, *args)
+        self._turns = turns
+
+    monkeypatch.setattr(ComputeWorker, "connect", wrong)
+
+
+def chunks_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill worker goes on with what was granted under an older view."""
+    right = PrefillWorker.connect
+
+    def wrong(self: PrefillWorker, *args: Any) -> None:
+        computed = list(self._computed)
+        right(self, *args)
+        self._computed.extend(computed)
+
+    monkeypatch.setattr(PrefillWorker, "connect", wrong)
+
+
+def steps_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a loss the rounds in flight are sent once more under the new view, and nothing is taken back."""
+    right, sent = Pools.submit, list[RunRound]()
+
+    def submit(self: Pools, new: RunRound) -> None:
+        sent.append(new)
+        right(self, new)
+
+    def change(self: Engine, change: Any) -> list[Any]:
+        outputs = [output for done in change.done for output in self._postprocess(done)]
+        there = {s: min(kept.get(s, 0) for kept in change.kept) for s in self._ledger.sequences}
+        ready: Any = self.wire.resume([Keep(s, n) for s, n in there.items() if n])
+        self.scheduler.view = ready.view
+        for new in sent:
+            left = [s for s in new.steps if (s.plan.batch, s.plan.step) in self._steps]
+            steps = [structs.replace(s, plan=structs.replace(s.plan, view=ready.view)) for s in left]
+            if steps:
+                right(self.wire, RunRound(round=new.round, steps=steps))  # type: ignore[arg-type]
+        return outputs
+
+    monkeypatch.setattr(Pools, "submit", submit)
+    monkeypatch.setattr(Engine, "_change", change)
+
+
+def deaf_to_halts(self: MemoryServer, message: object) -> None:
+    """It hears of a Connect alone."""
+    if isinstance(message, Connect):
+        self._called = message.view
+        if self._worker is not None:
+            self._worker.leave(message.view)
+
+
+# A mistake -> a scenario by its seed, which is right without it.
+MISTAKES: dict[str, tuple[Mistake, int]] = {
+    "the inbox is not drained": (inbox_kept, 12),
+    "turns are kept": (turns_kept, 3),
+    "grants are kept": (chunks_kept, 1),
+    "prompts are kept": (OF_THE_ENGINE["prompts"], 0),
+    "the last tokens are kept": (OF_THE_ENGINE["num_drawing"], 1),
+    "no truncation": (replacing(Store, "reconcile", lambda self, keep: None), 0),
+    "a block is used twice": (OF_THE_ENGINE["shared blocks"], 13),
+    "a delta twice": (OF_THE_ENGINE["a delta twice"], 2),
+    "a Halt is ignored": (replacing(MemoryServer, "_heed", deaf_to_halts), 0),
+    "steps are sent again": (steps_sent_again, 0),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_seen(mistake: str) -> None:
+    """In a scenario that is right without it, as those of the first seeds are."""
+    make, seed = MISTAKES[mistake]
+    of = fleet_scenario(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        make(patch)
+        assert is_broken(check_fleet, of)
+    if seed >= SEEDS:
+        check_fleet(of)
+
+
+def test_a_broken_scenario_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, seed = MISTAKES["no truncation"]
+    make(monkeypatch)
+    broken = fleet_scenario(seed)
+    small = smaller_fleet(broken)
+    assert len(small.hits) == 1
+    assert len(small.asks) <= len(broken.asks)
+    assert is_broken(check_fleet, small)
