@@ -16,7 +16,7 @@ from lamina.protocol.tiers import GateOpened, Transferred
 from .blocks.evictions import Evictions, row_ops
 from .blocks.leaves import Leaves
 from .blocks.ledger import Blocks, Ledger
-from .blocks.newcomers import Batch, Cuts, Newcomers, deal, settle
+from .blocks.newcomers import Batch, Cuts, Newcomers, deal, overtaken, settle
 from .blocks.prefixes import Prefixes
 from .blocks.relief import Relief
 from .blocks.room import Room, rows_of
@@ -282,15 +282,14 @@ class Scheduler:
         for batch in self.batches:
             for sequence in batch.running:
                 sequence.roll_back(kept(Keep(sequence.id, sequence.num_scheduled, sequence.place)))
-            for sequence in batch.running:
                 if sequence.finished:
                     self._forget_swapped(sequence)
             batch.running = [s for s in batch.running if not s.finished]
             waiting += [s for s in batch.running if not s.num_scheduled]
             batch.running = [s for s in batch.running if s.num_scheduled]
             keep += [Keep(s.id, s.num_scheduled, s.place) for s in batch.running]
-        self._begin_anew(waiting)
         self._ledger.reconcile(keep)
+        self._begin_anew(waiting + overtaken(self._ledger, self.batches, keep))
         return keep
 
     def _begin_anew(self, sequences: Iterable[Sequence]) -> None:

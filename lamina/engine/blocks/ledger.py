@@ -62,6 +62,10 @@ class Ledger(Protocol):
         """Book the plan, exactly as the memory workers will."""
         ...
 
+    def has_alone(self, sequence: int, position: int) -> bool:
+        """Whether nobody else holds the blocks of a sequence from that of a position on."""
+        ...
+
     def held_of(self, keep: Keep) -> Blocks | None:
         """Blocks of what ``keep`` leaves of its sequence; None where some of them were given back."""
         ...

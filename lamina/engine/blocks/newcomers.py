@@ -281,3 +281,18 @@ class Newcomers:
 
 def _running(batches: Several[Batch]) -> list[Sequence]:
     return [s for b in batches for s in b.running]
+
+
+def overtaken(ledger: Ledger, batches: Iterable[Batch], keep: list[Keep]) -> list[Sequence]:
+    """Behind a loss: who would write into a block that another one holds, which was forked from it by steps that were
+    done, and not told. They leave ``batches``, ``keep`` and the ledger, and are to begin anew.
+    """
+    gone = list[Sequence]()
+    for batch in batches:
+        for sequence in list(batch.running):
+            if not ledger.has_alone(sequence.id, sequence.num_scheduled):
+                gone.append(sequence)
+                batch.running.remove(sequence)
+                keep[:] = [each for each in keep if each.sequence != sequence.id]
+                ledger.reconcile(keep)
+    return gone

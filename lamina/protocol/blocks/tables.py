@@ -225,18 +225,21 @@ class BlockTables(HeldBlocks):
                 taken[g] += sum(pool.holders(b) > 1 or (b in shared[g] if shared else False) for b in gone)
         return tuple(taken)
 
+    def has_alone(self, sequence: int, position: int) -> bool:
+        """Whether nobody else holds the blocks of a sequence from that of a position on."""
+        known, alone = self._sequences.get(sequence), True
+        if known is not None and any(pool.shares for pool in self._pools):
+            number = max(position // self.block_size, 0)
+            for g, pool in enumerate(self._pools):
+                first = max(0, self._extents.index(g, known, number))
+                alone = alone and all(pool.holders(b) == 1 for b in self._tables[g][sequence][first:])
+        return alone
+
     def _check_alone(self, row: Rows, shared: Mapping[int, int]) -> None:
         """Raises PlanError where others hold blocks from that of the row's position on. ``shared``: tokens of sequences
         that the same plan forks.
         """
-        known = self._sequences.get(row.sequence)
-        alone = row.first >= shared.get(row.sequence, 0)
-        if alone and known is not None and any(pool.shares for pool in self._pools):
-            number = max(row.first // self.block_size, 0)
-            for g, pool in enumerate(self._pools):
-                first = max(0, self._extents.index(g, known, number))
-                alone = alone and all(pool.holders(b) == 1 for b in self._tables[g][row.sequence][first:])
-        if not alone:
+        if row.first < shared.get(row.sequence, 0) or not self.has_alone(row.sequence, row.first):
             raise PlanError(f"sequence {row.sequence}: others hold blocks from that of position {row.first} on")
 
     def _holds_the_same(self, sequence: int, extent: Extent | None) -> bool:

@@ -110,7 +110,7 @@ class _FleetPlay(Play):
         self._baton.sleep(REST_S)
         self._check_rest()
         self._check_all_is_free()
-        assert self._clock.now < MOST_S, f"it took {self._clock.now:.0f} s"
+        self._check_view()
         replaced = {*self._host.processes} - {*self._host.at_work}
         unhurt = [p.role for p in replaced if not p.was_hit]
         assert len(unhurt) <= self._host.cuts, f"workers were replaced that had not been hit: {unhurt}"
@@ -123,6 +123,9 @@ class _FleetPlay(Play):
 
     def _wait_until(self, at_s: float) -> None:
         self._baton.sleep(at_s - self._clock.now)
+
+    def _check_view(self) -> None:
+        assert self._clock.now < MOST_S, f"it has taken {self._clock.now:.0f} s"
 
     def _check_rest(self) -> None:
         """Nothing is on its way."""

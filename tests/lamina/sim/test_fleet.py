@@ -33,6 +33,11 @@ def test_every_stream_goes_on(part: int) -> None:
     assert deaths
 
 
+def test_a_fork_that_is_further_than_its_source_behind_a_loss() -> None:
+    """Steps were done, and nobody had told of them: the source would write into blocks that they share."""
+    check_fleet(fleet_scenario(1108))
+
+
 def test_a_scenario_is_played_again_as_it_was() -> None:
     """To the last digit of its clock."""
     of = fleet_scenario(1)
@@ -110,6 +115,7 @@ def deaf_to_halts(self: MemoryServer, message: object) -> None:
 
 # A mistake -> a scenario by its seed, which is right without it.
 MISTAKES: dict[str, tuple[Mistake, int]] = {
+    "plans are of an older view": (OF_THE_ENGINE["the view"], 0),
     "the inbox is not drained": (inbox_kept, 12),
     "turns are kept": (turns_kept, 3),
     "grants are kept": (chunks_kept, 1),
