@@ -17,7 +17,7 @@ from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import GateOpened, Transferred
 from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes, SamplingParams, Told
 
-from .blocks.tier import Moved
+from .blocks.under_way import Moved
 from .checks import check_discard, check_ids, check_session, check_stops, is_sparse, kv_form, too_long
 from .configured import blocks_of, scheduler_of
 from .conversations.overflow import overflow_of
@@ -102,6 +102,7 @@ class Engine:
         sequences = [self._sequence(request_id, prompt, params, seed_of(seed, i), i) for i in range(params.n)]
         for sequence in sequences:
             sequence.held, sequence.session, sequence.discarded, sequence.outlived = held, known, discarded, not kept
+            sequence.given = given if discarded else []
             sequence.kin, sequence.retention_s = terms.kin, terms.retention_s
             sequence.salt, sequence.sparse, sequence.dense = kv_form(terms.salt, params, self.config)
         outputs = [s.output for s in sequences]

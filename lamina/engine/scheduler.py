@@ -22,7 +22,8 @@ from .blocks.relief import Relief
 from .blocks.room import Room, rows_of
 from .blocks.sure import grant_chunks
 from .blocks.swaps import Swaps
-from .blocks.tier import Moved, Tier
+from .blocks.tier import Tier
+from .blocks.under_way import Moved
 from .conversations.sessions import SessionName
 from .prefill import Prefill
 from .rounds.leap import Leaps, Standing

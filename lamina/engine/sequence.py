@@ -31,6 +31,7 @@ class Sequence:
     kin: bytes = b""  # where there is room it begins where others of its kin did
     retention_s: float = 0.0  # for which its pages are not given up behind its end, as long as others can be
     discarded: Ranges = ()  # tokens that a longer prompt has lost: it shares KV with its session alone
+    given: list[int] = field(default_factory=list)  # that longer prompt, where it has lost some
     session: SessionState | None = None  # of which it is a turn
     id: int = -1  # set by the scheduler on admission, as the next one
     place: Place = FIRST  # of its KV on the memory workers

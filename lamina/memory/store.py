@@ -30,6 +30,7 @@ from lamina.protocol.plan import (
     Bind,
     Bound,
     Grant,
+    Import,
     Keep,
     LayerShape,
     ProtocolError,
@@ -178,7 +179,8 @@ class Store:
             if row.place.moved and self.placement.num_lanes > 1:  # else all lies here
                 self._check_moved(row)
         shifts = [op for op in plan.ops if isinstance(op, Shift)]
-        if shifts and any(layer.rotary is None for layer in bind.layers):
+        moves = shifts or any(isinstance(op, Import) and op.moved for op in plan.ops)
+        if moves and any(layer.rotary is None for layer in bind.layers):
             raise ProtocolError(f"step {plan.step} shifts a sequence of a model whose keys stay where they are")
         again = self.tables.comes_again(plan)
         if not again:
@@ -208,10 +210,14 @@ class Store:
         if op.sequence not in self.tables.sequences:
             return
         blocks = [self.tables.blocks_behind(g, op.sequence, op.first) for g in range(len(self.tables.windows))]
-        for layer, shape in zip(self.layers, self.bind.layers, strict=True):
-            for piece in layer:
-                if shape.rotary is not None:
-                    rotate_blocks(piece.kv, blocks[piece.group], shape.rotary, -op.count)
+        self.rotate(blocks, -op.count, range(len(self.layers)))
+
+    def rotate(self, blocks: Sequence[Sequence[int] | None], delta: int, layers: range) -> None:
+        """Rotate K of whole ``blocks``, by group, to positions ``delta`` further on; None: none of a group."""
+        for layer in layers:
+            for piece in self.layers[layer]:
+                if (rotary := self.bind.layers[layer].rotary) is not None:
+                    rotate_blocks(piece.kv, list(blocks[piece.group] or ()), rotary, delta)
 
     def _check_moved(self, row: Rows) -> None:
         """Raises PlanError where a sequence cannot lie so, or is in more pieces than the slots of O have room for."""

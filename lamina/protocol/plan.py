@@ -181,7 +181,8 @@ class Export(msgspec.Struct, frozen=True, array_like=True, tag="export"):
 class Import(msgspec.Struct, frozen=True, array_like=True, tag="import"):
     """Hold blocks as Rows do, for pages that memory workers load from the medium; the last may be partial. Until all
     have reported its end, the sequence must not be freed, truncated, forked or loaded twice. It has rows once all gates
-    are open: when what is to come takes no longer than its first rows, ``spare_s`` (0: never).
+    are open: when what is to come takes no longer than its first rows, ``spare_s`` (0: never). ``moved``: the pages
+    were saved from positions so much further on, whole pages of all lanes: K is rotated as it comes.
     """
 
     sequence: int
@@ -191,6 +192,7 @@ class Import(msgspec.Struct, frozen=True, array_like=True, tag="import"):
     keys: list[bytes]
     place: Place = FIRST
     spare_s: float = 0.0
+    moved: int = 0
 
     @property
     def rows(self) -> Rows:

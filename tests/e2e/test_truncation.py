@@ -153,6 +153,29 @@ def test_tokens_that_are_named_go_from_the_middle_of_a_session(llama_path: Path)
         llm.generate([said[:100]], PARAMS, kv_discard=[(128, 256)])
 
 
+@pytest.mark.parametrize("options", [{"memory_workers": 1}, {"memory_workers": 2, "partition": "request"}], ids=str)
+def test_a_session_that_has_lost_tokens_wakes_from_a_directory(
+    llama_path: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """In another engine: pages lie there as they were saved, and come with K at the positions that they have now."""
+    mirror, said, store = Mirror(llama_path), text(1, 440), {"kv_store_dir": str(tmp_path / "kv")}
+    with LLM(str(llama_path), **OPTIONS, **store, memory_workers=2) as llm:
+        (output,) = llm.generate([said], PARAMS, session_id="mine")
+        said += output.outputs[0].token_ids
+        llm.engine.settle()
+        llm.engine.rest()
+    assert output.outputs[0].token_ids == mirror.answer(said[:440], 12)
+    mirror.keep(384)
+    mirror.shift(128, 128)
+    with LLM(str(llama_path), **OPTIONS, **store, **options) as llm:
+        said += text(2, 20)
+        (output,) = llm.generate([said], PARAMS, session_id="mine", kv_discard=[(128, 256)])
+        assert output.num_cached_tokens == mirror.length == 256
+        assert output.outputs[0].token_ids == mirror.answer([*said[:128], *said[256:]][256:], 12)
+        (output,) = llm.generate([[*said[:128], *said[256:]]], PARAMS)
+        assert (output.num_cached_tokens or 0) <= 128, "a prompt like it finds no more than the page before the gap"
+
+
 def test_a_long_prompt_without_a_session_is_computed_from_what_is_left(llama_path: Path) -> None:
     with LLM(str(llama_path), **OPTIONS, memory_workers=1) as llm:
         said = text(1, 600)

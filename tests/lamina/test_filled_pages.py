@@ -11,12 +11,13 @@ from scheduled import check_tokens, make
 from test_swaps import PAGE, TierHouse, ops_of
 
 from lamina.engine.blocks.tier import Tier
+from lamina.engine.conversations.ranges import without
 from lamina.engine.conversations.sessions import SessionName
 from lamina.engine.sequence import Sequence
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place, Run
-from lamina.protocol.plan import Drop, Export, Prolong
+from lamina.protocol.plan import Drop, Export, Import, Prolong
 from lamina.protocol.tiers import TierFacts, Transferred
 
 
@@ -129,6 +130,32 @@ def test_pages_that_are_to_be_kept_are_named_at_the_end_also_where_others_have_t
         house.serve([sequence])
     (op,) = [op for plan in house.plans for op in plan.ops if isinstance(op, Prolong)]
     assert (op.seconds, set(op.keys)) == (60.0, wanted(house, first).keys())
+
+
+def test_a_turn_that_has_lost_tokens_is_loaded_from_the_pages_of_its_whole_conversation() -> None:
+    """Those that are left, each from where it was saved, up to the first that is not there; for its session alone."""
+    house, name = TierHouse(60), SessionName(b"me", "a")
+    first = make(1, 20, 4)
+    first.session = house.scheduler.sessions.of(name)
+    house.scheduler.add(first)
+    house.serve([first])
+    house.scheduler.give_up_retained()
+    house.round()
+    for turns, lost, cached in ((True, ((4, 12),), 12), (True, ((0, 4), (8, 12)), 12), (False, ((4, 12),), 0)):
+        turn, given = make(2, 0, 3), [*first.tokens, 7, 8]
+        turn.given, turn.discarded = given, lost
+        turn.prompt[:] = turn.tokens[:] = without(given, lost)
+        turn.max_len = len(turn.tokens) + 3
+        turn.session = house.scheduler.sessions.of(name) if turns else None
+        before = len(ops_of(house, Import))
+        house.scheduler.add(turn)
+        house.serve([turn])
+        check_tokens([turn])
+        assert turn.num_cached == cached
+        moved = [(op.first, op.count, op.moved) for op in ops_of(house, Import)[before:]]
+        assert moved == {0: [], 12: [(0, 4, 0), (4, 8, 8)] if lost[0] == (4, 12) else [(0, 4, 4), (4, 8, 8)]}[cached]
+        house.scheduler.give_up_retained()
+        house.round()
 
 
 @pytest.mark.parametrize("alone", [True, False])

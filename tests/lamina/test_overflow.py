@@ -56,6 +56,7 @@ def test_ranges_are_sets_of_tokens(pairs: list[list[int]], first: int, count: in
     assert {n for a, b in ranges for n in range(a, b)} == tokens
     assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges))
     assert count_of(ranges) == len(tokens)
+    assert count_of(ranges, 30, first) == len([n for n in tokens if first <= n < 30])
     assert count_of(ranges, first) == len([n for n in tokens if n < first])
     assert without(list(range(50)), ranges) == [n for n in range(50) if n not in tokens]
     more = widened(ranges, first, count)

@@ -27,6 +27,7 @@ class Load(NamedTuple):
     places: tuple[Place, ...]
     keys: tuple[bytes, ...]  # of its pages
     own: bool = False
+    moved: tuple[int, ...] = ()  # of each page, from how many positions further on; empty: none is moved
 
 
 class _ToldTurn(NamedTuple):

@@ -143,7 +143,7 @@ class Leaves:
     def _tier_of(self, session: SessionState) -> str:
         if session.leaf is not None:
             return POOL
-        tier = None if session.discarded else self._tier
+        tier = self._tier
         return tier.medium if tier and tier.num_there(session.keys[:1], session.place) else NOWHERE
 
 

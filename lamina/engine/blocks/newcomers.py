@@ -200,8 +200,8 @@ class Newcomers:
         return self._tier.find(sequence, hit.length if hit else 0)
 
     def _ways_of_truncated(self, sequence: Sequence, batches: Several[Batch]) -> list[Load | Hit | None]:
-        """Of a truncated sequence: the leaf of its session alone. The leaf may have to be shifted first, in a round in
-        which no other operation touches it.
+        """Of a truncated sequence: the leaf of its session alone, or pages that the session had saved. The leaf may
+        have to be shifted first, in a round in which no other operation touches it.
         """
         session = sequence.session
         leaf = session.leaf if session is not None else None
@@ -213,7 +213,8 @@ class Newcomers:
             return ASIDE
         alike = session is not None and session.discarded == sequence.discarded
         hit = self._prefixes.match_leaf(sequence) if alike else None
-        return [None] if hit is None else [hit, None]
+        load = self._tier.find_moved(sequence) if self._tier and session is not None and hit is None else None
+        return [way for way in (load, hit) if way is not None] + [None]
 
     def _join(self, batches: Several[Batch], batch: Batch, sequence: Sequence, fit: Fit) -> None:
         hit = fit.hit if isinstance(fit.hit, Hit) else None

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import groupby
 
 from msgspec import structs
 
+from lamina.engine.conversations.ranges import count_of
 from lamina.engine.sequence import Sequence
 from lamina.kv.keys import page_key
 from lamina.protocol.blocks.tables import BlockTables
@@ -25,46 +25,11 @@ from lamina.protocol.tiers import GateOpened, TierFacts, Transferred
 
 from .ahead import Ahead, Load
 from .page_keys import PageKeys
+from .under_way import LoadingSequence, Moved, MovingPages, SavingSequence
 
 UNNUMBERED = 0  # a transfer whose plan is not made yet
 MOST_DROPPED = 1024  # pages in one plan
 MOST_SAVED = 8  # pages of one Export, so that a worker whose disk is slow is heard of now and then
-
-
-class Moved(NamedTuple):
-    """All transfers of a sequence have ended. ``loaded``: the sequence, where they were loads; else ``saved`` has its
-    number. ``error``: why not all pages are where they were to be.
-    """
-
-    loaded: Sequence | None
-    saved: int
-    error: str
-
-
-@dataclass
-class _Moving:
-    op: Transfer
-    left: int  # reports to come
-    pages: int  # that are where they were to be
-    error: str = ""
-
-
-@dataclass
-class _Loading:
-    sequence: Sequence
-    wanted: Load
-    left: int  # transfers under way
-    shut: int  # gates that are to open before its first rows
-    valid: int  # tokens that are there, as far as is known
-    error: str = ""
-
-
-@dataclass
-class _Saving:
-    place: Place
-    keys: set[bytes]
-    left: int
-    error: str = ""
 
 
 class Tier:
@@ -96,9 +61,9 @@ class Tier:
         windows = [w for w in ledger.windows if w]
         self._most = min(windows) if windows else 0  # tokens of which a pool holds all, if they are loaded at once
         self._next_id = 0
-        self._moving: dict[int, _Moving] = {}
-        self._saving: dict[int, _Saving] = {}  # by retained sequence
-        self._loading: dict[int, _Loading] = {}  # by sequence
+        self._moving: dict[int, MovingPages] = {}
+        self._saving: dict[int, SavingSequence] = {}  # by retained sequence
+        self._loading: dict[int, LoadingSequence] = {}  # by sequence
         self._gone: set[bytes] = set()  # pages that some worker has given up while others may still save them
         self._to_drop: list[bytes] = []  # pages that nobody will find any more
         self._found: tuple[Sequence, int, int, Load | None] | None = None  # what was asked for last, and the answer
@@ -155,6 +120,38 @@ class Tier:
         able = tuple(place for place, n in lengths.items() if n == length)
         return Load(length, able, tuple(self.keys_of(sequence, length, parts=True)))
 
+    def find_moved(self, sequence: Sequence) -> Load | None:
+        """What can be loaded of a turn that has lost tokens: pages of its whole conversation, which were saved before,
+        and whose K is rotated as they come. What has been computed behind the loss was never saved.
+        """
+        beyond, tokens = -1, len(sequence.given)
+        if self._found is None or self._found[:3] != (sequence, beyond, tokens):
+            self._found = sequence, beyond, tokens, self._find_moved(sequence)
+        return self._found[3]
+
+    def _find_moved(self, sequence: Sequence) -> Load | None:
+        stop, page = len(sequence.tokens) - 1, self.page
+        stop = min(stop, self._most) if self._most else stop
+        numbers = range(len(sequence.given) // page)
+        left = [n for n in numbers if not count_of(sequence.discarded, (n + 1) * page, n * page)][: stop // page]
+        if not left or not self._lanes:
+            return None
+        every = self.keys_behind(sequence.salt, sequence.given[: (left[-1] + 1) * page])
+        keys, places = [every[n] for n in left], [Place(lane) for lane in range(self._ledger.num_lanes)]
+        pages = {place: self._num_moved(keys, left, place) for place in places}
+        most = max(pages.values()) * page // self.whole * self.whole // page
+        if not most:
+            return None
+        able = tuple(place for place, n in pages.items() if n >= most)
+        moved = tuple((n - m) * page for m, n in enumerate(left[:most]))
+        return Load(most * page, able, tuple(keys[:most]), moved=moved)
+
+    def _num_moved(self, keys: Several[bytes], numbers: Several[int], place: Place) -> int:
+        """Pages, from the first on, that are there, in the lane where they will lie."""
+        lanes = [(self._lane(place, now), self._lane(place, was)) for now, was in enumerate(numbers)]
+        there = [now == was and now in self._lanes.get(key, ()) for (now, was), key in zip(lanes, keys, strict=True)]
+        return there.index(False) if False in there else len(there)
+
     def _with_part(self, sequence: Sequence, whole: int, place: Place, stop: int) -> int:
         """Behind its ``whole`` tokens that are there, how far a page goes that is there and not whole."""
         lane, most = self._lane(place, whole // self.page), min(stop, whole + self.page - 1)
@@ -181,13 +178,17 @@ class Tier:
 
     def load(self, sequence: Sequence, wanted: Load, spare_s: float = 0.0) -> list[Import]:
         """Begin: the sequence has its number and its place. ``spare_s``: for which its first rows will be computed."""
-        keys, ops = list(wanted.keys), list[Import]()
-        for low in range(0, len(keys), MOST_PAGES):
-            some = keys[low : low + MOST_PAGES]
-            first = low * self.page
-            count = min(len(some) * self.page, wanted.length - first)
-            ops.append(Import(sequence.id, UNNUMBERED, first, count, some, sequence.place, spare_s))
-        self._loading[sequence.id] = _Loading(sequence, wanted, len(ops), len(ops) * self._num_workers, wanted.length)
+        keys, ops, low = list(wanted.keys), list[Import](), 0
+        for moved, alike in groupby(wanted.moved or (0,) * len(keys)):
+            stop = low + len(list(alike))
+            while low < stop:
+                some, first = keys[low : min(stop, low + MOST_PAGES)], low * self.page
+                count = min(len(some) * self.page, wanted.length - first)
+                ops.append(Import(sequence.id, UNNUMBERED, first, count, some, sequence.place, spare_s, moved))
+                low += len(some)
+        self._loading[sequence.id] = LoadingSequence(
+            sequence, wanted, len(ops), len(ops) * self._num_workers, wanted.length
+        )
         return ops
 
     def fill(self, running: Iterable[Sequence]) -> list[Export]:
@@ -241,7 +242,7 @@ class Tier:
             ops.append(Export(sequence.id, UNNUMBERED, first, count, some, tag, prompt))
         if ops:
             page_keys = {key for op in ops for key in op.keys}
-            saving = self._saving.setdefault(sequence.id, _Saving(sequence.place, set(), 0))
+            saving = self._saving.setdefault(sequence.id, SavingSequence(sequence.place, set(), 0))
             saving.keys |= page_keys
             saving.left += len(ops)
             saving.place = sequence.place  # which may know more runs by now
@@ -315,7 +316,7 @@ class Tier:
         some, self._to_drop = self._to_drop[:MOST_DROPPED], self._to_drop[MOST_DROPPED:]
         return [Drop(-1, some[low : low + MOST_PAGES]) for low in range(0, len(some), MOST_PAGES)]
 
-    def _loaded(self, moving: _Moving) -> Moved | None:
+    def _loaded(self, moving: MovingPages) -> Moved | None:
         op, loading = moving.op, self._loading[moving.op.sequence]
         if moving.pages < len(op.keys):
             loading.valid = min(loading.valid, op.first + moving.pages * self.page)
@@ -333,7 +334,7 @@ class Tier:
         self.num_hit += 0 if loading.wanted.own else valid
         return Moved(sequence, op.sequence, loading.error)
 
-    def _saved(self, moving: _Moving) -> Moved | None:
+    def _saved(self, moving: MovingPages) -> Moved | None:
         op, saving = moving.op, self._saving[moving.op.sequence]
         for number, key in enumerate(op.keys[: moving.pages], op.first // self.page):
             if key not in self._gone:
@@ -357,7 +358,7 @@ class Tier:
     def _begin(self, op: Transfer) -> Transfer:
         self._next_id += 1
         op = structs.replace(op, id=self._next_id)
-        self._moving[op.id] = _Moving(op, self._num_workers, len(op.keys))
+        self._moving[op.id] = MovingPages(op, self._num_workers, len(op.keys))
         return op
 
     def keys_of(self, sequence: Sequence, length: int, *, parts: bool = False) -> list[bytes]:

@@ -18,9 +18,9 @@ def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
     return tuple(apart)
 
 
-def count_of(ranges: Ranges, stop: int | None = None) -> int:
-    """Tokens in ``ranges``; with ``stop``, of those below that."""
-    return sum((b if stop is None else max(a, min(b, stop))) - a for a, b in ranges)
+def count_of(ranges: Ranges, stop: int | None = None, first: int = 0) -> int:
+    """Tokens in ``ranges``, from ``first`` on; with ``stop``, of those below that."""
+    return sum(max(0, (b if stop is None else min(b, stop)) - max(a, first)) for a, b in ranges)
 
 
 def gaps(ranges: Ranges, first: int) -> Iterator[tuple[int, int | None]]:

@@ -246,6 +246,8 @@ class Loads:
                     if self._cancelled or load.ended:
                         return 0
                     self._atoms.put(at, room, run)
+                    if op.moved:
+                        self._store.rotate(at.blocks, -op.moved, run)
                 nbytes = sum(x.nbytes for x in room.values())
                 self._meter.add("kv_loaded_bytes", nbytes)
         except (MediumError, ValueError) as e:

@@ -338,5 +338,7 @@ def _check(op: Export | Import | MediumOp) -> None:
     pages = -(-op.count // PAGE)
     if not 1 <= len(op.keys) <= MOST_PAGES or len(op.keys) != pages or op.first < 0 or op.first % PAGE:
         raise ProtocolError(f"transfer {op.id}: {len(op.keys)} pages of {op.count} tokens from position {op.first} on")
+    if isinstance(op, Import) and (op.moved < 0 or op.moved % PAGE or (op.moved and op.count % PAGE)):
+        raise ProtocolError(f"transfer {op.id}: {op.count} tokens are moved by {op.moved}, and whole pages can be")
     if isinstance(op, Import) and not 0 <= op.spare_s < float("inf"):
         raise ProtocolError(f"transfer {op.id}: rows that are computed for {op.spare_s} s")

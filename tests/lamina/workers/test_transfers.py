@@ -389,6 +389,9 @@ def state(bench: Bench) -> Any:
     "parts",
     [
         (New(2), load(0), Free(2)),
+        (New(2), structs.replace(load(0), moved=PAGE // 2)),
+        (New(2), structs.replace(load(0), moved=-PAGE)),
+        (New(2), structs.replace(load(0), moved=PAGE)),  # of a model of whose keys nothing is known
         (New(2), load(0), Truncate(2, PAGE)),
         (New(2), load(0), Free(2), New(2)),
         (New(2), load(0), Fork(3, 2, PAGE)),
