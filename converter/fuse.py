@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from .emit import VIEWS
 from .graph import operator_name
@@ -23,7 +23,7 @@ _CHEAP = VIEWS | {"reshape", "getitem", "split", "split_with_sizes", "chunk"}
 
 
 def fuse(
-    program: SlicedProgram, takes: Callable[[fx.Node], bool], build: Callable[[fx.GraphModule, int], Bind | None]
+    program: SlicedProgram, takes: Callable[[fx.Node], bool], build: Callable[[fx.Graph, int], Bind | None]
 ) -> SlicedProgram:
     """The program with every run of operators that ``takes`` as one call; the program given is used up.
 
@@ -52,15 +52,22 @@ def has_rows(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and isinstance(value.shape[0], torch.SymInt)
 
 
-def _key(unit: fx.GraphModule) -> str:
-    values = [n.meta["val"] for n in unit.graph.nodes if n.op == "placeholder"]
-    return f"{unit.code} {[(v.dtype, [str(n) for n in (*v.shape, *v.stride())]) for v in values]}"
+def _key(unit: fx.Graph) -> str:
+    """Operators, wiring, constants, and what the unit is given: all that two units have to have alike."""
+    number = {n: i for i, n in enumerate(unit.nodes)}
+    lines = list[str]()
+    for node in unit.nodes:
+        wiring = fx.map_arg((node.args, node.kwargs), lambda a: f"%{number[a]}")
+        value = node.meta["val"] if node.op == "placeholder" else None
+        given = "" if value is None else f"{value.dtype} {[*map(str, (*value.shape, *value.stride()))]}"
+        lines.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {wiring} {given}")
+    return "\n".join(lines)
 
 
 class _Fusion(NamedTuple):
     """A unit, the operators of a slice that it stands for, what they are given and give, and what comes behind them."""
 
-    unit: fx.GraphModule
+    unit: fx.Graph
     run: list[fx.Node]
     given: list[fx.Node]
     results: list[fx.Node]
@@ -125,7 +132,7 @@ def _counts(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is aten.sym_size.int
 
 
-def _unit(run: Sequence[fx.Node], given: Mapping[fx.Node, Tensor], results: Sequence[fx.Node]) -> fx.GraphModule:
+def _unit(run: Sequence[fx.Node], given: Mapping[fx.Node, Tensor], results: Sequence[fx.Node]) -> fx.Graph:
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for i, (node, value) in enumerate(given.items()):
         copies[node] = graph.placeholder(f"x{i}")
@@ -143,4 +150,4 @@ def _unit(run: Sequence[fx.Node], given: Mapping[fx.Node, Tensor], results: Sequ
         )
         copies[node].meta["val"] = node.meta.get("val")
     graph.output(tuple(copies[n] for n in results))
-    return fx.GraphModule(nn.Module(), graph)
+    return graph

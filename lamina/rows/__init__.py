@@ -29,19 +29,19 @@ def bind(program: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
     """
     from lamina.converter.fuse import Bind, fuse
 
-    from .program import Arena, RowUnit, takes
+    from .program import Arena, OperatorsTaken, RowUnit
     from .table import UnsupportedError
 
     arena = Arena()
 
-    def build(unit: fx.GraphModule, weights: int) -> Bind | None:
+    def build(unit: fx.Graph, weights: int) -> Bind | None:
         try:
             return RowUnit(unit, weights, backend, arena).bind
         except UnsupportedError as e:
             log.debug("a unit stays torch's: %s", e)
             return None
 
-    return fuse(program, takes, build)
+    return fuse(program, OperatorsTaken().takes, build)
 
 
 def chain(program: SlicedProgram) -> ChainedProgram:

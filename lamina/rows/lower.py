@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ class Lowering:
         if rule is None or any(isinstance(a, fx.Node) and not _is_value(a) for a in node.args):
             raise UnsupportedError(str(node.target))
         try:
-            signature(rule).bind(self, node, *node.args)
+            _signature(rule).bind(self, node, *node.args)
         except TypeError as e:
             raise UnsupportedError(f"{node.target} with {len(node.args)} arguments") from e
         self.values[node] = rule(self, node, *node.args)
@@ -164,6 +165,9 @@ class Lowering:
         if target.slot < len(self.placeholders) or target.slot in taken:
             target = self.walk([Operation("load", view=target)], dtype, self.new(dtype, target.shape))
         return target
+
+
+_signature = cache(signature)  # of a rule
 
 
 def _is_value(node: fx.Node) -> bool:

@@ -8,11 +8,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from lamina.converter.capture import size_expression
 from lamina.gemm import LinearBackend
 
 from . import arithmetic, layout
@@ -75,12 +76,12 @@ class RowUnit:
     with rows.
     """
 
-    def __init__(self, unit: fx.GraphModule, weights: int, backend: LinearBackend, arena: Arena) -> None:
+    def __init__(self, unit: fx.Graph, weights: int, backend: LinearBackend, arena: Arena) -> None:
         """``weights``: how many of the placeholders, the first, are some.
 
         Raises UnsupportedError where no instructions do what the unit does.
         """
-        lowered = Lowering(unit.graph, weights, RULES)
+        lowered = Lowering(unit, weights, RULES)
         instructions = merged(lowered.instructions, {v.slot for v in lowered.results})
         order = [*range(len(lowered.placeholders)), *(v.slot for v in lowered.results)]
         given = len(order)
@@ -176,20 +177,43 @@ class BoundUnit:
         return tuple(made)
 
 
-def takes(node: fx.Node) -> bool:
-    """Whether some instruction may do what an operator of a slice does."""
-    if node.target is operator.getitem:
-        source = node.args[0]
-        return (
-            isinstance(source, fx.Node) and name_of(source) in ("split", "split_with_sizes", "chunk") and takes(source)
-        )
-    if name_of(node) not in RULES:
-        return False
-    try:
-        _alone(node)
-    except UnsupportedError:
-        return False
-    return True
+class OperatorsTaken:
+    """The operators of one program's slices that some instruction may do; equal ones are looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, bool] = {}
+
+    def takes(self, node: fx.Node) -> bool:
+        """Whether some instruction may do what this operator does."""
+        if node.target is operator.getitem:
+            source, splits = node.args[0], ("split", "split_with_sizes", "chunk")
+            return isinstance(source, fx.Node) and name_of(source) in splits and self.takes(source)
+        if name_of(node) not in RULES:
+            return False
+        key = _key(node)
+        if key not in self._known:
+            try:
+                _alone(node)
+                self._known[key] = True
+            except UnsupportedError:
+                self._known[key] = False
+        return self._known[key]
+
+
+def _key(node: fx.Node) -> Any:
+    """All that lowering an operator by itself depends on: the operator, constants, what its operands and results are,
+    and which operands are the same.
+    """
+    operands = {n: i for i, n in enumerate(node.all_input_nodes)}
+    wiring = fx.map_arg((node.args, node.kwargs), lambda n: f"%{operands[n]}")
+    return node.target, str(wiring), *(_described(n.meta.get("val")) for n in (*operands, node))
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        sizes = (*value.shape, *value.stride())
+        return value.dtype, *(n if type(n) is int else size_expression(n) for n in sizes)
+    return tuple(map(_described, value)) if isinstance(value, list | tuple) else type(value)
 
 
 def _alone(node: fx.Node) -> None:

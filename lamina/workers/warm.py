@@ -267,11 +267,15 @@ def show(arguments: Sequence[str]) -> None:
 
 
 def load(modules: Sequence[str]) -> str:
-    """Import these; MODULE:NAME also where a module imports lazily, and MODULE:NAME() is called. Returns why that
-    failed, "" where it did not.
+    """Import these; MODULE:NAME also where a module imports lazily, and MODULE:NAME() is called. MODULE? may be one
+    that was not built. Returns why that failed, "" where it did not.
     """
     try:
         for module, _, name in (each.partition(":") for each in modules):
+            if module.endswith("?"):
+                with suppress(ImportError):
+                    import_module(module[:-1])
+                continue
             imported = import_module(module)
             if name.endswith("()"):
                 getattr(imported, name[:-2])()

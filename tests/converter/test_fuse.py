@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_real_models import build
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from lamina.converter import Slice, SlicedProgram, fuse, redirect
 from lamina.converter.fuse import Bind, has_rows
@@ -32,8 +32,12 @@ def is_aten(node: fx.Node) -> bool:
     return getattr(node.target, "namespace", "") == "aten" or node.target is operator.getitem
 
 
-def as_it_is(unit: fx.GraphModule, weights: int) -> Bind:
-    return lambda given: partial(unit, *given)
+def as_it_is(unit: fx.Graph, weights: int) -> Bind:
+    return lambda given: partial(module_of(unit), *given)
+
+
+def module_of(unit: fx.Graph) -> fx.GraphModule:
+    return fx.GraphModule(nn.Module(), unit)
 
 
 def arguments(part: Any, rows: int) -> list[Any]:
@@ -82,9 +86,9 @@ def test_units_compute_and_send_what_the_operators_did(family: str, rows: int) -
 def test_layers_share_their_units_and_little_else_is_left() -> None:
     units: list[fx.GraphModule] = []
 
-    def keep(unit: fx.GraphModule, weights: int) -> Bind:
-        units.append(unit)
-        inputs = [n for n in unit.graph.nodes if n.op == "placeholder"]
+    def keep(unit: fx.Graph, weights: int) -> Bind:
+        units.append(module_of(unit))
+        inputs = [n for n in unit.nodes if n.op == "placeholder"]
         assert not any(map(has_rows, inputs[:weights]))
         return as_it_is(unit, weights)
 
@@ -104,8 +108,8 @@ def test_layers_share_their_units_and_little_else_is_left() -> None:
 def test_a_unit_that_computes_something_else_shows() -> None:
     plain = build("llama")[1]
 
-    def wrong(unit: fx.GraphModule, weights: int) -> Bind:
-        return lambda given: lambda *x: tuple(y * 2 for y in unit(*given, *x))
+    def wrong(unit: fx.Graph, weights: int) -> Bind:
+        return lambda given: lambda *x: tuple(y * 2 for y in module_of(unit)(*given, *x))
 
     fused = fuse(private("llama"), is_aten, wrong)
     assert not torch.equal(run(fused.slices[1], 2)[0][0], run(plain.slices[1], 2)[0][0])

@@ -30,14 +30,16 @@ log = logging.getLogger(__name__)
 
 # What workers import, in an order that each of them could have: torch without transformers first.
 MODULES = (
-    "torch", "lamina.memory.main", "lamina.memory.session", "lamina.netstack.host.shm", "lamina.compute.main",
-    "lamina.compute.prefill_main", "lamina.server.link.engine_process", "lamina.models.convert", "lamina.models.load",
-    "transformers:PreTrainedModel", "transformers:PreTrainedTokenizerFast", "transformers:GenerationMixin",
-    "transformers.models.auto.modeling_auto", "torch.export._trace", "torch._subclasses.schema_check_mode",
-    "torch.fx.experimental.validator", "torch._inductor.sizevars", "sympy.tensor.tensor",
-    "torch._export.passes.replace_set_grad_with_hop_pass", "torch._export.passes.replace_autocast_with_hop_pass",
-    "torch._inductor.fx_passes.dedupe_symint_uses", "torch._inductor.compiler_bisector",
-    "transformers.modeling_layers", "transformers.processing_utils", "lamina.models.load:make_tables()",
+    "torch", "lamina.memory.main", "lamina.memory.worker", "lamina.memory.moves", "lamina.memory.rate",
+    "lamina.netstack.host.shm", "lamina.compute.main", "lamina.compute.prefill_main", "lamina.attention.reference",
+    "lamina.server.link.engine_process", "lamina.models.convert", "lamina.models.load", "transformers:PreTrainedModel",
+    "transformers:PreTrainedTokenizerFast", "transformers:GenerationMixin", "transformers.models.auto.modeling_auto",
+    "torch.export._trace", "torch._subclasses.schema_check_mode", "torch.fx.experimental.validator",
+    "torch._inductor.sizevars", "sympy.tensor.tensor", "torch._export.passes.replace_set_grad_with_hop_pass",
+    "torch._export.passes.replace_autocast_with_hop_pass", "torch._inductor.fx_passes.dedupe_symint_uses",
+    "torch._inductor.compiler_bisector", "transformers.modeling_layers", "transformers.processing_utils",
+    "lamina.models.load:make_tables()", "lamina.attention.native?", "lamina.gemm.native?", "lamina.rows.program?",
+    "lamina.rows.chains?", "lamina.sampling.native?",
 )  # fmt: skip
 # Variables that nothing reads while it is imported: a worker may have others than its warm process.
 LATE = ("LAMINA_", "PYTEST_", "OMP_NUM_THREADS", "PWD", "OLDPWD", "CUDA_VISIBLE_DEVICES")
