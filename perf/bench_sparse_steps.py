@@ -34,6 +34,8 @@ def steps_of(batch: int, length: int, turns: int, options: dict[str, Any], forms
     draw = random.Random(0)
     prompts = [[draw.randrange(5, 1000) for _ in range(length)] for _ in range(batch)]
     tokens = (turns + 4) * (TURN_STEPS + 1)
+    each = 2 * 2 * SHAPE["num_key_value_heads"] * SHAPE["head_dim"] * SHAPE["num_hidden_layers"]  # bytes of a token
+    room = 3 * batch * (length + 2 * tokens) * each // 2
     sparse = {name: {"kv_sparsity": name, **options} for name in forms if name != "none"}
     with tempfile.TemporaryDirectory() as folder:
         path = make(Path(folder) / "model", "bfloat16", SHAPE, 2 * length)
@@ -41,8 +43,8 @@ def steps_of(batch: int, length: int, turns: int, options: dict[str, Any], forms
         try:
             for name in forms:
                 players[name] = DecodeLamina(
-                    path, prompts, tokens, dtype="bfloat16", transport="shm", kv_memory="4GiB",
-                    enable_prefix_caching=False, **sparse.get(name, {}),
+                    path, prompts, tokens, dtype="bfloat16", transport="shm", memory_workers=1,
+                    kv_memory=str(room), enable_prefix_caching=False, **sparse.get(name, {}),
                 )  # fmt: skip
             read = {name: stored_bytes(player) for name, player in players.items()}
             line = alternate(players, turns)
