@@ -12,6 +12,7 @@ import pytest
 from lamina import LLM, RequestOutput, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
+SHIPPED = str(Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 DENSE = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, kv_sparsity="none")
 PROMPTS = [[(7 * i + k) % 90 + 5 for i in range(n)] for k, n in ((1, 400), (5, 333), (9, 60))]
@@ -119,6 +120,22 @@ def test_more_sequences_fit(llama_path: Path) -> None:
             llm.engine.settle()
             assert set(llm.engine.free_blocks) == {min(counts) for counts in llm.engine.info.num_blocks}
     assert most[1] >= 2 * most[0], most
+
+
+def test_what_is_kept_is_not_frozen_on_the_prompt() -> None:
+    """Of the demo's model, which goes on to copy: after 500 tokens many of the kept blocks are of its own ones."""
+    prompt = [(37 * i * i + 11 * i) % 1900 + 10 for i in range(500)] * 2
+    options: dict[str, Any] = {"kv_budget": 256, "kv_recent": 16, "kv_sink": 16, "block_size": 16}
+    with LLM(SHIPPED, transport="loopback", kv_sparsity="evict", **options) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
+        kept = list[int]()
+        with llm.stream([prompt[:520]], params) as stream:
+            for _ in stream:
+                for one in llm.engine.scheduler.batches[0].running:
+                    blocks = range(1, -(-len(one.tokens) // 16))
+                    kept = sorted(set(blocks) - set(one.scores.dropped)) if one.scores else kept
+    assert len(kept) < 30, "it has lost some"
+    assert sum(number * 16 >= 520 for number in kept) > 0.3 * len(kept), kept
 
 
 def test_one_that_was_lost_is_computed_in_full_and_loses_blocks_again(llama_path: Path, dense: Any) -> None:
