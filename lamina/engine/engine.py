@@ -379,10 +379,10 @@ class Engine:
 
     def _draw(self, each: Iterable[tuple[Sequence, Drawn]]) -> list[RequestOutput]:
         """Take drawn tokens in; the requests that got some."""
-        touched = {}
+        touched, shadows = {}, self.scheduler.shadows
         for sequence, drawn in each:
-            if isinstance(sequence, Shadow) and self.scheduler.shadows:
-                self.scheduler.shadows.take(sequence, drawn)
+            if isinstance(sequence, Shadow) and shadows and (why := shadows.take(sequence, drawn)):
+                log.warning("--kv-error-budget: %s", why)
             if self._early.take(sequence, drawn):
                 continue
             request = self._requests.get(sequence.request_id)

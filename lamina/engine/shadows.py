@@ -46,7 +46,6 @@ class Shadows:
         self._stale = False  # whether sequences of a lower rung may run
         self.watch = ErrorWatch(budget)  # of the rung
         self.num_rebuilt = 0  # sequences that were computed again with all KV
-        self.said = ""  # why the rung was left last; empty: none was
 
     @property
     def tokens(self) -> int:
@@ -76,15 +75,17 @@ class Shadows:
         self._keep_all(shadow)
         return shadow
 
-    def take(self, shadow: Shadow, drawn: Drawn) -> None:
-        """What a step says of a token."""
+    def take(self, shadow: Shadow, drawn: Drawn) -> str:
+        """What a step says of a token. What follows from it, in a line; empty: nothing."""
         if shadow.finished or drawn.apart is None or self._stale:
-            return
+            return ""
         different, kl = drawn.apart
-        if self.watch.add(different=different, kl=kl):
-            self.said = self.watch.over
-            self._rung += 1
-            self._stale, self.watch = True, ErrorWatch(self._budget)
+        if not self.watch.add(different=different, kl=kl):
+            return ""
+        why, self._rung = self.watch.over, self._rung + 1
+        self._stale, self.watch = True, ErrorWatch(self._budget)
+        now = f"{self.tokens} tokens" if self.tokens else "all"
+        return f"{why}: running completions begin anew with all KV, new ones have {now} of it in sparse layers"
 
     def tend(self, batches: Several[Batch], waiting: deque[Sequence], relief: Relief) -> None:
         """Between two rounds: end the shadows of sequences that go on no more, and have sequences of a lower rung begin

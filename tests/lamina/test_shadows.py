@@ -31,7 +31,7 @@ class Run:
     def __init__(self, scheduler: Scheduler, sequences: Iterable[Sequence], apart: tuple[bool, float]) -> None:
         self.scheduler, self.apart = scheduler, apart
         self.before: dict[int, set[int]] = {}  # batch -> ids whose tokens its last step draws
-        self.compared = 0
+        self.compared, self.said = 0, list[str]()
         self.plans: list[ScheduledStep] = []
         for sequence in sequences:
             scheduler.add(sequence)
@@ -75,7 +75,7 @@ class Run:
                     sequence.num_drawing -= 1
                     self.compared += not sequence.finished
                     assert self.scheduler.shadows
-                    self.scheduler.shadows.take(sequence, Drawn(sequence.id, 0, apart=self.apart))
+                    self.said += [self.scheduler.shadows.take(sequence, Drawn(sequence.id, 0, apart=self.apart))]
                 elif sequence.finished:
                     sequence.num_drawing -= 1
                 else:
@@ -115,15 +115,19 @@ def test_over_budget_new_ones_climb_and_those_that_run_begin_anew_with_all() -> 
         run.to_the_end()
         seen.append(shadows.tokens)
         assert [s.output.kv_rebuilt for s in sequences] == [rung < RUNGS] * 2
+        said = "100.0% of 25 tokens would be others, 5.0% may be: running completions begin anew with all KV, new ones"
+        assert any(line.startswith(said) for line in run.said) == (rung < RUNGS)
         assert [s.num_preemptions for s in sequences] == [rung < RUNGS] * 2
         assert all(s.tokens[12:] == list(range(12, 72)) for s in sequences), "behind the tokens that they had"
         assert all(s.dense for s in sequences)
+        beside = [any(isinstance(s, Shadow) for s in step.parts) for step in run.plans]
+        assert any(beside[:40]) == (rung < RUNGS)
+        assert not any(beside[40:]), "who has all needs no shadow"
         attended = [op.tokens for step in run.plans for op in step.plan.ops if isinstance(op, Attend)]
         assert attended[-1] == 0
         assert (256 << rung if rung < RUNGS else 0) in attended
     assert seen == [512, 1024, 0, 0]
     assert shadows.num_rebuilt == 2 * RUNGS
-    assert "tokens would be others" in shadows.said
 
 
 def test_a_share_of_sequences_has_a_shadow() -> None:

@@ -51,9 +51,7 @@ class Relief:
             return None
         picked.pop(victim, None)
         self.preempt(batch, victim)
-        for shadow in [s for s in picked if isinstance(s, Shadow) and s.of is victim]:
-            del picked[shadow]
-        if isinstance(victim, Shadow):
+        if isinstance(victim, Shadow):  # before the one that it follows, which is older
             victim.finish("abort")
             return None
         return victim
