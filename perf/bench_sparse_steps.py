@@ -22,23 +22,23 @@ from bench_spill import TURN_STEPS, alternate
 from common import record
 from reference_model import make
 
-SHAPE = {
-    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 4, "hidden_size": 512,
-    "intermediate_size": 1024, "vocab_size": 1024,
-}  # fmt: skip
+SHAPE = {"head_dim": 128, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 1024}
 FORMS = "none", "evict", "select"
 
 
-def steps_of(batch: int, length: int, turns: int, options: dict[str, Any], forms: list[str]) -> dict[str, Any]:
-    """Of ``batch`` prompts of ``length`` tokens, by form."""
+def steps_of(
+    batch: int, length: int, turns: int, options: dict[str, Any], forms: list[str], layers: int, heads: int
+) -> dict[str, Any]:
+    """Of ``batch`` prompts of ``length`` tokens, by form. ``heads``: that have K and V; four times as many have Q."""
+    shape = {**SHAPE, "num_hidden_layers": layers, "num_key_value_heads": heads, "num_attention_heads": 4 * heads}
     draw = random.Random(0)
     prompts = [[draw.randrange(5, 1000) for _ in range(length)] for _ in range(batch)]
     tokens = (turns + 4) * (TURN_STEPS + 1)
-    each = 2 * 2 * SHAPE["num_key_value_heads"] * SHAPE["head_dim"] * SHAPE["num_hidden_layers"]  # bytes of a token
+    each = 2 * 2 * heads * shape["head_dim"] * layers  # bytes of a token
     room = 3 * batch * (length + 2 * tokens) * each // 2
     sparse = {name: {"kv_sparsity": name, **options} for name in forms if name != "none"}
     with tempfile.TemporaryDirectory() as folder:
-        path = make(Path(folder) / "model", "bfloat16", SHAPE, 2 * length)
+        path = make(Path(folder) / "model", "bfloat16", shape, 2 * length)
         players = dict[str, DecodeLamina]()
         try:
             for name in forms:
@@ -74,7 +74,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences")
     parser.add_argument("--length", type=int, default=8192, help="tokens of each prompt")
     parser.add_argument("--budget", type=int, default=819, help="--kv-budget")
-    parser.add_argument("--full-layers", type=int, default=1, help="of 4, those that keep all")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--full-layers", type=int, default=1, help="of these, those that keep all")
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument(
         "--forms", nargs="+", default=list(FORMS), choices=FORMS, help="the first: what others are beside"
@@ -83,7 +85,7 @@ def main() -> None:
     args = parser.parse_args()
     settings = {name: value for name, value in vars(args).items() if name != "write"}
     options = {"kv_budget": args.budget, "kv_full_layers": args.full_layers}
-    line = steps_of(args.batch, args.length, args.turns, options, args.forms)
+    line = steps_of(args.batch, args.length, args.turns, options, args.forms, args.layers, args.kv_heads)
     record("bench_sparse_steps", settings, line, write=args.write)
     print(json.dumps(line), flush=True)
 
