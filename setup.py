@@ -44,7 +44,9 @@ setup(
         native("lamina.memory._native", *sorted(glob("csrc/memory/*.cpp"))),
         native("lamina.sampling._native", *sorted(glob("csrc/sampling/*.cpp")), flags=["-ffp-contract=off"]),
         native(
-            "lamina.netstack.host._native", *sorted(glob("csrc/netstack/native*.cpp")), "csrc/netstack/verbs/native.cpp"
+            "lamina.netstack.host._native",
+            *sorted(glob("csrc/netstack/native*.cpp")),
+            *sorted(glob("csrc/netstack/verbs/native*.cpp")),
         ),
         native(
             "lamina.netstack.nic_model._native", "csrc/netstack/nic_model/native.cpp", "csrc/netstack/nic_model/nic.cpp"

@@ -28,7 +28,7 @@ def build() -> Path:
     if shutil.which("g++") is None:
         pytest.skip("no g++: the stand-in of the CUDA driver cannot be built")
     digest = hashlib.sha256(repr(FLAGS).encode() + SOURCE.read_bytes())
-    for path in sorted((ROOT / "csrc" / "netstack").glob("*.*")):
+    for path in sorted((ROOT / "csrc" / "netstack").rglob("*.*")):
         digest.update(path.read_bytes())
     library = ROOT / "build" / "cuda_stand_in" / f"libcuda-{digest.hexdigest()[:16]}.so"
     if not library.exists():

@@ -88,6 +88,26 @@ struct Bus {
 #endif
   }
 
+  // Take `*held`, which others hold for a few instructions at a time.
+  LAMINA_HD void lock(u32* held) {
+#if defined(__CUDA_ARCH__)
+    u32 before;
+    do {
+      asm volatile("atom.acquire.gpu.global.exch.b32 %0, [%1], 1;" : "=r"(before) : "l"(held) : "memory");
+    } while (before);
+#else
+    while (__atomic_exchange_n(held, 1, __ATOMIC_ACQUIRE)) rest(1000);
+#endif
+  }
+
+  LAMINA_HD void unlock(u32* held) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("st.release.gpu.global.u32 [%0], 0;" ::"l"(held) : "memory");
+#else
+    __atomic_store_n(held, 0, __ATOMIC_RELEASE);
+#endif
+  }
+
   LAMINA_HD u64 load(const u64* at) { return *static_cast<const volatile u64*>(at); }
 
   LAMINA_HD u64 now_ns() {
@@ -112,22 +132,30 @@ struct Bus {
   }
 };
 
-// A poll costs one load, often of memory nearby; the abort word may be across PCIe, the clock is slow, and who rests
-// hears of nothing. So all three come once in so many polls that found nothing; whoever has no time at all polls once.
+// A poll costs one load, often of memory nearby; the abort word may be across PCIe, a queue has to be asked, the clock is
+// slow, and who rests hears of nothing. So all of these come once in so many polls that found nothing; whoever has no
+// time at all polls once.
 constexpr u32 kPollsPerLook = 64;
 
-// The pace of a wait of `timeout_ns`, which a non-zero `*abort` ends.
-template <class B>
+// Of a wait whose link cannot fail by itself.
+struct Sound {
+  LAMINA_HD Status operator()() const { return kOk; }
+};
+
+// The pace of a wait of `timeout_ns`, which a non-zero `*abort` ends, and so does a `broken` that says other than kOk.
+template <class B, class Broken = Sound>
 struct Pace {
-  LAMINA_HD Pace(B& bus, const u64* abort, u64 timeout_ns)
-      : bus_(bus), abort_(abort), timeout_ns_(timeout_ns), start_(bus.now_ns()) {
+  LAMINA_HD Pace(B& bus, const u64* abort, u64 timeout_ns, Broken broken = {})
+      : bus_(bus), abort_(abort), timeout_ns_(timeout_ns), start_(bus.now_ns()), broken_(broken) {
     if (timeout_ns == 0) polls_ = kPollsPerLook - 1;
   }
 
-  // After a poll that found nothing: kPending to poll again, else kAborted or kTimeout.
+  // After a poll that found nothing: kPending to poll again, else kAborted, kTimeout, or what `broken` says.
   LAMINA_HD Status poll_again() {
     if (++polls_ % kPollsPerLook != 0) return kPending;
     if (bus_.load(abort_)) return kAborted;
+    const Status link = broken_();
+    if (link != kOk) return link;
     if (bus_.now_ns() - start_ >= timeout_ns_) return kTimeout;
     bus_.rest(pause_);
     if (pause_ < B::kRestMostNs) pause_ *= 2;
@@ -138,15 +166,16 @@ struct Pace {
   B& bus_;
   const u64* abort_;
   const u64 timeout_ns_, start_;
+  Broken broken_;
   u32 polls_ = 0, pause_ = 32;
 };
 
 // Wait until the peer has moved `*word` beyond `known`; `*value` is what it holds then. An honest peer never moves it
-// back nor beyond `most`, else kFault. A non-zero `*abort` ends the wait with kAborted.
-template <class B>
-LAMINA_HD Status wait_signal(B& bus, const u64* word, u64 known, u64 most, const u64* abort, u64 timeout_ns,
-                             u64* value) {
-  Pace<B> pace(bus, abort, timeout_ns);
+// back nor beyond `most`, else kFault. A non-zero `*abort` ends the wait with kAborted; `broken` as of Pace.
+template <class B, class Broken = Sound>
+LAMINA_HD Status wait_signal(B& bus, const u64* word, u64 known, u64 most, const u64* abort, u64 timeout_ns, u64* value,
+                             Broken broken = {}) {
+  Pace<B, Broken> pace(bus, abort, timeout_ns, broken);
   for (;;) {
     *value = bus.acquire(word);
     if (*value - known > most - known) return kFault;
@@ -192,13 +221,20 @@ struct Ends {
 
 LAMINA_HD const u64* word_at(const u8* inbox, u64 at) { return reinterpret_cast<const u64*>(inbox + at); }
 
-// Wait for a free slot; `grant` then takes it.
+// How far a link without a queue can fail by itself.
 template <class B>
-LAMINA_HD Status wait_slot(B& bus, Ends& c, u64 timeout_ns) {
+LAMINA_HD Status link_broken(B&, const Ends&) {
+  return kOk;
+}
+
+// Wait for a free slot; `grant` then takes it. A link that has a queue looks at it meanwhile, so the caller has to be
+// who polls it; whoever is not passes the link's Ends.
+template <class B, class C>
+LAMINA_HD Status wait_slot(B& bus, C& c, u64 timeout_ns) {
   if (c.granted - c.credited < c.out.count) return kOk;
   u64 credit;
   const Status status = wait_signal(bus, word_at(c.inbox, kCreditAt), c.zero + c.credited, c.zero + c.published,
-                                    c.abort, timeout_ns, &credit);
+                                    c.abort, timeout_ns, &credit, [&] { return link_broken(bus, c); });
   if (status == kOk) c.credited = credit - c.zero;
   return status;
 }
@@ -215,12 +251,12 @@ LAMINA_HD void write_header(B& bus, const Ends& c, u64 bytes, const u64* tag) {
   for (u64 i = 0; i < kTagWords; ++i) bus.put(&header->tag[i], tag[i]);
 }
 
-// Wait for the next message; `take` then takes it.
-template <class B>
-LAMINA_HD Status wait_message(B& bus, Ends& c, u64 timeout_ns) {
+// Wait for the next message; `take` then takes it. A queue is looked at as in `wait_slot`.
+template <class B, class C>
+LAMINA_HD Status wait_message(B& bus, C& c, u64 timeout_ns) {
   u64 newest;
   return wait_signal(bus, word_at(c.inbox, kSignalAt), c.zero + c.received, c.zero + c.reported + c.in.count, c.abort,
-                     timeout_ns, &newest);
+                     timeout_ns, &newest, [&] { return link_broken(bus, c); });
 }
 
 // Copy and check the next message's header. The payload, `header->length` bytes, is at `*payload` until released.

@@ -65,6 +65,7 @@ inline void add_fields(const mlx5::Channel& c, Fields& fields) {
   LAMINA_FIELD(queue.polled);
   LAMINA_FIELD(queue.doorbells);
   LAMINA_FIELD(queue.syndrome);
+  LAMINA_FIELD(queue.held);
   LAMINA_FIELD(peer.address);
   LAMINA_FIELD(peer.key);
   LAMINA_FIELD(source.address);

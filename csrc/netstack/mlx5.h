@@ -60,6 +60,7 @@ struct Queue {
   u64 polled;     // completions consumed
   u32 doorbells;  // rung
   u32 syndrome;   // of the first error completion; 0: none
+  u32 held;       // while one of several posters, who are in no order, posts or polls; see mlx5_channel.h
 };
 
 LAMINA_HD u32 be32(u32 x) {

@@ -215,7 +215,8 @@ int module_exec(PyObject* module) {
   State* state = state_of_module(module);
   state->teller = new (std::nothrow) Teller;
   if (!state->teller) return PyErr_NoMemory(), -1;
-  if (!make_memory_types(state, module) || !fill_names(state) || !add_device(module) || !add_rdma_end(state, module))
+  if (!make_memory_types(state, module) || !fill_names(state) || !add_device(module) || !add_rdma_end(state, module) ||
+      !add_kernel_pair(state, module))
     return -1;
   state->channel_type = reinterpret_cast<PyTypeObject*>(PyType_FromModuleAndSpec(module, &channel_spec, nullptr));
   return state->channel_type ? PyModule_AddType(module, state->channel_type) : -1;
@@ -224,7 +225,7 @@ int module_exec(PyObject* module) {
 int module_clear(PyObject* module) {
   State* state = state_of_module(module);
   for (PyTypeObject** type : {&state->memory_type, &state->view_type, &state->channel_type, &state->rdma_end_type,
-                              &state->slot.type, &state->arrival.type})
+                              &state->kernel_pair_type, &state->slot.type, &state->arrival.type})
     Py_CLEAR(*type);
   for (PyObject** object : {&state->no_resource, &state->timeout, &state->peer_fault, &state->aborted, &state->stats,
                             &state->name_data, &state->name_slots, &state->name_slot_bytes, &state->name_timeout_s})
@@ -240,6 +241,8 @@ PyMethodDef module_methods[] = {{"open_link", open_link, METH_VARARGS, nullptr},
                                 {"open_rdma_end", open_rdma_end, METH_VARARGS, nullptr},
                                 {"rdma_gids", rdma_gids, METH_VARARGS, nullptr},
                                 {"verbs_fault", verbs_fault, METH_NOARGS, nullptr},
+                                {"open_kernel_pair", open_kernel_pair, METH_VARARGS, nullptr},
+                                {"mlx5_fault", mlx5_fault, METH_NOARGS, nullptr},
                                 {"ring_bytes", ring_bytes, METH_VARARGS, nullptr},
                                 {"check", check, METH_VARARGS, nullptr},
                                 {"seal", pass<true>, METH_VARARGS, nullptr},

@@ -23,7 +23,7 @@ struct Record {
 
 struct State {
   Teller* teller;
-  PyTypeObject *memory_type, *view_type, *channel_type, *rdma_end_type;
+  PyTypeObject *memory_type, *view_type, *channel_type, *rdma_end_type, *kernel_pair_type;
   PyObject *no_resource, *timeout, *peer_fault, *aborted;               // errors of lamina.netstack.contract.fabric
   Record slot, arrival;                                                 // its dataclasses
   PyObject* stats;                                                      // the class

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric
-from lamina.netstack.cuda.cuda import CudaChannel
 from lamina.netstack.cuda.driver import CudaStream, Driver
+from lamina.netstack.cuda.kernel_channel import KernelChannel
 from lamina.netstack.host.native import OK
 
 from .job import TIMEOUT_S, Job, Measured, Payloads, check_bytes
@@ -60,7 +60,7 @@ class Mail:
 class RoundKernels:
     """What one side launches in a round. ``came`` takes what arrives and every kernel's status."""
 
-    def __init__(self, channel: CudaChannel, job: Job, parts: ExitStack) -> None:
+    def __init__(self, channel: KernelChannel, job: Job, parts: ExitStack) -> None:
         self._view, self._room = channel.lend(), job.query
         self.driver = self._view.driver
         self.came = parts.enter_context(closing(Mail(self.driver, job.query)))
@@ -119,7 +119,7 @@ def device_server(_: Fabric, channel: Channel, job: Job) -> None:
     driven.take_back()
 
 
-def _driven(channel: Channel) -> CudaChannel:
-    if not isinstance(channel, CudaChannel):
+def _driven(channel: Channel) -> KernelChannel:
+    if not isinstance(channel, KernelChannel):
         raise ValueError(f"--device cuda: kernels do not drive {channel.peer}; use --transport cuda")
     return channel

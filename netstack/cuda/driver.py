@@ -17,10 +17,11 @@ from pathlib import Path
 
 LIBCUDA, LIBNVRTC = "LAMINA_LIBCUDA", "LAMINA_LIBNVRTC"  # other files to load instead of the installed ones
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-KERNELS = CSRC / "netstack" / "kernels.cu"
+KERNELS = CSRC / "netstack" / "kernels" / "kernels.cu"
 THREADS = 256  # of a kernel's one block; kBlockThreads of kernels.cu
 FLAGS = ("-std=c++17",)  # of every compilation, in tests too
 CC_MAJOR, CC_MINOR, VMM, POSIX_HANDLES = 75, 76, 102, 103  # CUdevice_attribute
+NIC_REACHES_VMM, NIC_WRITE_ORDER, DMA_BUF = 110, 118, 124  # the same
 PINNED, DEVICE, FILE_DESCRIPTOR, READ_WRITE = 1, 1, 1, 3
 HOST_PORTABLE, HOST_MAPPED, HOST_IO_MEMORY = 1, 2, 4
 NON_BLOCKING, RELAXED = 1, 2  # CUstream_flags, CUstreamCaptureMode
@@ -69,6 +70,8 @@ SIGNATURES: dict[str, tuple[type | object, ...]] = {
     "cuMemFree_v2": (c_uint64,),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
+    "cuMemHostGetDevicePointer_v2": (POINTER(c_uint64), c_void_p, c_uint),
+    "cuMemGetHandleForAddressRange": (c_void_p, c_uint64, c_size_t, c_int, c_uint64),
     "cuMemcpyHtoD_v2": (c_uint64, c_void_p, c_size_t),
     "cuMemcpyDtoH_v2": (c_void_p, c_uint64, c_size_t),
     "cuMemsetD8_v2": (c_uint64, c_ubyte, c_size_t),
@@ -292,6 +295,7 @@ class Driver:
         self.architecture = 10 * major + minor
         self.shares_memory = bool(vmm and handles)
         self.properties = AllocationProperties(PINNED, FILE_DESCRIPTOR, Location(DEVICE, index))
+        self.properties.flags.rdma = self.attribute(NIC_REACHES_VMM)
         granularity, module = c_size_t(), Handle()
         try:
             if self.shares_memory:

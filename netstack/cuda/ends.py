@@ -6,6 +6,8 @@ from lamina.netstack.contract.layout import StructLayout
 from lamina.netstack.contract.terms import Geometry
 from lamina.netstack.host import native
 
+from .driver import Driver
+
 ENDS = StructLayout(*native.channel_layout())
 
 
@@ -18,10 +20,22 @@ def inbox_bytes(geometry: Geometry) -> int:
     return native.inbox_bytes(geometry.slots, geometry.slot_bytes)
 
 
-def new_ends(staging: int, inbox: int, abort: int, outbound: Geometry, inbound: Geometry, zero: int) -> bytes:
-    """The struct of a channel without messages: addresses of the peer's inbox as mapped here, of ours, of the abort
-    word; ``zero``: the epoch's first number.
+def ends_of(staging: int, inbox: int, abort: int, outbound: Geometry, inbound: Geometry, zero: int) -> dict[str, int]:
+    """What a channel without messages begins with, of any kind of link: addresses of the peer's inbox as it is written
+    here, of ours, of the abort word; ``zero``: the epoch's first number.
     """
     shapes = {"out.count": outbound.slots, "out.bytes": outbound.slot_bytes}
     shapes |= {"in.count": inbound.slots, "in.bytes": inbound.slot_bytes}
-    return ENDS.pack({"staging": staging, "inbox": inbox, "abort": abort, "zero": zero} | shapes)
+    return {"staging": staging, "inbox": inbox, "abort": abort, "zero": zero} | shapes
+
+
+def new_ends(staging: int, inbox: int, abort: int, outbound: Geometry, inbound: Geometry, zero: int) -> bytes:
+    """The struct of a channel whose link is memory that both sides map; see ``ends_of``."""
+    return ENDS.pack(ends_of(staging, inbox, abort, outbound, inbound, zero))
+
+
+def clear_inbox(driver: Driver, address: int, zero: int) -> None:
+    """As both sides have to find it before the first message: no signal and no credit of the epoch yet."""
+    driver.call("cuMemsetD8_v2", address, 0, native.SLOTS_AT)
+    for at in (native.SIGNAL_AT, native.CREDIT_AT):
+        driver.write(address + at, zero.to_bytes(8, "little"))

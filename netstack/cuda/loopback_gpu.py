@@ -27,11 +27,11 @@ from typing import NoReturn
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S, ChannelError, ChannelTimeout, DeviceSide, Fabric, PeerFault
 from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry, Terms
 from lamina.netstack.host.loopback_host import Faults, LoopbackChannel, LoopbackFabric, LoopbackLink
-from lamina.netstack.host.native import CREDIT_AT, LINE, OK, SLOTS_AT, TIMEOUT
+from lamina.netstack.host.native import LINE, OK, SLOTS_AT, TIMEOUT
 
-from .cuda import BROKEN
 from .driver import CudaError, CudaEvent, Driver
-from .ends import ENDS, inbox_bytes, new_ends
+from .ends import ENDS, clear_inbox, inbox_bytes, new_ends
+from .kernel_channel import BROKEN
 
 log = logging.getLogger(__name__)
 KERNELS = "memory_send", "memory_send_two", "memory_receive_due"
@@ -52,8 +52,7 @@ class Rings:
             parts.callback(driver.free, base)
             inboxes, zero = (base + INBOXES_AT, base + INBOXES_AT + sizes[0]), epoch << EPOCH_SHIFT
             for side, (out, into) in enumerate((geometries, geometries[::-1])):
-                for at in (0, CREDIT_AT):
-                    driver.write(inboxes[side] + at, zero.to_bytes(8, "little"))
+                clear_inbox(driver, inboxes[side], zero)
                 pointers = inboxes[side], inboxes[1 - side], base + ABORT_AT
                 driver.write(base + ENDS_AT[side], new_ends(*pointers, out, into, zero))
             self.ends = tuple(base + at for at in ENDS_AT)

@@ -78,6 +78,50 @@ def open_rdma_end(
 ) -> RdmaEnd:
     """Raises OSError, which says what the device refused."""
 
+class KernelPair:
+    """A queue pair of an mlx5 device whose ring, doorbell and completions kernels use."""
+
+    def card(self) -> tuple[bytes, int, int, int, int, int, int, int]:
+        """As of an RdmaEnd."""
+
+    def connect(self, gid: bytes, lid: int, number: int, psn: int, mtu: int, key: int, address: int, /) -> None:
+        """As of an RdmaEnd."""
+
+    def queue(self) -> dict[str, int]:
+        """What a Queue of csrc/netstack/mlx5.h begins with, and ``key``, that of the memory that is sent from."""
+
+    def events_fd(self) -> int:
+        """Readable where the device has said something of the queue pair or of itself."""
+
+    def event(self) -> str | None:
+        """What the device has said that ends the queue pair, in libibverbs's words."""
+
+    def halt(self) -> None:
+        """Nothing is sent, and nothing written here, from here on."""
+
+    def close(self) -> None:
+        """Once nobody uses its ring. Idempotent."""
+
+def open_kernel_pair(
+    device: str,
+    port: int,
+    gid_index: int,
+    pkey_index: int,
+    service_level: int,
+    traffic_class: int,
+    blocks: int,
+    staging: tuple[int, int, int],
+    inbox: tuple[int, int, int],
+    /,
+) -> KernelPair:
+    """For at most ``blocks`` work requests of one block that are under way, a power of two from 8 on. Memory: address,
+    bytes, and the file of its dma-buf, or -1 where the kernel knows it by its address. Raises OSError, which says what
+    the device refused.
+    """
+
+def mlx5_fault() -> str:
+    """Why there is no KernelPair: built without libibverbs's headers, or libmlx5 does not load; empty: there is."""
+
 def rdma_gids(device: str, port: int, /) -> list[tuple[int, bytes, int]]:
     """Index, GID and kind (ibv_gid_type), of those that are set. Raises OSError."""
 
@@ -103,6 +147,9 @@ SLOTS_AT: int
 
 def channel_layout() -> tuple[int, dict[str, tuple[int, int]]]:
     """Bytes of the Channel of memory_channel.h, and (offset, bytes) of each of its fields."""
+
+def mlx5_layout() -> tuple[int, dict[str, tuple[int, int]]]:
+    """The same of the Channel of mlx5_channel.h."""
 
 def slot_stride(slot_bytes: int, /) -> int:
     """Bytes from one slot to the next, header included."""

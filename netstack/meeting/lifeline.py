@@ -43,6 +43,10 @@ class WatchedChannel(BaseChannel):
             return
         self._stopped = True
         self._end_waits()
+        self._say(why)
+
+    def _say(self, why: str) -> None:
+        """The last words on the life line."""
         with suppress(OSError):
             self._sock.send(why.encode()[:REASON_BYTES])
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -73,13 +77,15 @@ class WatchedChannel(BaseChannel):
             self._peer_end = why
 
 
-def watch(sock: socket.socket, end_waits: Callable[[], None]) -> Callable[[], None]:
-    """Have a thread call ``end_waits`` at the end of the life line ``sock``, on which it leaves all that comes. Returns
-    what ends the line, and with it the thread, on this side.
+def watch(sock: socket.socket, end_waits: Callable[[], None], *events: int) -> Callable[[], None]:
+    """Have a thread call ``end_waits`` at the end of the life line ``sock``, on which it leaves all that comes, or once
+    one of ``events``, descriptors that stay open as long, is readable. Returns what ends the line, and with it the
+    thread, on this side.
     """
     own = sock.dup()
     poller = select.poll()
-    poller.register(own, select.POLLIN | select.POLLRDHUP)
+    for descriptor in (own.fileno(), *events):
+        poller.register(descriptor, select.POLLIN | select.POLLRDHUP)
 
     def run() -> None:
         with own:

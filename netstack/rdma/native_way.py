@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from ipaddress import IPv6Address
-from typing import TYPE_CHECKING
 
 from lamina.netstack.contract.terms import Geometry
 from lamina.netstack.host.native import open_rdma_end, rdma_gids
@@ -15,12 +14,10 @@ from lamina.netstack.meeting.swap import swap
 from .card import Card, Route
 from .ports import KINDS, NONE, Gids, Port, Wanted, lack, partition_index, ports
 from .quality import service
-from .way import STALL_S, reaching
-
-if TYPE_CHECKING:
-    from lamina.netstack.host._native import RdmaEnd
+from .way import STALL_S, inbox_bytes, reaching
 
 TRIAL = Geometry(slots=1, slot_bytes=1)
+Place = tuple[str, int, int, int, int, int]  # device, port, GID, partition, service level, traffic class
 
 
 class NativeWay:
@@ -28,26 +25,28 @@ class NativeWay:
     for itself, so that what happens to one is told to that one alone.
     """
 
+    scheme = "verbs"
+
     def __init__(self, wanted: str, spin_s: float) -> None:
         self._spin_s = spin_s
         there = _ports()
         if not there:
-            raise ImportError(f"transport 'verbs' finds no RDMA device: {NONE}")
+            raise ImportError(f"transport {self.scheme!r} finds no RDMA device: {NONE}")
         if why := lack(there, wanted):
-            raise ImportError(f"transport 'verbs' finds no RDMA port: {why}")
+            raise ImportError(f"transport {self.scheme!r} finds no RDMA port: {why}")
         try:
             self._named, self._service = Wanted.parse(wanted), service()
         except ValueError as error:
-            raise ImportError(f"transport 'verbs': {error}") from error
+            raise ImportError(f"transport {self.scheme!r}: {error}") from error
         tried = []
         for self._port in (p for p in there if p.fits(self._named)):
             try:
                 self._partition = partition_index(self._port, self._service.partition)
-                self._end(TRIAL, TRIAL)
+                self._try(self._place())
                 return
             except (OSError, ValueError) as error:
                 tried.append(str(error))
-        raise ImportError(f"transport 'verbs' finds no RDMA port that opens: {'; '.join(tried)}")
+        raise ImportError(f"transport {self.scheme!r} finds no RDMA port that opens: {'; '.join(tried)}")
 
     @property
     def port(self) -> Port:
@@ -60,7 +59,7 @@ class NativeWay:
         outbound, inbound = session.outbound, session.inbound
         if listening:
             outbound, inbound = inbound, outbound
-        end = self._end(outbound, inbound)
+        end = open_rdma_end(*self._place(), outbound, inbound)
         gid, lid, number, psn, mtu, *inbox = end.card()
         card = Card(Route(gid, lid, number, psn, mtu), *inbox)
 
@@ -68,7 +67,7 @@ class NativeWay:
             r = theirs.route
             end.connect(r.gid, r.lid, r.number, r.psn, r.mtu, theirs.key, theirs.address)
 
-        reach = reaching(outbound, lid, connect)
+        reach = reaching(inbox_bytes(outbound), lid, connect)
         yield from exchanged(sock, swap(session, card.pack(), reach, listening=listening))
         names = peer, session.peer_name(listening=listening)
         channel = end.channel(sock.fileno(), session.epoch, self._spin_s, STALL_S, *names)
@@ -78,10 +77,14 @@ class NativeWay:
     def close(self) -> None:
         """Nothing is open but what channels have."""
 
-    def _end(self, outbound: Geometry, inbound: Geometry) -> RdmaEnd:
+    def _try(self, place: Place) -> None:
+        """Open a queue pair there. Raises OSError."""
+        open_rdma_end(*place, TRIAL, TRIAL)
+
+    def _place(self) -> Place:
         port, service = self._port, self._service
-        place = port.device, port.number, port.gid_index(self._named), self._partition
-        return open_rdma_end(*place, service.level, service.traffic_class, outbound, inbound)
+        index = port.gid_index(self._named)
+        return port.device, port.number, index, self._partition, service.level, service.traffic_class
 
 
 def _ports() -> list[Port]:

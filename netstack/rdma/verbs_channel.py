@@ -28,7 +28,7 @@ from lamina.netstack.meeting.swap import swap
 from .card import Card
 from .device import Completion, Domain, Memory, QueuePair, RdmaDevice, address_of, pages
 from .sleeper import Sleeper
-from .way import STALL_S, reaching, stride
+from .way import STALL_S, inbox_bytes, reaching, stride
 
 LOOK_S = 0.1  # who never waits looks for completions and at the life line this often
 BEAT_S = 0.5
@@ -89,7 +89,7 @@ class VerbsChannel(BaseChannel):
         """Swap cards with the peer and connect the queue pairs; where that fails the channel is closed."""
         card = Card(self._pair.route, len(self._inbox.view), self._inbox.rkey, self._inbox.address).pack()
         try:
-            reach = reaching(self.outbound, self._pair.route.lid, self._connect)
+            reach = reaching(inbox_bytes(self.outbound), self._pair.route.lid, self._connect)
             yield from exchanged(self._sock, swap(self._session, card, reach, listening=self._listening))
         except BaseException:
             self.close()

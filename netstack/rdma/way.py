@@ -38,13 +38,18 @@ def stride(geometry: Geometry) -> int:
     return HEADER_BYTES + (geometry.slot_bytes + LINE - 1) // LINE * LINE
 
 
-def reaching(geometry: Geometry, our_lid: int, connect: Callable[[Card], None]) -> Callable[[bytes], None]:
-    """A function that takes the bytes of the peer's card, whose inbox is of ``geometry``, and connects to the peer; it
+def inbox_bytes(geometry: Geometry) -> int:
+    """Bytes of an inbox."""
+    return geometry.slots * stride(geometry)
+
+
+def reaching(nbytes: int, our_lid: int, connect: Callable[[Card], None]) -> Callable[[bytes], None]:
+    """A function that takes the bytes of the peer's card, whose inbox has ``nbytes``, and connects to the peer; it
     raises HandshakeError.
     """
 
     def reach(text: bytes) -> None:
-        card = opened(text, inbox_bytes=geometry.slots * stride(geometry), our_lid=our_lid)
+        card = opened(text, inbox_bytes=nbytes, our_lid=our_lid)
         try:
             connect(card)
         except OSError as error:

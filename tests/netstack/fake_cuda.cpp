@@ -35,9 +35,9 @@ template <class T>
 static inline T __ldcg(const T* at) {
   return *at;
 }
-#include "netstack/kernels.cu"
+#include "netstack/kernels/kernels.cu"
 
-static_assert(sizeof(Memory) == 14 * 8 && sizeof(Mlx5) == 240);
+static_assert(sizeof(Memory) == 14 * 8 && sizeof(Mlx5) == 248);
 
 #if defined(WITH_CUDA_H)
 #define uint4 cuda_uint4
@@ -51,6 +51,7 @@ using CUmemGenericAllocationHandle = unsigned long long;
 using CUmemAllocationHandleType = int;
 using CUmemAllocationGranularity_flags = int;
 using CUdevice_attribute = int;
+using CUmemRangeHandleType = int;
 using CUstreamCaptureMode = int;
 using CUcontext = struct CUctx_st*;
 using CUmodule = struct CUmod_st*;
@@ -78,7 +79,10 @@ namespace {
 
 constexpr std::size_t kGranularity = 1 << 16;
 const auto kOkay = CUresult(0), kInvalid = CUresult(1), kNoContext = CUresult(201), kNotFound = CUresult(500);
+const auto kRegistered = CUresult(712), kNotPermitted = CUresult(800);
 thread_local int current = 0;
+std::mutex registered_mutex;
+std::map<std::uintptr_t, std::uintptr_t> registered;  // host memory that kernels reach: (begin, end)
 std::atomic<long> live{0};  // allocations, mappings, registrations, streams, graphs, contexts
 
 #define NEEDS_CONTEXT \
@@ -156,10 +160,14 @@ Kernel kernel(void (*function)(A...)) {
 std::map<std::string, Kernel>& kernels() {
   static std::map<std::string, Kernel> all = {
 #define KERNEL(name) {#name, kernel(name)}
-      KERNEL(lamina_mlx5_send),          KERNEL(lamina_mlx5_receive),   KERNEL(lamina_memory_send),
-      KERNEL(lamina_memory_receive),     KERNEL(lamina_memory_reserve), KERNEL(lamina_memory_put),
-      KERNEL(lamina_memory_take),        KERNEL(lamina_memory_release), KERNEL(lamina_memory_send_two),
-      KERNEL(lamina_memory_receive_due), KERNEL(lamina_stamp),
+#define KERNELS(link)                                                                                    \
+  KERNEL(lamina_##link##_send), KERNEL(lamina_##link##_send_two), KERNEL(lamina_##link##_receive),       \
+      KERNEL(lamina_##link##_receive_due), KERNEL(lamina_##link##_reserve), KERNEL(lamina_##link##_put), \
+      KERNEL(lamina_##link##_take), KERNEL(lamina_##link##_release)
+      KERNELS(memory),
+      KERNELS(mlx5),
+      KERNEL(lamina_mlx5_flush),
+      KERNEL(lamina_stamp),
   };
   return all;
 }
@@ -172,6 +180,8 @@ T* pointer(std::uint64_t value) {
 }  // namespace
 
 extern "C" {
+
+__attribute__((weak)) void fake_mlx5_export(int file, std::uint64_t address);
 
 long fake_cuda_live() { return live; }
 
@@ -186,7 +196,16 @@ CUresult cuDeviceGet(CUdevice* device, int index) {
 }
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute name, CUdevice) {
   const bool shares = !std::getenv("FAKE_CUDA_SHARES_NOTHING");
-  *value = int(name) == 75 ? 9 : int(name) == 102 || int(name) == 103 ? shares : 0;
+  const bool exports = fake_mlx5_export && !std::getenv("FAKE_CUDA_EXPORTS_NOTHING");
+  switch (int(name)) {
+    case 75: *value = 9; break;
+    case 102:
+    case 103:
+    case 110: *value = shares; break;
+    case 118: *value = std::getenv("FAKE_CUDA_ORDERS_NOTHING") ? 0 : 100; break;
+    case 124: *value = exports; break;
+    default: *value = 0;
+  }
   return kOkay;
 }
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
@@ -300,14 +319,40 @@ CUresult cuMemFree_v2(CUdeviceptr at) {
   --live;
   return kOkay;
 }
+// Strict: no page twice.
 CUresult cuMemHostRegister_v2(void* at, std::size_t bytes, unsigned flags) {
   NEEDS_CONTEXT;
+  const auto first = reinterpret_cast<std::uintptr_t>(at);
+  if (!at || !bytes || (flags != 3 && flags != 7)) return kInvalid;
+  if (flags == 7 && std::getenv("FAKE_CUDA_RINGS_NOTHING")) return kNotPermitted;
+  const std::lock_guard<std::mutex> lock(registered_mutex);
+  for (const auto& [begin, end] : registered)
+    if (first < end && begin < first + bytes) return kRegistered;
+  registered[first] = first + bytes;
   ++live;
-  return at && bytes && flags == 3 ? kOkay : kInvalid;
+  return kOkay;
 }
-CUresult cuMemHostUnregister(void*) {
+CUresult cuMemHostUnregister(void* at) {
   NEEDS_CONTEXT;
+  const std::lock_guard<std::mutex> lock(registered_mutex);
+  if (!registered.erase(reinterpret_cast<std::uintptr_t>(at))) return kInvalid;
   --live;
+  return kOkay;
+}
+CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* there, void* at, unsigned) {
+  NEEDS_CONTEXT;
+  *there = CUdeviceptr(reinterpret_cast<std::uintptr_t>(at));
+  const std::lock_guard<std::mutex> lock(registered_mutex);
+  return registered.count(reinterpret_cast<std::uintptr_t>(at)) ? kOkay : kInvalid;
+}
+// The file is known to the stand-in of a NIC's kernel driver, where there is one.
+CUresult cuMemGetHandleForAddressRange(void* out, CUdeviceptr at, std::size_t bytes, CUmemRangeHandleType kind,
+                                       unsigned long long) {
+  NEEDS_CONTEXT;
+  if (int(kind) != 1 || at % 4096 || bytes % 4096 || !fake_mlx5_export) return kInvalid;
+  const int file = memfd_create("fake-dma-buf", MFD_CLOEXEC);
+  std::memcpy(out, &file, sizeof file);
+  fake_mlx5_export(file, at);
   return kOkay;
 }
 CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, std::size_t bytes) {

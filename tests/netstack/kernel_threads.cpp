@@ -48,7 +48,7 @@ template <class T>
 static T __ldcg(const T* at) {
   return *at;
 }
-#include "netstack/kernels.cu"
+#include "netstack/kernels/kernels.cu"
 
 namespace {
 

@@ -2,24 +2,16 @@
 #include <endian.h>
 #include <infiniband/mlx5dv.h>
 
-#include <cstddef>
 #include <cstdio>
 #include <cstring>
 
-#include "netstack/mlx5.h"
 #include "netstack/nic_model/nic.h"
+#include "netstack/verbs/formats.h"
 
 using namespace lamina;
 using mlx5::u32;
 using mlx5::u64;
 
-static_assert(mlx5::kOpWrite == MLX5_OPCODE_RDMA_WRITE && mlx5::kSignalled == MLX5_WQE_CTRL_CQ_UPDATE);
-static_assert(mlx5::kInline == u32(MLX5_INLINE_SEG) && mlx5::kSend == MLX5_SND_DBR);
-static_assert(mlx5::kCqeDone == MLX5_CQE_REQ && mlx5::kCqeError == MLX5_CQE_REQ_ERR);
-static_assert(mlx5::kCqeInvalid == MLX5_CQE_INVALID && sizeof(mlx5::Wqe) == MLX5_SEND_WQE_BB);
-static_assert(sizeof(mlx5::Cqe) == sizeof(mlx5_cqe64) && offsetof(mlx5_cqe64, sop_drop_qpn) == 56);
-static_assert(offsetof(mlx5_cqe64, wqe_counter) == 60 && offsetof(mlx5_cqe64, op_own) == 63);
-static_assert(offsetof(mlx5_err_cqe, syndrome) == 55);
 static_assert(int(nic_model::kLocalLength) == MLX5_CQE_SYNDROME_LOCAL_LENGTH_ERR);
 static_assert(int(nic_model::kLocalOperation) == MLX5_CQE_SYNDROME_LOCAL_QP_OP_ERR);
 static_assert(int(nic_model::kLocalProtection) == MLX5_CQE_SYNDROME_LOCAL_PROT_ERR);

@@ -14,7 +14,7 @@ from compiled import made_by
 from lamina.netstack.cuda.driver import FLAGS, NVRTC_SIGNATURES, THREADS, compiled, load, nvrtc_names
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-SOURCE = CSRC / "netstack" / "kernels.cu"
+SOURCE = CSRC / "netstack" / "kernels" / "kernels.cu"
 ARCHITECTURES = (80, 90, 100)
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc: install the CUDA toolkit")
@@ -41,8 +41,8 @@ def test_kernels_assemble_and_order_memory(architecture: int) -> None:
     assert code.stat().st_size > 0
     bodies = kernels(ptx)
     names = ("send", "send_two", "receive", "receive_due", "reserve", "put", "take", "release")
-    memory = {f"lamina_memory_{name}" for name in names}
-    assert set(bodies) == {"lamina_mlx5_send", "lamina_mlx5_receive", "lamina_stamp"} | memory
+    memory, mlx5 = ({f"lamina_{link}_{name}" for name in names} for link in ("memory", "mlx5"))
+    assert set(bodies) == {"lamina_mlx5_flush", "lamina_stamp"} | memory | mlx5
     for name in memory - {"lamina_memory_reserve", "lamina_memory_take"}:
         assert "st.release.sys.global.u64" in bodies[name], "behind all stores and loads of the block"
     for body in bodies.values():
@@ -50,10 +50,13 @@ def test_kernels_assemble_and_order_memory(architecture: int) -> None:
         assert "ld.global.nc" not in body, "the read-only cache does not see a NIC's writes"
     for name in memory - {"lamina_memory_put", "lamina_memory_release"}:
         assert "ld.acquire.sys.global.u64" in bodies[name], "signals and credit"
-    for body in (bodies["lamina_mlx5_send"], bodies["lamina_mlx5_receive"]):
+    for name in mlx5:
+        body = bodies[name]
         assert "ld.acquire.sys.global.u64" in body, "signals and completions"
         assert "nanosleep.u32" in body
         assert "globaltimer" in body
+        posts = not name.endswith(("reserve", "take"))
+        assert ("st.mmio.relaxed.sys.global.u64" in body) == posts
         fence = r"(?:membar\.sys|fence\.(?:sc|acq_rel)\.sys)"
         for doorbell in re.finditer(r"st\.mmio\.relaxed\.sys\.global\.u64", body):
             before = body[: doorbell.start()]
@@ -61,7 +64,6 @@ def test_kernels_assemble_and_order_memory(architecture: int) -> None:
             record = before[fences[-2] : fences[-1]]
             assert re.search(r"\bst\.(?:volatile\.|relaxed\.\w+\.)?(?:global\.)?[bu]32", record), "fence, record, fence"
             assert not re.search(r"\bst\.(?:global\.)?(?:v4\.)?[bu]", before[fences[-1] :]), "nothing behind the fence"
-        assert body.count("st.mmio.relaxed.sys.global.u64") >= 1
 
 
 @needs_nvcc
@@ -70,7 +72,8 @@ def test_a_copy_has_64_kib_on_their_way() -> None:
     _, ptx = nvcc(90)
     bodies = kernels(ptx)
     assert {int(n) for n in re.findall(r"\.maxntid (\d+)", ptx)} == {THREADS}, "registers for as many as are launched"
-    for name in ("lamina_memory_send", "lamina_memory_send_two", "lamina_memory_receive_due", "lamina_mlx5_send"):
+    names = "memory_send", "memory_send_two", "memory_receive_due", "mlx5_send", "mlx5_receive_due"
+    for name in (f"lamina_{name}" for name in names):
         ahead = longest_run(bodies[name], "v4.u32")
         assert ahead * 16 * THREADS == 1 << 16
         assert longest_run(bodies[name], "[bu]64") == ahead, "where places are aligned to 8 bytes alone"

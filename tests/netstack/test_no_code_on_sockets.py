@@ -48,16 +48,18 @@ def test_no_format_that_bears_code(package: str) -> None:
     assert not found
 
 
-# libcrypto and libibverbs, by names that no peer has a say in
+# libcrypto, libibverbs and libmlx5, by names that no peer has a say in
 LOADING = {(file, call) for file in ("dynamic.h",) for call in ("dlopen(", "dlsym(")}
 
 
-def test_native_code_runs_nothing_and_loads_libcrypto_and_libibverbs_alone() -> None:
+def test_native_code_runs_nothing_and_loads_three_libraries_alone() -> None:
     folder = ROOT / "csrc" / "netstack"
     sources = [path for ext in ("*.h", "*.cpp", "*.cu") for path in folder.rglob(ext)]
     assert len(sources) > 10
     assert {(path.name, found[0]) for path in sources for found in NATIVE.finditer(path.read_text())} == LOADING
     assert NATIVE.search("void* f = dlopen(name)")
+    named = {name for path in sources for name in re.findall(r'"(lib\w+)\.so', path.read_text())}
+    assert named == {"libcrypto", "libibverbs", "libmlx5"}
 
 
 @pytest.mark.parametrize(

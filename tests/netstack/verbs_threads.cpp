@@ -20,7 +20,7 @@ struct Side {
     inbox = {base + bytes, kSlots, kBytes};
     end = std::make_unique<verbs::End>();
     const verbs::Port port{"fake0", 1, 0, 0, 0, 0};
-    if (!end->open(port, base, bytes, base + bytes, bytes, verbs::depth_of(staging, inbox))) fail(end->fault());
+    if (!end->open(port, {base, bytes}, {base + bytes, bytes}, verbs::depth_of(staging, inbox))) fail(end->fault());
     route = end->route();
     place = end->inbox();
   }

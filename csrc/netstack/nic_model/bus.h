@@ -5,6 +5,8 @@
 // two accesses the world, NICs that is, may move. So a fence or an acquire too few is a wrong result, sooner or later.
 #pragma once
 
+#include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <unordered_map>
 #include <vector>
@@ -69,6 +71,13 @@ class WeakBus final : public Observer {
     return __atomic_load_n(at, __ATOMIC_ACQUIRE);
   }
 
+  // This processor is alone: who takes what it holds, or lets go of what it does not, would hang or break others.
+  void lock(unsigned* held) { turn(held, 0); }
+  void unlock(unsigned* held) {
+    fence();
+    turn(held, 1);
+  }
+
   Word load(const Word* at) {
     move();
     const auto found = old_.find(at);
@@ -111,6 +120,12 @@ class WeakBus final : public Observer {
       __atomic_store_n(reinterpret_cast<std::uint64_t*>(store.to), store.value, __ATOMIC_RELEASE);
     else
       __atomic_store_n(reinterpret_cast<std::uint32_t*>(store.to), std::uint32_t(store.value), __ATOMIC_RELEASE);
+  }
+
+  void turn(unsigned* held, unsigned before) {
+    move();
+    if (*held != before) std::printf("a queue is held %u times\n", *held), std::exit(1);
+    *held = 1 - before;
   }
 
   // One store leaves the buffer, or an earlier one to the same address in its place.

@@ -43,9 +43,22 @@ class End {
     for (auto& cqe : completions_) cqe.word[7] = 0xf1ull << 56;  // byte 63: invalid, as after creation
     seen_[0] = __builtin_bswap32(std::uint32_t(shape.completed) & 0xffffff);
     record_[1] = __builtin_bswap32(std::uint32_t(shape.index) & 0xffff);
-    channel.queue = {ring_.data(),    record_,    registers_, completions_.data(), seen_,       shape.number,
-                     shape.blocks,    shape.cqes, kAlternate, shape.index,         shape.index, shape.index,
-                     shape.completed, 0,          0};
+    channel.queue = {ring_.data(),
+                     record_,
+                     registers_,
+                     completions_.data(),
+                     seen_,
+                     shape.number,
+                     shape.blocks,
+                     shape.cqes,
+                     kAlternate,
+                     shape.index,
+                     shape.index,
+                     shape.index,
+                     shape.completed,
+                     0,
+                     0,
+                     0};
     proxy_ = {&mailbox_, registers_, kAlternate, 0, mlx5::kNoDoorbell};
     if (shape.proxied) {
       channel.queue.doorbell = &mailbox_;

@@ -104,29 +104,29 @@ PyObject* endpoint_reach(PyObject* object, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// Runs `wait(bus, channel, timeout_ns)`: once with the GIL, and if nothing is there yet, without it.
+// Runs `wait(bus, ends, timeout_ns)`: once with the GIL, and if nothing is there yet, without it. It leaves the queue
+// alone, of which the GIL is the lock.
 template <class Wait>
 PyObject* run_wait(PyObject* object, PyObject* timeout, Wait wait) {
   const double timeout_s = PyFloat_AsDouble(timeout);
   if (PyErr_Occurred()) return nullptr;
-  mlx5::Channel& channel = self_of(object)->end->channel;
+  mlx5::Ends& ends = self_of(object)->end->channel;
   mlx5::Bus bus;
-  mlx5::Status status = wait(bus, channel, 0);
+  mlx5::Status status = wait(bus, ends, 0);
   if (status == mlx5::kTimeout && timeout_s > 0) {
     Py_BEGIN_ALLOW_THREADS;
-    status = wait(bus, channel, u64(std::min(timeout_s, 1e6) * 1e9));
+    status = wait(bus, ends, u64(std::min(timeout_s, 1e6) * 1e9));
     Py_END_ALLOW_THREADS;
   }
   return PyLong_FromLong(status);
 }
 
 PyObject* endpoint_wait_slot(PyObject* object, PyObject* timeout) {
-  return run_wait(object, timeout, [](auto& bus, auto& channel, u64 ns) { return mlx5::wait_slot(bus, channel, ns); });
+  return run_wait(object, timeout, [](auto& bus, auto& ends, u64 ns) { return mlx5::wait_slot(bus, ends, ns); });
 }
 
 PyObject* endpoint_wait_message(PyObject* object, PyObject* timeout) {
-  return run_wait(object, timeout,
-                  [](auto& bus, auto& channel, u64 ns) { return mlx5::wait_message(bus, channel, ns); });
+  return run_wait(object, timeout, [](auto& bus, auto& ends, u64 ns) { return mlx5::wait_message(bus, ends, ns); });
 }
 
 PyObject* endpoint_grant(PyObject* object, PyObject*) {

@@ -8,6 +8,7 @@ namespace {
 
 constexpr std::uint32_t kBlock = 64, kSegment = 16, kSegmentsMost = 63;
 constexpr std::uint32_t kNop = 0x00, kRdmaWrite = 0x08;
+constexpr std::uint32_t kRequestDone = 0x0, kRequestFailed = 0xd;  // of a completion
 constexpr std::uint32_t kCompletionWanted = 0x08;
 constexpr std::uint64_t kMessageMost = 1ull << 30;
 
@@ -94,24 +95,24 @@ void Nic::read_record() { end_ = next_ + window(); }
 void Nic::fetch() {
   const std::uint16_t index = std::uint16_t(next_);
   const std::uint8_t* first = setup_.ring + next_ % setup_.blocks * kBlock;
+  const std::uint32_t word = big32(first), segments = big32(first + 4) & 0x3f, flags = big32(first + 8);
+  const std::uint8_t opcode = std::uint8_t(word);
   if (state_ == State::error) {
     ++next_;
-    return complete(0xd, index, kFlushed);
+    return complete(opcode, index, kFlushed);
   }
-  const std::uint32_t word = big32(first), segments = big32(first + 4) & 0x3f, flags = big32(first + 8);
   const std::uint64_t blocks = (segments + 3) / 4;
   const bool sound = (word >> 8 & 0xffff) == index && word >> 24 == 0 && big32(first + 4) >> 8 == setup_.number &&
                      segments >= 1 && blocks <= end_ - next_;
-  if (!sound) return fail(index, kLocalOperation);
+  if (!sound) return fail(opcode, index, kLocalOperation);
   std::uint8_t wqe[kSegmentsMost * kSegment + kBlock];
   for (std::uint64_t i = 0; i < blocks; ++i)  // a WQE may wrap around the end of the ring
     std::memcpy(wqe + i * kBlock, setup_.ring + (next_ + i) % setup_.blocks * kBlock, kBlock);
-  Flight flight{index, (flags & kCompletionWanted) != 0, {}};
-  const std::uint32_t opcode = word & 0xff;
+  Flight flight{index, opcode, (flags & kCompletionWanted) != 0, {}};
   std::uint8_t bad = opcode == kNop ? 0 : kLocalOperation;
   if (opcode == kRdmaWrite) bad = parse_write(wqe, segments, &flight.pieces);
   count.odd += (flags & ~kCompletionWanted) != 0 || big32(first + 12) != 0;
-  if (bad) return fail(index, Syndrome(bad));
+  if (bad) return fail(opcode, index, Syndrome(bad));
   next_ += blocks;
   ++count.executed;
   flights_.push_back(std::move(flight));
@@ -192,18 +193,18 @@ void Nic::land() {
   while (!flights_.empty() && flights_.front().pieces.empty()) {
     const Flight flight = std::move(flights_.front());
     flights_.pop_front();
-    if (flight.signalled) complete(0x0, flight.counter, 0);
+    if (flight.signalled) complete(flight.opcode, flight.counter, 0);
   }
 }
 
-void Nic::fail(std::uint16_t counter, Syndrome syndrome) {
+void Nic::fail(std::uint8_t opcode, std::uint16_t counter, Syndrome syndrome) {
   while (!flights_.empty()) {  // what was sent before is done first
     deliver(flights_.front());
     land();
   }
   state_ = State::error;
   ++next_;
-  complete(0xd, counter, syndrome);
+  complete(opcode, counter, syndrome);
 }
 
 void Nic::complete(std::uint8_t opcode, std::uint16_t counter, std::uint8_t syndrome) {
@@ -214,12 +215,14 @@ void Nic::complete(std::uint8_t opcode, std::uint16_t counter, std::uint8_t synd
     return;
   }
   std::uint8_t cqe[kBlock] = {};
+  for (int i = 0; i < 3; ++i) cqe[33 + i] = std::uint8_t(setup_.user >> (16 - 8 * i));
   cqe[54] = syndrome ? 0x99 : 0;
   cqe[55] = syndrome;
+  cqe[56] = opcode;
   for (int i = 0; i < 3; ++i) cqe[57 + i] = std::uint8_t(setup_.number >> (16 - 8 * i));
   cqe[60] = std::uint8_t(counter >> 8);
   cqe[61] = std::uint8_t(counter);
-  cqe[63] = std::uint8_t(opcode << 4 | ((completed_ / setup_.cqes) & 1));
+  cqe[63] = std::uint8_t((syndrome ? kRequestFailed : kRequestDone) << 4 | ((completed_ / setup_.cqes) & 1));
   std::uint8_t* to = setup_.completions + completed_ % setup_.cqes * kBlock;
   if (setup_.observer) setup_.observer->before_write(to, kBlock);
   std::memcpy(to, cqe, 56);

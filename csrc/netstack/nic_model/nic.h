@@ -61,6 +61,7 @@ struct Setup {
   std::uint64_t completed;    // of the next completion
   Observer* observer;         // of the processor that polls
   bool late = false;          // doorbells may come when the record has gone on
+  std::uint32_t user = 0;     // whose queue pair it is, as completions tell it beside its number
 };
 
 // How the outside world may delay, split and repeat; all legal. `reorder` is not: see mlx5::put_signal.
@@ -108,6 +109,7 @@ class Nic {
   };
   struct Flight {  // a WQE on the wire
     std::uint16_t counter;
+    std::uint8_t opcode;
     bool signalled;
     std::vector<Piece> pieces;
   };
@@ -118,8 +120,9 @@ class Nic {
   void fetch();
   void deliver(Flight& flight);
   void land();
+  // Of the WQE of that opcode whose first block has that counter; a syndrome of 0: it is done.
   void complete(std::uint8_t opcode, std::uint16_t counter, std::uint8_t syndrome);
-  void fail(std::uint16_t counter, Syndrome syndrome);
+  void fail(std::uint8_t opcode, std::uint16_t counter, Syndrome syndrome);
   std::uint8_t parse_write(const std::uint8_t* wqe, std::uint32_t segments, std::vector<Piece>* pieces);
   const MemoryRegion* find(const std::vector<MemoryRegion>& regions, std::uint32_t key, std::uint64_t address,
                            std::uint64_t bytes, bool remote) const;

@@ -97,6 +97,41 @@ void waits() {
   CHECK(mlx5::wait_signal(bus, &word, ~0ull - 1, 2, &pair.abort, 0, &value) == mlx5::kOk && value == 1);
 }
 
+// A kernel that waits for what will never come hears of it from its own queue: the request failed that was to bring the
+// answer, or the credit for it. A queue that works is asked as often, and answers nothing.
+void broken_waits(u64 seed) {
+  const auto wait_both = [](Pair& p, Status expected) {
+    auto& end = p.a;
+    const u64 start = end.bus.now_ns();
+    CHECK(mlx5::wait_message(end.bus, end.channel, kLongNs) == expected);
+    CHECK(mlx5::wait_slot(end.bus, end.channel, kLongNs) == expected);
+    CHECK((end.bus.now_ns() - start < kLongNs / 2) == (expected == mlx5::kFailed));
+    CHECK(mlx5::wait_message(end.bus, end.channel, 0) == expected);
+  };
+  for (const bool sound : {true, false}) {
+    g_scenario = sound ? "waits on a queue that works" : "waits on a queue that has failed";
+    Pair pair(shape(2, 64), shape(2, 64), {}, seed);
+    pair.a.nic.peer_gone = !sound;
+    CHECK(send(pair.a) && send(pair.a));
+    wait_both(pair, sound ? mlx5::kTimeout : mlx5::kFailed);
+    CHECK(pair.a.channel.queue.syndrome == (sound ? 0u : unsigned(kRetryExceeded)));
+    CHECK(!sound || pair.a.channel.queue.completed == pair.a.channel.queue.committed);
+  }
+  g_scenario = "what has come is taken, whatever the queue says";
+  Pair pair(shape(2, 64), shape(2, 64), {}, seed);
+  CHECK(send(pair.b));
+  pair.settle();
+  pair.a.nic.peer_gone = true;
+  CHECK(send(pair.a));
+  pair.settle();
+  CHECK(receive(pair.a));
+  mlx5::Ends& ends = pair.a.channel;  // who may not poll the queue
+  CHECK(mlx5::wait_message(pair.a.bus, ends, 1000) == mlx5::kTimeout);
+  CHECK(mlx5::wait_message(pair.a.bus, pair.a.channel, 1000) == mlx5::kFailed);
+  pair.abort = 1;
+  CHECK(mlx5::wait_message(pair.a.bus, pair.a.channel, 1000) == mlx5::kAborted);
+}
+
 // Whoever waits polls without a rest at first, and an abort at any time ends it before it has polled 64 times more.
 void aborts() {
   g_scenario = "aborts";
@@ -342,7 +377,7 @@ int main(int argc, char** argv) {
   lies();
   unused_words();
   region_fits_exactly();
-  for (u64 i = 0; i < 16; ++i) faults(i);
+  for (u64 i = 0; i < 16; ++i) faults(i), broken_waits(i);
   full_ring();
   credit();
   layout();

@@ -46,9 +46,17 @@ struct Inbox {
   std::uint64_t address;
 };
 
+// Memory of the caller's that a NIC is to reach: a host's, or, with the file of its export (dma-buf), another device's.
+// The address is that by which peers name it. A device's without a file: its driver has told the kernel's (peer memory).
+struct Piece {
+  std::uint8_t* address;
+  std::uint64_t bytes;
+  int exported = -1;
+};
+
 // What a caller posts, and how many of each kind are under way at most.
 struct Depth {
-  std::uint32_t sends, receives;
+  std::uint32_t sends, receives, completions;
 };
 
 inline const char* words_of(ibv_wc_status status) {
@@ -63,20 +71,32 @@ inline const char* words_of(ibv_wc_status status) {
   }
 }
 
+// Whether a queue pair is of no use after an event of its own device. A port that is down may come up again before anybody
+// gives up.
+inline bool ends_pair(ibv_event_type type) {
+  switch (type) {
+    case IBV_EVENT_CQ_ERR:
+    case IBV_EVENT_QP_FATAL:
+    case IBV_EVENT_QP_REQ_ERR:
+    case IBV_EVENT_QP_ACCESS_ERR:
+    case IBV_EVENT_DEVICE_FATAL: return true;
+    default: return false;
+  }
+}
+
 class End {
  public:
   End() = default;
   End(const End&) = delete;
   ~End() { close(); }
 
-  // Opens all, up to INIT with every receive posted; `staging` and `inbox`, of so many bytes, are registered and stay the
-  // caller's. False with the cause in `fault`.
-  bool open(const Port& port, std::uint8_t* staging, std::uint64_t staging_bytes, std::uint8_t* inbox,
-            std::uint64_t inbox_bytes, const Depth& depth) {
+  // Opens all, up to INIT with every receive posted; `staging` and `inbox` are registered and stay the caller's. False
+  // with the cause in `fault`.
+  bool open(const Port& port, const Piece& staging, const Piece& inbox, const Depth& depth) {
     if (*lib_.fault) return fail("load libibverbs: %s", lib_.fault);
     port_ = port;
-    return open_device() && open_port() && open_memory(staging, staging_bytes, inbox, inbox_bytes) &&
-           open_queue(depth) && open_pair(depth);
+    at_ = reinterpret_cast<std::uintptr_t>(inbox.address);
+    return open_device() && open_port() && open_memory(staging, inbox) && open_queue(depth) && open_pair(depth);
   }
 
   // From here on both directions work, as soon as the peer has done the same. False with the cause in `fault`.
@@ -127,7 +147,7 @@ class End {
     return ibv_post_recv(pair_, &work, &bad);
   }
   ibv_sge staged(const std::uint8_t* data, std::uint64_t bytes) const {
-    return {reinterpret_cast<std::uintptr_t>(data), std::uint32_t(bytes), staging_->lkey};
+    return {reinterpret_cast<std::uintptr_t>(data), std::uint32_t(bytes), staging_key()};
   }
 
   // What has completed, at most `most`; negative where the device cannot say.
@@ -171,9 +191,12 @@ class End {
     context_ = nullptr;
   }
 
+  bool is_open() const { return context_; }
   const Route& route() const { return route_; }
-  Inbox inbox() const { return {inbox_->rkey, reinterpret_cast<std::uintptr_t>(inbox_->addr)}; }
+  ibv_qp* pair() const { return pair_; }
+  Inbox inbox() const { return {inbox_->rkey, at_}; }
   std::uint64_t inbox_bytes() const { return inbox_->length; }
+  std::uint32_t staging_key() const { return staging_->lkey; }
   int events_fd() const { return events_->fd; }
   int async_fd() const { return context_->async_fd; }
   const char* fault() const { return fault_; }
@@ -218,23 +241,33 @@ class End {
   }
 
   // A peer may write to the inbox, and nothing else; nothing may be read.
-  bool open_memory(std::uint8_t* staging, std::uint64_t staging_bytes, std::uint8_t* inbox, std::uint64_t inbox_bytes) {
+  bool open_memory(const Piece& staging, const Piece& inbox) {
     domain_ = lib_.alloc_pd(context_);
     if (!domain_) return fail("make a protection domain on %s: %s", name(), text(errno));
-    staging_ = lib_.reg_mr(domain_, staging, staging_bytes, 0);
-    if (staging_) inbox_ = lib_.reg_mr(domain_, inbox, inbox_bytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
-    if (!inbox_)
-      return fail("register %" PRIu64 " bytes with %s: %s; is `ulimit -l` (locked memory) too low?",
-                  staging_bytes + inbox_bytes, name(), text(errno));
-    return true;
+    constexpr int open_to_writes = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+    return (staging_ = add(staging, 0)) && (inbox_ = add(inbox, open_to_writes));
+  }
+
+  // Null with the cause in `fault`.
+  ibv_mr* add(const Piece& piece, int access) {
+    const auto address = reinterpret_cast<std::uintptr_t>(piece.address);
+    const bool is_exported = piece.exported >= 0;
+    if (is_exported && !lib_.reg_dmabuf_mr) return fail("register a dma-buf: rdma-core is older than 34"), nullptr;
+    ibv_mr* const memory = is_exported ? lib_.reg_dmabuf_mr(domain_, 0, piece.bytes, address, piece.exported, access)
+                                       : lib_.reg_mr(domain_, piece.address, piece.bytes, access);
+    if (!memory && is_exported)
+      fail("register %" PRIu64 " bytes of a dma-buf with %s: %s", piece.bytes, name(), text(errno));
+    else if (!memory)
+      fail("register %" PRIu64 " bytes with %s: %s; is `ulimit -l` (locked memory) too low?", piece.bytes, name(),
+           text(errno));
+    return memory;
   }
 
   bool open_queue(const Depth& depth) {
     events_ = lib_.create_comp_channel(context_);
-    if (events_) queue_ = lib_.create_cq(context_, int(depth.sends + depth.receives), nullptr, events_, 0);
+    if (events_) queue_ = lib_.create_cq(context_, int(depth.completions), nullptr, events_, 0);
     if (!queue_)
-      return fail("make a queue of %" PRIu32 " completions on %s: %s", depth.sends + depth.receives, name(),
-                  text(errno));
+      return fail("make a queue of %" PRIu32 " completions on %s: %s", depth.completions, name(), text(errno));
     const int flags = fcntl(events_fd(), F_GETFL);
     if (flags < 0 || fcntl(events_fd(), F_SETFL, flags | O_NONBLOCK))
       return fail("wait for events of %s: %s", name(), text(errno));
@@ -280,6 +313,7 @@ class End {
   Port port_{};
   Route route_{};
   Inbox theirs_{};
+  std::uint64_t at_ = 0;  // our inbox
   ibv_context* context_ = nullptr;
   ibv_pd* domain_ = nullptr;
   ibv_mr *staging_ = nullptr, *inbox_ = nullptr;

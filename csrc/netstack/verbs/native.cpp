@@ -9,6 +9,7 @@
 #include <memory>
 #include <new>
 
+#include "pair.h"
 #include "verbs.h"
 
 namespace lamina {
@@ -39,36 +40,14 @@ bool is_open(RdmaEnd* self) {
   return self->end != nullptr;
 }
 
-// card() -> (gid, lid, number, psn, mtu, inbox bytes, key, address)
 PyObject* end_card(PyObject* object, PyObject*) {
   RdmaEnd* self = end_of(object);
-  if (!is_open(self)) return nullptr;
-  const verbs::Route& r = self->end->route();
-  const verbs::Inbox inbox = self->end->inbox();
-  return Py_BuildValue("y#HIIIKIK", r.gid, Py_ssize_t(sizeof r.gid), r.lid, r.number, r.psn, r.mtu,
-                       Number(self->end->inbox_bytes()), inbox.key, Number(inbox.address));
+  return is_open(self) ? card_of(*self->end) : nullptr;
 }
 
-// connect(gid, lid, number, psn, mtu, key, address), of the peer's card.
 PyObject* end_connect(PyObject* object, PyObject* args) {
   RdmaEnd* self = end_of(object);
-  const char* gid;
-  Py_ssize_t gid_bytes;
-  verbs::Route route{};
-  verbs::Inbox inbox{};
-  Number address;
-  if (!is_open(self) || !PyArg_ParseTuple(args, "y#HIIIIK", &gid, &gid_bytes, &route.lid, &route.number, &route.psn,
-                                          &route.mtu, &inbox.key, &address))
-    return nullptr;
-  if (gid_bytes != Py_ssize_t(sizeof route.gid)) return PyErr_Format(PyExc_ValueError, "a GID has 16 bytes");
-  std::memcpy(route.gid, gid, sizeof route.gid);
-  inbox.address = address;
-  bool connected;
-  Py_BEGIN_ALLOW_THREADS;
-  connected = self->end->connect(route, inbox);
-  Py_END_ALLOW_THREADS;
-  if (!connected) return PyErr_Format(PyExc_OSError, "cannot %s", self->end->fault());
-  Py_RETURN_NONE;
+  return is_open(self) ? connect(*self->end, args) : nullptr;
 }
 
 // channel(sock, epoch, spin_s, stall_s, peer, peer_name) -> Channel
@@ -136,8 +115,8 @@ PyObject* open_rdma_end(PyObject* module, PyObject* args) {
   bool opened;
   Py_BEGIN_ALLOW_THREADS;
   madvise(base, out_bytes + in_bytes, MADV_DONTFORK);  // a fork must not move what the NIC writes to
-  opened =
-      self->end->open(port, base, out_bytes, base + out_bytes, in_bytes, verbs::depth_of(self->staging, self->inbox));
+  opened = self->end->open(port, {base, out_bytes}, {base + out_bytes, in_bytes},
+                           verbs::depth_of(self->staging, self->inbox));
   Py_END_ALLOW_THREADS;
   if (opened) return object;
   PyErr_Format(PyExc_OSError, "cannot %s", self->end->fault());

@@ -1,4 +1,4 @@
-// What native.cpp gives the module, also where it was built without libibverbs's headers.
+// What the files here give the module, also where it was built without libibverbs's headers.
 #pragma once
 
 #include "netstack/native.h"
@@ -13,5 +13,11 @@ PyObject* open_rdma_end(PyObject* module, PyObject* args);
 PyObject* rdma_gids(PyObject* module, PyObject* args);
 PyObject* verbs_fault(PyObject* module, PyObject*);  // why there is no RdmaEnd; empty: there is
 bool add_rdma_end(State* state, PyObject* module);   // the type; false with an exception set
+
+// open_kernel_pair(device, port, gid_index, pkey_index, service_level, traffic_class, blocks, staging, inbox), of which
+// the last two are (address, bytes, file of a dma-buf or -1) -> KernelPair
+PyObject* open_kernel_pair(PyObject* module, PyObject* args);
+PyObject* mlx5_fault(PyObject* module, PyObject*);  // why there is no KernelPair; empty: there is
+bool add_kernel_pair(State* state, PyObject* module);  // the type; false with an exception set
 
 }  // namespace lamina

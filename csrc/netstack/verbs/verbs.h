@@ -31,7 +31,8 @@ enum Request : std::uint64_t { kDataSent = 1, kCreditSent, kBeatSent, kPieceSent
 // Most requests that are under way at once: pieces of every message out, credit for every message in, one sign of life.
 inline Depth depth_of(const Slots& staging, const Slots& inbox) {
   const std::uint64_t pieces = (Slots::stride(staging.slot_bytes) + kWriteBytes - 1) / kWriteBytes;
-  return {std::uint32_t(staging.slots * pieces + inbox.slots + 1), std::uint32_t(staging.slots + inbox.slots)};
+  const std::uint64_t sends = staging.slots * pieces + inbox.slots + 1, receives = staging.slots + inbox.slots;
+  return {std::uint32_t(sends), std::uint32_t(receives), std::uint32_t(sends + receives)};
 }
 
 class Verbs final : public Engine, private Teller::Client {
@@ -298,16 +299,8 @@ class Verbs final : public Engine, private Teller::Client {
 
   void hear_device() {
     ibv_event_type type;
-    while (end_->event(&type)) {
-      switch (type) {
-        case IBV_EVENT_CQ_ERR:
-        case IBV_EVENT_QP_FATAL:
-        case IBV_EVENT_QP_REQ_ERR:
-        case IBV_EVENT_QP_ACCESS_ERR:
-        case IBV_EVENT_DEVICE_FATAL: lose(Status::gone, true, "our NIC reports: %s", end_->words(type)); break;
-        default: break;  // a port that is down may come up again before anybody gives up
-      }
-    }
+    while (end_->event(&type))
+      if (ends_pair(type)) lose(Status::gone, true, "our NIC reports: %s", end_->words(type));
   }
 
   void beat(std::uint64_t now) {

@@ -1,8 +1,8 @@
 // A channel from the GPU's side: send and receive, to be put on a stream or into a CUDA graph between slices. What
 // changes from one launch to the next (seqno, slot, length) is in device memory, so a graph can be replayed. All
-// launches of a channel's direction are ordered by one stream or by edges of a graph: its counters have no lock (an
-// mlx5 channel has one queue for both directions). `*status` is sticky: after the first failure every later launch
-// returns at once, and the host reads why. Compiled by nvcc and, at run time, by NVRTC.
+// launches of a channel's direction are ordered by one stream or by edges of a graph: its counters have no lock.
+// `*status` is sticky: after the first failure every later launch returns at once, and the host reads why. Compiled by
+// nvcc and, at run time, by NVRTC.
 #include "netstack/memory_channel.h"
 #include "netstack/mlx5_channel.h"
 
@@ -75,7 +75,8 @@ struct Source {
 };
 
 // By one thread.
-__device__ void reserve(Ends& c, u64 timeout_ns, int* status) {
+template <class C>
+__device__ void reserve(C& c, u64 timeout_ns, int* status) {
   Bus bus;
   if (*status != kOk) return;
   const Status found = wait_slot(bus, c, timeout_ns);
@@ -123,8 +124,8 @@ struct Due {
 };
 
 // `met` says what to make of a header. False if it failed.
-template <class Met>
-__device__ bool take(Ends& c, u8* target, u64 timeout_ns, int* status, Met met) {
+template <class C, class Met>
+__device__ bool take(C& c, u8* target, u64 timeout_ns, int* status, Met met) {
   __shared__ const u8* payload;
   __shared__ u64 length;
   if (threadIdx.x == 0) {
@@ -150,7 +151,8 @@ __device__ bool take(Ends& c, u8* target, u64 timeout_ns, int* status, Met met) 
 }
 
 // Any message of up to `room` bytes.
-__device__ bool take(Ends& c, u8* target, u64 room, u64* bytes, u64* tag, u64 timeout_ns, int* status) {
+template <class C>
+__device__ bool take(C& c, u8* target, u64 room, u64* bytes, u64* tag, u64 timeout_ns, int* status) {
   return take(c, target, timeout_ns, status, [=](const Header& header) {
     if (header.length > room) return kFault;
     *bytes = header.length;
@@ -186,66 +188,29 @@ __device__ void receive(C& c, u8* target, u64 room, u64* bytes, u64* tag, u64 ti
 
 #define LAMINA_KERNEL extern "C" __global__ void __launch_bounds__(kBlockThreads)
 
-// Send `*bytes` from `source` with the four words of `tag`. A null `source`: an earlier kernel has written the payload
-// to that of message `channel->published` itself.
-LAMINA_KERNEL lamina_mlx5_send(Mlx5* channel, const u8* source, const u64* bytes, const u64* tag, u64 timeout_ns,
-                               int* status) {
-  send(*channel, Source{source, nullptr, bytes}, tag, timeout_ns, status);
-}
+#define LAMINA_OF_LINK(name) lamina_mlx5_##name
+#define LAMINA_LINK Mlx5
+#include "netstack/kernels/link.h"
+#undef LAMINA_OF_LINK
+#undef LAMINA_LINK
 
-LAMINA_KERNEL lamina_memory_send(Memory* channel, const u8* source, const u64* bytes, const u64* tag, u64 timeout_ns,
-                                 int* status) {
-  send(*channel, Source{source, nullptr, bytes}, tag, timeout_ns, status);
-}
+#define LAMINA_OF_LINK(name) lamina_memory_##name
+#define LAMINA_LINK Memory
+#include "netstack/kernels/link.h"
+#undef LAMINA_OF_LINK
+#undef LAMINA_LINK
 
-// `bytes[0]` from `first` and behind them `bytes[1]` from `second`, as one message.
-LAMINA_KERNEL lamina_memory_send_two(Memory* channel, const u8* first, const u8* second, const u64* bytes,
-                                     const u64* tag, u64 timeout_ns, int* status) {
-  send(*channel, Source{first, second, bytes}, tag, timeout_ns, status);
-}
-
-// Receive the next message into `target`, which holds `room` bytes; its length and tag go to `bytes` and `tag`.
-LAMINA_KERNEL lamina_mlx5_receive(Mlx5* channel, u8* target, u64 room, u64* bytes, u64* tag, u64 timeout_ns,
-                                  int* status) {
-  receive(*channel, target, room, bytes, tag, timeout_ns, status);
-}
-
-LAMINA_KERNEL lamina_memory_receive(Memory* channel, u8* target, u64 room, u64* bytes, u64* tag, u64 timeout_ns,
-                                    int* status) {
-  receive(*channel, target, room, bytes, tag, timeout_ns, status);
-}
-
-// Receive the next message, which must be of `*bytes` and `tag`, into `target`; else see Due.
-LAMINA_KERNEL lamina_memory_receive_due(Memory* channel, u8* target, const u64* bytes, const u64* tag, u64* note,
-                                        u64 timeout_ns, int* status) {
-  const Due due{bytes, tag, note};
-  if (take(*channel, target, timeout_ns, status, [=](const Header& header) { return due.met(header); }))
-    release(*channel, timeout_ns, status);
-}
-
-// The halves of both, for a host that reserves ahead and holds what it has received. The counts are the host's, so a
-// step that the host gave up may be done again.
-LAMINA_KERNEL lamina_memory_reserve(Memory* channel, u64 granted, u64 timeout_ns, int* status) {
+// Wait until the NIC needs nothing any more of what was sent. `abort` is this kernel's own: the channel's waits are over.
+LAMINA_KERNEL lamina_mlx5_flush(Mlx5* channel, const u64* abort, u64 timeout_ns, int* status) {
   if (threadIdx.x != 0) return;
-  channel->granted = granted;
-  reserve(*channel, timeout_ns, status);
-}
-
-LAMINA_KERNEL lamina_memory_put(Memory* channel, const u8* source, const u64* bytes, const u64* tag, u64 timeout_ns,
-                                int* status) {
-  put(*channel, Source{source, nullptr, bytes}, tag, timeout_ns, status);
-}
-
-LAMINA_KERNEL lamina_memory_take(Memory* channel, u64 received, u8* target, u64 room, u64* bytes, u64* tag,
-                                 u64 timeout_ns, int* status) {
-  if (threadIdx.x == 0) channel->received = received;
-  take(*channel, target, room, bytes, tag, timeout_ns, status);
-}
-
-// `released`: with the one that is released now.
-LAMINA_KERNEL lamina_memory_release(Memory* channel, u64 released, u64 timeout_ns, int* status) {
-  if (threadIdx.x == 0) channel->released = released - 1;
-  release(*channel, timeout_ns, status);
+  Bus bus;
+  const auto& queue = channel->queue;
+  Pace<Bus> pace(bus, abort, timeout_ns);
+  for (;;) {
+    Status found = link_broken(bus, *channel);
+    if (found == kOk && bus.load(&queue.completed) != bus.load(&queue.committed)) found = pace.poll_again();
+    if (found != kPending) return settle(status, found);
+  }
 }
 
 // The time, in nanoseconds of the GPU's clock, into the next of `times`.

@@ -1,0 +1,54 @@
+// The kernels of one kind of link, the same for all kinds: kernels.cu includes this once for each, with LAMINA_LINK as its
+// channel and LAMINA_OF_LINK(name) as a kernel's whole name.
+
+// Send `*bytes` from `source` with the four words of `tag`. A null `source`: an earlier kernel has written the payload
+// to that of message `channel->published` itself.
+LAMINA_KERNEL LAMINA_OF_LINK(send)(LAMINA_LINK* channel, const u8* source, const u64* bytes, const u64* tag,
+                                   u64 timeout_ns, int* status) {
+  send(*channel, Source{source, nullptr, bytes}, tag, timeout_ns, status);
+}
+
+// `bytes[0]` from `first` and behind them `bytes[1]` from `second`, as one message.
+LAMINA_KERNEL LAMINA_OF_LINK(send_two)(LAMINA_LINK* channel, const u8* first, const u8* second, const u64* bytes,
+                                       const u64* tag, u64 timeout_ns, int* status) {
+  send(*channel, Source{first, second, bytes}, tag, timeout_ns, status);
+}
+
+// Receive the next message into `target`, which holds `room` bytes; its length and tag go to `bytes` and `tag`.
+LAMINA_KERNEL LAMINA_OF_LINK(receive)(LAMINA_LINK* channel, u8* target, u64 room, u64* bytes, u64* tag, u64 timeout_ns,
+                                      int* status) {
+  receive(*channel, target, room, bytes, tag, timeout_ns, status);
+}
+
+// Receive the next message, which must be of `*bytes` and `tag`, into `target`; else see Due.
+LAMINA_KERNEL LAMINA_OF_LINK(receive_due)(LAMINA_LINK* channel, u8* target, const u64* bytes, const u64* tag, u64* note,
+                                          u64 timeout_ns, int* status) {
+  const Due due{bytes, tag, note};
+  if (take(*channel, target, timeout_ns, status, [=](const Header& header) { return due.met(header); }))
+    release(*channel, timeout_ns, status);
+}
+
+// The halves of both, for a host that reserves ahead and holds what it has received. The counts are the host's, so a
+// step that the host gave up may be done again.
+LAMINA_KERNEL LAMINA_OF_LINK(reserve)(LAMINA_LINK* channel, u64 granted, u64 timeout_ns, int* status) {
+  if (threadIdx.x != 0) return;
+  channel->granted = granted;
+  reserve(*channel, timeout_ns, status);
+}
+
+LAMINA_KERNEL LAMINA_OF_LINK(put)(LAMINA_LINK* channel, const u8* source, const u64* bytes, const u64* tag,
+                                  u64 timeout_ns, int* status) {
+  put(*channel, Source{source, nullptr, bytes}, tag, timeout_ns, status);
+}
+
+LAMINA_KERNEL LAMINA_OF_LINK(take)(LAMINA_LINK* channel, u64 received, u8* target, u64 room, u64* bytes, u64* tag,
+                                   u64 timeout_ns, int* status) {
+  if (threadIdx.x == 0) channel->received = received;
+  take(*channel, target, room, bytes, tag, timeout_ns, status);
+}
+
+// `released`: with the one that is released now.
+LAMINA_KERNEL LAMINA_OF_LINK(release)(LAMINA_LINK* channel, u64 released, u64 timeout_ns, int* status) {
+  if (threadIdx.x == 0) channel->released = released - 1;
+  release(*channel, timeout_ns, status);
+}

@@ -1,0 +1,141 @@
+// The part of the module that opens queue pairs for kernels: KernelPair, whose ring, completions and doorbell somebody
+// else uses. Memory that a peer may write to, or that is sent from, is the caller's.
+#include "native.h"
+
+#if __has_include(<infiniband/mlx5dv.h>)
+#include <memory>
+#include <new>
+
+#include "objects.h"
+#include "pair.h"
+
+namespace lamina {
+namespace {
+
+using verbs::End;
+
+struct KernelPair {
+  PyObject_HEAD std::unique_ptr<End> end;
+  verbs::Layout layout;
+};
+
+KernelPair* pair_of(PyObject* object) { return reinterpret_cast<KernelPair*>(object); }
+
+void pair_dealloc(PyObject* object) {
+  pair_of(object)->end.~unique_ptr();
+  free_object(object);
+}
+
+// With the GIL throughout: whoever closes it and whoever asks take turns.
+bool is_open(const KernelPair* self) {
+  if (!self->end->is_open()) PyErr_SetString(PyExc_ValueError, "the queue pair was closed");
+  return self->end->is_open();
+}
+
+PyObject* pair_card(PyObject* object, PyObject*) {
+  return is_open(pair_of(object)) ? card_of(*pair_of(object)->end) : nullptr;
+}
+
+PyObject* pair_connect(PyObject* object, PyObject* args) {
+  return is_open(pair_of(object)) ? connect(*pair_of(object)->end, args) : nullptr;
+}
+
+PyObject* pair_queue(PyObject* object, PyObject*) {
+  const KernelPair* self = pair_of(object);
+  if (!is_open(self)) return nullptr;
+  const verbs::Layout& q = self->layout;
+  const auto at = [](const void* place) { return Number(reinterpret_cast<std::uintptr_t>(place)); };
+  return Py_BuildValue("{sKsKsKsKsKsIsIsIsIsI}", "ring", at(q.ring), "record", at(q.record), "doorbell", at(q.doorbell),
+                       "completions", at(q.completions), "seen", at(q.seen), "number", q.number, "blocks", q.blocks,
+                       "cqes", q.cqes, "alternate", q.alternate, "key", self->end->staging_key());
+}
+
+PyObject* pair_events_fd(PyObject* object, PyObject*) {
+  return is_open(pair_of(object)) ? PyLong_FromLong(pair_of(object)->end->async_fd()) : nullptr;
+}
+
+PyObject* pair_event(PyObject* object, PyObject*) {
+  End& end = *pair_of(object)->end;
+  ibv_event_type type;
+  while (end.is_open() && end.event(&type))
+    if (verbs::ends_pair(type)) return PyUnicode_FromString(end.words(type));
+  Py_RETURN_NONE;
+}
+
+PyObject* pair_halt(PyObject* object, PyObject*) {
+  if (pair_of(object)->end->is_open()) pair_of(object)->end->halt();
+  Py_RETURN_NONE;
+}
+
+PyObject* pair_close(PyObject* object, PyObject*) {
+  pair_of(object)->end->close();
+  Py_RETURN_NONE;
+}
+
+PyMethodDef pair_methods[] = {
+    {"card", pair_card, METH_NOARGS, nullptr},   {"connect", pair_connect, METH_VARARGS, nullptr},
+    {"queue", pair_queue, METH_NOARGS, nullptr}, {"events_fd", pair_events_fd, METH_NOARGS, nullptr},
+    {"event", pair_event, METH_NOARGS, nullptr}, {"halt", pair_halt, METH_NOARGS, nullptr},
+    {"close", pair_close, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyType_Slot pair_slots[] = {{Py_tp_dealloc, slot(pair_dealloc)}, {Py_tp_methods, pair_methods}, {0, nullptr}};
+PyType_Spec pair_spec = {"lamina.netstack.host._native.KernelPair", sizeof(KernelPair), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, pair_slots};
+
+}  // namespace
+
+PyObject* open_kernel_pair(PyObject* module, PyObject* args) {
+  auto* state = static_cast<State*>(PyModule_GetState(module));
+  const char* device;
+  verbs::Port port{};
+  unsigned blocks;
+  Number places[2], bytes[2];
+  int files[2];
+  if (!PyArg_ParseTuple(args, "sbiHbbI(KKi)(KKi)", &device, &port.number, &port.gid_index, &port.pkey_index,
+                        &port.service_level, &port.traffic_class, &blocks, &places[0], &bytes[0], &files[0], &places[1],
+                        &bytes[1], &files[1]))
+    return nullptr;
+  auto* self = allocate<KernelPair>(state->kernel_pair_type);
+  if (!self) return nullptr;
+  auto* object = reinterpret_cast<PyObject*>(self);
+  new (&self->end) std::unique_ptr<End>(new (std::nothrow) End);
+  if (!self->end) return Py_DECREF(object), PyErr_NoMemory();
+  port.device = device;
+  const auto piece = [&](int i) {
+    return verbs::Piece{reinterpret_cast<std::uint8_t*>(std::uintptr_t(places[i])), bytes[i], files[i]};
+  };
+  bool opened;
+  std::string fault;
+  Py_BEGIN_ALLOW_THREADS;
+  opened = self->end->open(port, piece(0), piece(1), verbs::depth_of(blocks));
+  if (!opened) fault = self->end->fault();
+  opened = opened && verbs::lay_out(self->end->pair(), &self->layout, &fault);
+  Py_END_ALLOW_THREADS;
+  if (opened) return object;
+  PyErr_Format(PyExc_OSError, "cannot %s", fault.c_str());
+  Py_DECREF(object);
+  return nullptr;
+}
+
+PyObject* mlx5_fault(PyObject*, PyObject*) {
+  const char* fault = verbs::Library::get().fault;
+  return PyUnicode_DecodeFSDefault(*fault ? fault : verbs::Provider::get().fault);
+}
+
+bool add_kernel_pair(State* state, PyObject* module) {
+  state->kernel_pair_type = reinterpret_cast<PyTypeObject*>(PyType_FromModuleAndSpec(module, &pair_spec, nullptr));
+  return state->kernel_pair_type != nullptr;
+}
+
+}  // namespace lamina
+
+#else
+
+namespace lamina {
+
+PyObject* open_kernel_pair(PyObject*, PyObject*) { return PyErr_Format(PyExc_OSError, "%s", kUnbuilt); }
+PyObject* mlx5_fault(PyObject*, PyObject*) { return PyUnicode_FromString(kUnbuilt); }
+bool add_kernel_pair(State*, PyObject*) { return true; }
+
+}  // namespace lamina
+
+#endif

@@ -1,0 +1,285 @@
+"""Channels whose every call is a kernel: of the host, which launches one and waits for it, with payloads in pinned
+memory; or of the device, from ``lend``, whose view puts kernels on a stream or into a CUDA graph, until ``take_back``.
+
+What the kernels do with a kind of link is in csrc/netstack/kernels; what carries its messages, its transport says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from time import monotonic
+
+from lamina.netstack.contract.fabric import ChannelTimeout, NoResource, PeerFault, Slot
+from lamina.netstack.contract.layout import StructLayout
+from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry, Terms
+from lamina.netstack.host.native import ABORTED, FAULT, LINE, OK, TIMEOUT
+from lamina.netstack.meeting.lifeline import SLICE_S, WatchedChannel, watch
+
+from .driver import CudaError, CudaStream, Driver, Pinned
+from .ends import stride
+
+STALL_NS = 1_000_000_000  # a put or release that takes so long has lost its memory
+MAIL = struct.Struct("<Q32si")  # bytes, tag and status of a direction, in a line of pinned memory
+TAG_OFFSET, STATUS_OFFSET = 8, 40
+SENDER, RECEIVER = 0, 1
+BROKEN = "the peer broke the protocol: a signal, credit or header out of its bounds"
+KERNELS_OF_VIEW = "send", "send_two", "receive", "receive_due"
+
+
+@dataclass(frozen=True)
+class LinkKind:
+    """``name``: of its kernels, between lamina_ and what they do; ``layout``: of its channel's struct."""
+
+    name: str
+    layout: StructLayout
+
+
+@dataclass(frozen=True)
+class DeviceView:
+    """A DeviceSide whose calls launch kernels of ``driver``."""
+
+    driver: Driver
+    channel: int  # address of its struct Ends
+    launch: Callable[..., None]  # (stream, what the kernel does, its arguments behind the channel's own)
+    check: Callable[[int], None]
+    recordable: bool = True
+
+    def send(self, stream: int, source: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
+        self.launch(stream, "send", source, nbytes, tag, timeout_ns, status)
+
+    def send_two(
+        self, stream: int, first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int
+    ) -> None:
+        self.launch(stream, "send_two", first, second, nbytes, tag, timeout_ns, status)
+
+    def receive(self, stream: int, target: int, room: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
+        self.launch(stream, "receive", target, room, nbytes, tag, timeout_ns, status)
+
+    def receive_due(
+        self, stream: int, target: int, nbytes: int, tag: int, note: int, timeout_ns: int, status: int
+    ) -> None:
+        self.launch(stream, "receive_due", target, nbytes, tag, note, timeout_ns, status)
+
+
+class KernelChannel(WatchedChannel):
+    """A channel of a ``kind`` of link. Owns ``sock`` and ``parts``, what carries its messages, once this returns.
+
+    ``describe``: the struct of the channel, given the address of the abort word.
+    """
+
+    def __init__(
+        self, driver: Driver, kind: LinkKind, parts: ExitStack, describe: Callable[[int], bytes], sock: socket.socket,
+        peer: str, session: Terms, *, listening: bool,
+    ) -> None:  # fmt: skip
+        outbound, inbound = directions(session, listening=listening)
+        super().__init__(sock, peer, session.epoch, outbound, inbound, session.peer_name(listening=listening))
+        self._driver, self._kind = driver, kind
+        self._steps = stride(outbound), stride(inbound)
+        self._zero = session.epoch << EPOCH_SHIFT
+        nbytes = 3 * LINE + outbound.slots * self._steps[SENDER] + inbound.slots * self._steps[RECEIVER]
+        with ExitStack() as own:
+            own.push(parts.pop_all())  # the last to go
+            # abort word, two mails, staging, what was received
+            self._pinned = own.enter_context(closing(Pinned(driver, nbytes)))
+            self._channel = driver.allocate(describe(self._pinned.address))
+            own.callback(driver.free, self._channel)
+            self._streams = tuple(own.enter_context(closing(CudaStream(driver))) for _ in range(2))
+            self._free = weakref.finalize(self, own.pop_all().close)
+        self._roles = threading.Lock(), threading.Lock()  # held by a role for the whole of its call
+        self._grants = self._sent = self._received = self._released = 0
+        self._launching = threading.Lock()  # held by a view's launch, of which none may come once memory is given back
+        self._watched = self._closed = False
+
+    @property
+    def gpu(self) -> int:
+        return self._driver.index
+
+    def lend(self) -> DeviceView:
+        if not self._watched:  # no call of the host looks at the life line from here on
+            self._watched = True
+            view = self._pinned.view
+
+            def end_waits() -> None:
+                view[0] = 1
+
+            weakref.finalize(self, watch(self._sock, end_waits, *self._events()))
+            for kernel in KERNELS_OF_VIEW:
+                self._driver.load(f"{self._kind.name}_{kernel}")
+        return DeviceView(self._driver, self._channel, self._launch, self._check_kernels)
+
+    def take_back(self) -> None:
+        with self._launching:
+            if self._closed:
+                return
+            ends = self._struct()
+        self._grants, self._sent = ends["granted"], ends["published"]
+        self._received, self._released = ends["received"], ends["released"]
+
+    def close(self) -> None:
+        self._leave("closed the channel")
+        with self._roles[SENDER], self._roles[RECEIVER], self._launching:
+            if self._watched:
+                with suppress(CudaError):  # of whatever they were, kernels are over
+                    self._driver.call("cuCtxSynchronize")
+            self._closed = True
+            self._free()
+            self._sock.close()
+
+    def _end_waits(self) -> None:
+        self._pinned.view[0] = 1
+
+    def _events(self) -> tuple[int, ...]:
+        """Descriptors that say, beside the life line, that the link may be over."""
+        return ()
+
+    def _broken(self, status: int) -> str:
+        """What the link itself says of a kernel's ``status``."""
+        return f"status {status} of csrc/netstack/device.h"
+
+    def _struct(self) -> dict[str, int]:
+        layout = self._kind.layout
+        return layout.unpack(self._driver.read(self._channel, layout.nbytes))
+
+    def _launch(self, stream: int, kernel: str, *arguments: int) -> None:
+        with self._launching:
+            if not self._closed:
+                self._driver.launch(stream, f"{self._kind.name}_{kernel}", self._channel, *arguments)
+
+    def _check_kernels(self, status: int) -> None:
+        """Raise the error that a view's ``status`` stands for, or that the channel was closed, after which nothing is
+        launched.
+        """
+        if status == OK and not self._closed:
+            return
+        self._check("a kernel")
+        self._look()
+        self._check_peer("a kernel")
+        if status == TIMEOUT:
+            raise ChannelTimeout(f"{self.peer}: a kernel: no message, or no free slot, within its time")
+        why = BROKEN if status == FAULT else self._broken(status)
+        self._lose(why)
+        raise PeerFault(f"{self.peer}: a kernel: {why}")
+
+    def _grant(self, nbytes: int, timeout_s: float) -> tuple[int, memoryview]:
+        with self._roles[SENDER]:
+            if monotonic() - self._looked > 2 * SLICE_S:
+                self._look()
+            self._check("reserve")
+            self._check_peer("reserve")
+            message = self._grants
+
+            def step(timeout_ns: int) -> int:
+                return self._run(SENDER, "reserve", message, timeout_ns)
+
+            if not self._wait(step, timeout_s, "reserve"):
+                slots = self.outbound.slots
+                raise NoResource(f"{self.peer}: reserve: none of {slots} slots became free within {timeout_s:g} s")
+            self._grants += 1
+            index = message % self.outbound.slots
+            return index, self._place(SENDER, index)[:nbytes]
+
+    def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
+        with self._roles[SENDER]:
+            self._check("put_signal")
+            self._check_peer("put_signal")
+            if source is not None:
+                slot.data[:] = source
+            mail = self._mail(SENDER)
+            MAIL.pack_into(mail, 0, nbytes, tag, OK)
+            address = self._address(mail)
+            payload = self._address(self._place(SENDER, slot.index))
+            try:
+                status = self._run(SENDER, "put", payload, address, address + TAG_OFFSET, STALL_NS)
+            except BaseException:
+                self._lose("a put was interrupted half-way")
+                raise
+            if status != OK:
+                self._check("put_signal")
+                self._lose("its memory takes nothing" if status == TIMEOUT else self._broken(status))
+                self._check_peer("put_signal")
+            self._sent += 1
+            return self._zero + self._sent
+
+    def _take(self, timeout_s: float) -> tuple[int, bytes, memoryview]:
+        with self._roles[RECEIVER]:
+            message = self._received
+            mail, place = self._mail(RECEIVER), self._place(RECEIVER, message % self.inbound.slots)
+            where = self._address(mail)
+            room = self.inbound.slot_bytes
+
+            def step(timeout_ns: int) -> int:
+                rest = room, where, where + TAG_OFFSET, timeout_ns
+                return self._run(RECEIVER, "take", message, self._address(place), *rest)
+
+            if not self._wait(step, timeout_s, "wait_signal"):
+                raise ChannelTimeout(f"{self.peer}: wait_signal: no message within {timeout_s:g} s")
+            self._received += 1
+            nbytes, tag, _ = MAIL.unpack_from(mail)
+            return self._zero + self._received, tag, place[:nbytes].toreadonly()
+
+    def _give_back(self) -> None:
+        with self._roles[RECEIVER]:
+            if not self._stopped and self._peer_end is None:
+                self._released += 1
+                self._run(RECEIVER, "release", self._released, STALL_NS)
+
+    def _wait(self, step: Callable[[int], int], timeout_s: float, operation: str) -> bool:
+        """Call ``step`` until it says OK; False once ``timeout_s`` has passed. Messages from before the peer's end
+        count.
+        """
+        deadline, pause = monotonic() + timeout_s, 0.0
+        while True:
+            self._check(operation)
+            over = self._peer_end is not None
+            status = step(round(pause * 1e9))
+            if status == OK:
+                return True
+            self._check(operation)
+            if status not in (TIMEOUT, ABORTED):
+                self._lose(BROKEN if status == FAULT else self._broken(status))
+                over = True
+            if over:
+                self._check_peer(operation)
+            self._look()
+            left = deadline - monotonic()
+            if self._peer_end is None and left <= 0:
+                return False
+            pause = 0.0 if self._peer_end else min(left, SLICE_S)
+
+    def _run(self, role: int, kernel: str, *arguments: int) -> int:
+        """Launch, wait, and tell the status. A driver that fails has ended the channel."""
+        mail = self._mail(role)
+        mail[STATUS_OFFSET : STATUS_OFFSET + 4] = bytes(4)
+        try:
+            status = self._address(mail) + STATUS_OFFSET
+            stream = self._streams[role]
+            self._driver.launch(stream.number, f"{self._kind.name}_{kernel}", self._channel, *arguments, status)
+            stream.synchronize()
+        except CudaError as error:
+            self._lose(str(error))
+            raise PeerFault(f"{self.peer}: {kernel}: {error}") from error
+        return int(MAIL.unpack_from(mail)[2])
+
+    def _mail(self, role: int) -> memoryview:
+        return self._pinned.view[(1 + role) * LINE : (2 + role) * LINE]
+
+    def _place(self, role: int, index: int) -> memoryview:
+        """Pinned memory of the payload of a slot."""
+        base = 3 * LINE + (self.outbound.slots * self._steps[SENDER] if role == RECEIVER else 0)
+        start = base + index * self._steps[role]
+        return self._pinned.view[start : start + self._steps[role]]
+
+    def _address(self, part: memoryview) -> int:
+        return ctypes.addressof(ctypes.c_ubyte.from_buffer(part))
+
+
+def directions(terms: Terms, *, listening: bool) -> tuple[Geometry, Geometry]:
+    """(outbound, inbound) of this side."""
+    return (terms.inbound, terms.outbound) if listening else (terms.outbound, terms.inbound)

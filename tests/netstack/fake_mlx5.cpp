@@ -1,0 +1,450 @@
+// The kernel's part of mlx5_0, for a process that has this library preloaded: it answers the commands that libmlx5 writes
+// to its device, and runs a software NIC on the memory that libmlx5 names in them. So the distribution's own libibverbs
+// and libmlx5 build rings, records and completion queues, map doorbells, post and poll, without a card.
+//
+// What a host keeps in files is in the folder that SYSFS_PATH names. Every ioctl but one is answered as a kernel without
+// it answers, and libibverbs goes on with writes. Queue pairs of this process are each other's peers. The functions
+// behind `fake_mlx5_` let a test move the NICs and spoil what they do.
+#include <fcntl.h>
+#include <rdma/ib_user_ioctl_cmds.h>
+#include <rdma/ib_user_verbs.h>
+#include <rdma/mlx5-abi.h>
+#include <rdma/rdma_user_ioctl_cmds.h>
+#include <sys/eventfd.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdarg>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "netstack/nic_model/nic.h"
+
+using namespace lamina::nic_model;
+
+namespace {
+
+constexpr const char* kNode = "/dev/infiniband/uverbs0";
+constexpr const char* kBehind = "/dev/zero";  // a character device whose shared mappings are plain memory
+constexpr std::uint32_t kPage = 4096, kRegisters = 0x800, kRegisterBytes = 512, kBanks = 16;
+constexpr std::uint32_t kAccessRemoteWrite = 2;
+enum { kInit = 1, kReadyToReceive, kReadyToSend, kError = 6 };  // of ib_qp_state
+
+struct CompletionQueue {
+  std::uint8_t* ring;
+  const std::uint32_t* seen;
+  std::uint32_t entries;
+};
+
+// An open file of the device.
+struct Node {
+  int events = -1;  // the process's end of their pipe
+  std::map<std::uint32_t, std::uint8_t*> pages;  // of doorbells, by number
+  std::uint32_t next_bank = 1;
+};
+
+struct Pair {
+  int events;  // the kernel's end
+  std::uint64_t user_handle;
+  std::uint32_t domain, peer = 0;
+  const std::uint8_t* registers;
+  std::uint64_t rung[2] = {};
+  Setup setup;
+  std::unique_ptr<Nic> nic;
+};
+
+std::mutex mutex;
+std::map<int, Node> nodes;
+std::map<std::uint32_t, CompletionQueue> queues;
+std::map<std::uint32_t, std::unique_ptr<Pair>> pairs;  // by number
+std::map<std::uint32_t, std::pair<std::uint32_t, MemoryRegion>> memories;  // by handle: domain and region
+std::map<int, int> events;  // the process's end of a pipe, the kernel's
+int exports = 0;  // memories that were registered by dma-buf
+std::uint32_t next_handle = 1, next_number = 0x1230f1;
+Adversary adversary{};
+std::map<int, std::uint64_t> buffers;  // where the memory behind a dma-buf begins
+
+template <class T>
+T* at(std::uint64_t address) {
+  return reinterpret_cast<T*>(std::uintptr_t(address));
+}
+
+// A command as it was written: what follows its header, and where its answer goes.
+struct Command {
+  int node;
+  const std::uint8_t* body;
+  std::uint8_t* answer;
+  std::size_t room;
+
+  template <class T>
+  const T& as() const {
+    return *reinterpret_cast<const T*>(body);
+  }
+  template <class Core, class Driver>
+  const Driver& driver() const {
+    return *reinterpret_cast<const Driver*>(body + sizeof(Core));
+  }
+  template <class T>
+  void put(const T& value, std::size_t behind = 0) const {
+    if (behind < room) std::memcpy(answer + behind, &value, std::min(sizeof value, room - behind));
+  }
+};
+
+// Of what the device says of itself: the kernel's end, and the process's.
+int make_events() {
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC)) return -1;
+  events[ends[0]] = ends[1];
+  return ends[0];
+}
+
+int get_context(const Command& c) {
+  ib_uverbs_get_context_resp core{};
+  core.async_fd = std::uint32_t(nodes.at(c.node).events = make_events());
+  core.num_comp_vectors = 1;
+  mlx5_ib_alloc_ucontext_resp mine{};
+  mine.qp_tab_size = 1 << 17;
+  mine.bf_reg_size = kRegisterBytes;
+  mine.tot_bfregs = kBanks;
+  mine.cache_line_size = 64;
+  mine.max_sq_desc_sz = mine.max_rq_desc_sz = 1024;
+  mine.max_send_wqebb = mine.max_recv_wr = mine.max_srq_recv_wr = 1 << 15;
+  mine.num_ports = 1;
+  mine.cqe_version = 1;
+  mine.log_uar_size = 12;
+  mine.num_uars_per_page = 1;
+  mine.response_length = sizeof mine;
+  c.put(core);
+  c.put(mine, sizeof core);
+  return 0;
+}
+
+int query_port(const Command& c) {
+  if (c.as<ib_uverbs_query_port>().port_num != 1) return EINVAL;
+  ib_uverbs_query_port_resp port{};
+  port.max_msg_sz = 1u << 30;
+  port.gid_tbl_len = port.pkey_tbl_len = 1;
+  port.state = 4;
+  port.max_mtu = port.active_mtu = 5;
+  port.link_layer = 2;
+  c.put(port);
+  return 0;
+}
+
+std::uint32_t remember(std::uint32_t domain, std::uint64_t address, std::uint64_t bytes, std::uint8_t* place,
+                       std::uint32_t access) {
+  const std::uint32_t handle = next_handle++, key = 0x00aabb00 + 0x100 * handle;
+  memories[handle] = {domain, {key, address, bytes, place, (access & kAccessRemoteWrite) != 0, nullptr}};
+  return handle;
+}
+
+int register_memory(const Command& c) {
+  const auto& asked = c.as<ib_uverbs_reg_mr>();
+  const std::uint32_t handle =
+      remember(asked.pd_handle, asked.hca_va, asked.length, at<std::uint8_t>(asked.start), asked.access_flags);
+  const std::uint32_t key = memories[handle].second.key;
+  c.put(ib_uverbs_reg_mr_resp{handle, key, key});
+  return 0;
+}
+
+int create_queue(const Command& c, std::uint32_t entries, const mlx5_ib_create_cq& mine, std::size_t core_bytes) {
+  const std::uint32_t handle = next_handle++;
+  queues[handle] = {at<std::uint8_t>(mine.buf_addr), at<std::uint32_t>(mine.db_addr), entries + 1};
+  if (mine.cqe_size != 64) return EINVAL;
+  ib_uverbs_create_cq_resp core{};
+  core.cq_handle = handle, core.cqe = entries;
+  c.put(core);
+  c.put(mlx5_ib_create_cq_resp{handle, 0}, core_bytes);
+  return 0;
+}
+
+int create_pair(const Command& c) {
+  const auto& asked = c.as<ib_uverbs_create_qp>();
+  const auto& mine = c.driver<ib_uverbs_create_qp, mlx5_ib_create_qp>();
+  const CompletionQueue& queue = queues.at(asked.send_cq_handle);
+  const std::uint32_t number = next_number++;
+  Node& node = nodes.at(c.node);
+  const std::uint32_t bank = node.next_bank++;
+  auto pair = std::make_unique<Pair>();
+  pair->domain = asked.pd_handle;
+  pair->events = events.at(node.events);
+  pair->user_handle = asked.user_handle;
+  pair->registers = node.pages.at(bank / 4) + kRegisters + bank % 4 * kRegisterBytes;
+  // The receive queue lies first.
+  const auto* ring = at<std::uint8_t>(mine.buf_addr) + (std::uint64_t(mine.rq_wqe_count) << mine.rq_wqe_shift);
+  pair->setup = {ring,
+                 at<std::uint32_t>(mine.db_addr),
+                 queue.ring,
+                 queue.seen,
+                 number,
+                 mine.sq_wqe_count,
+                 queue.entries,
+                 kRegisterBytes / 2,
+                 0,
+                 0,
+                 nullptr,
+                 true,
+                 mine.uidx};
+  pair->nic = std::make_unique<Nic>(pair->setup, adversary, number);
+  pairs[number] = std::move(pair);
+  ib_uverbs_create_qp_resp core{};
+  core.qp_handle = core.qpn = number;
+  core.max_send_wr = asked.max_send_wr, core.max_recv_wr = asked.max_recv_wr;
+  core.max_send_sge = asked.max_send_sge, core.max_recv_sge = asked.max_recv_sge;
+  core.max_inline_data = asked.max_inline_data;
+  mlx5_ib_create_qp_resp answer{};
+  answer.bfreg_index = bank;
+  c.put(core);
+  c.put(answer, sizeof core);
+  return 0;
+}
+
+int modify_pair(const Command& c) {
+  const auto& asked = c.as<ib_uverbs_modify_qp>();
+  Pair& pair = *pairs.at(asked.qp_handle);
+  if (asked.qp_state == kReadyToReceive) pair.peer = asked.dest_qp_num;
+  const State to = asked.qp_state == kError ? State::error : State(asked.qp_state);
+  return pair.nic->modify(to) ? 0 : EINVAL;
+}
+
+// 0, or an error number.
+int answer(std::uint32_t command, bool is_extended, const Command& c) {
+  if (is_extended && command == IB_USER_VERBS_CMD_CREATE_CQ)
+    return create_queue(c, c.as<ib_uverbs_ex_create_cq>().cqe, c.driver<ib_uverbs_ex_create_cq, mlx5_ib_create_cq>(),
+                        sizeof(ib_uverbs_ex_create_cq_resp));
+  if (is_extended) return EOPNOTSUPP;
+  switch (command) {
+    case IB_USER_VERBS_CMD_GET_CONTEXT: return get_context(c);
+    case IB_USER_VERBS_CMD_QUERY_DEVICE: {
+      ib_uverbs_query_device_resp device{};
+      device.vendor_id = 0x15b3, device.vendor_part_id = 4129, device.phys_port_cnt = 1;
+      device.max_qp = device.max_cq = 1 << 17, device.max_qp_wr = device.max_cqe = 1 << 15, device.max_sge = 30;
+      c.put(device);
+      return 0;
+    }
+    case IB_USER_VERBS_CMD_QUERY_PORT: return query_port(c);
+    case IB_USER_VERBS_CMD_ALLOC_PD:
+      c.put(ib_uverbs_alloc_pd_resp{next_handle});
+      c.put(mlx5_ib_alloc_pd_resp{next_handle++}, sizeof(ib_uverbs_alloc_pd_resp));
+      return 0;
+    case IB_USER_VERBS_CMD_DEALLOC_PD: return 0;
+    case IB_USER_VERBS_CMD_REG_MR: return register_memory(c);
+    case IB_USER_VERBS_CMD_DEREG_MR: memories.erase(c.as<ib_uverbs_dereg_mr>().mr_handle); return 0;
+    case IB_USER_VERBS_CMD_CREATE_COMP_CHANNEL:
+      c.put(ib_uverbs_create_comp_channel_resp{std::uint32_t(eventfd(0, EFD_CLOEXEC))});
+      return 0;
+    case IB_USER_VERBS_CMD_CREATE_CQ:
+      return create_queue(c, c.as<ib_uverbs_create_cq>().cqe, c.driver<ib_uverbs_create_cq, mlx5_ib_create_cq>(),
+                          sizeof(ib_uverbs_create_cq_resp));
+    case IB_USER_VERBS_CMD_DESTROY_CQ:
+      queues.erase(c.as<ib_uverbs_destroy_cq>().cq_handle);
+      c.put(ib_uverbs_destroy_cq_resp{});
+      return 0;
+    case IB_USER_VERBS_CMD_CREATE_QP: return create_pair(c);
+    case IB_USER_VERBS_CMD_MODIFY_QP: return modify_pair(c);
+    case IB_USER_VERBS_CMD_DESTROY_QP:
+      pairs.erase(c.as<ib_uverbs_destroy_qp>().qp_handle);
+      c.put(ib_uverbs_destroy_qp_resp{});
+      return 0;
+    default: return EOPNOTSUPP;
+  }
+}
+
+int take_command(int node, const void* text, std::size_t bytes) {
+  const auto* header = static_cast<const ib_uverbs_cmd_hdr*>(text);
+  const auto* body = static_cast<const std::uint8_t*>(text) + sizeof *header;
+  const bool is_extended = header->command & IB_USER_VERBS_CMD_FLAG_EXTENDED;
+  std::uint64_t to = 0;  // some have no answer
+  if (bytes >= sizeof *header + sizeof to) std::memcpy(&to, body, sizeof to);
+  std::size_t room = header->out_words * 4u;
+  if (is_extended) {
+    room = 8u * (header->out_words + reinterpret_cast<const ib_uverbs_ex_cmd_hdr*>(body)->provider_out_words);
+    body += sizeof(ib_uverbs_ex_cmd_hdr);
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  return answer(header->command & IB_USER_VERBS_CMD_COMMAND_MASK, is_extended,
+                {node, body, at<std::uint8_t>(to), room});
+}
+
+// The one ioctl: memory that another driver has exported.
+int register_exported(ib_uverbs_ioctl_hdr* header) {
+  std::map<int, ib_uverbs_attr*> attrs;
+  for (int i = 0; i < header->num_attrs; ++i) attrs[header->attrs[i].attr_id] = &header->attrs[i];
+  const auto number = [&](int name) { return std::uint64_t(attrs.at(name)->data); };
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto buffer = buffers.find(int(number(UVERBS_ATTR_REG_DMABUF_MR_FD)));
+  if (buffer == buffers.end()) return EBADF;
+  auto* place = at<std::uint8_t>(buffer->second + number(UVERBS_ATTR_REG_DMABUF_MR_OFFSET));
+  const std::uint32_t handle = remember(
+      std::uint32_t(number(UVERBS_ATTR_REG_DMABUF_MR_PD_HANDLE)), number(UVERBS_ATTR_REG_DMABUF_MR_IOVA),
+      number(UVERBS_ATTR_REG_DMABUF_MR_LENGTH), place, std::uint32_t(number(UVERBS_ATTR_REG_DMABUF_MR_ACCESS_FLAGS)));
+  ++exports;
+  attrs.at(UVERBS_ATTR_REG_DMABUF_MR_HANDLE)->data = handle;
+  for (const int key : {UVERBS_ATTR_REG_DMABUF_MR_RESP_LKEY, UVERBS_ATTR_REG_DMABUF_MR_RESP_RKEY})
+    *at<std::uint32_t>(attrs.at(key)->data) = memories[handle].second.key;
+  return 0;
+}
+
+bool is_node(int fd) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return nodes.count(fd) != 0;
+}
+
+// What of its domain, and of its peer's, a NIC may touch now.
+void show_memory(Pair& pair) {
+  const auto peer = pairs.find(pair.peer);
+  pair.nic->local.clear();
+  pair.nic->remote.clear();
+  for (const auto& [handle, entry] : memories) {
+    if (entry.first == pair.domain) pair.nic->local.push_back(entry.second);
+    if (peer != pairs.end() && entry.first == peer->second->domain) pair.nic->remote.push_back(entry.second);
+  }
+}
+
+// One step of every NIC, and a look at its registers; false when none had anything to do.
+bool move_all() {
+  bool moved = false;
+  for (auto& [number, pair] : pairs) {
+    show_memory(*pair);
+    for (std::uint32_t i = 0; i < 2; ++i) {
+      const auto* place = reinterpret_cast<const std::uint64_t*>(pair->registers + i * 256);
+      const std::uint64_t value = __atomic_load_n(place, __ATOMIC_ACQUIRE);
+      if (value == pair->rung[i]) continue;
+      pair->rung[i] = value;
+      pair->nic->doorbell(i * 256, value);
+      moved = true;
+    }
+    moved = pair->nic->step() || moved;
+  }
+  return moved;
+}
+
+std::atomic<bool> is_serving{false};
+std::thread server;
+
+}  // namespace
+
+extern "C" {
+
+int open(const char* path, int flags, ...) {
+  va_list rest;
+  va_start(rest, flags);
+  const int mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(rest, int) : 0;
+  va_end(rest);
+  const bool is_ours = !std::strcmp(path, kNode);
+  const int fd = openat(AT_FDCWD, is_ours ? kBehind : path, flags, mode);
+  if (!is_ours || fd < 0) return fd;
+  const std::lock_guard<std::mutex> lock(mutex);
+  nodes[fd] = {};
+  return fd;
+}
+int stat(const char* path, struct stat* to) {
+  return fstatat(AT_FDCWD, std::strcmp(path, kNode) ? path : kBehind, to, 0);
+}
+int close(int fd) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    nodes.erase(fd);
+    if (const auto pipe = events.find(fd); pipe != events.end()) {
+      syscall(SYS_close, pipe->second);
+      events.erase(pipe);
+    }
+  }
+  return int(syscall(SYS_close, fd));
+}
+ssize_t write(int fd, const void* data, std::size_t bytes) {
+  if (!is_node(fd)) return syscall(SYS_write, fd, data, bytes);
+  errno = take_command(fd, data, bytes);
+  return errno ? -1 : ssize_t(bytes);
+}
+int ioctl(int fd, unsigned long request, ...) {
+  va_list rest;
+  va_start(rest, request);
+  void* const argument = va_arg(rest, void*);
+  va_end(rest);
+  if (!is_node(fd)) return int(syscall(SYS_ioctl, fd, request, argument));
+  auto* header = static_cast<ib_uverbs_ioctl_hdr*>(argument);
+  errno = ENOTTY;
+  if (header->object_id == UVERBS_OBJECT_MR && header->method_id == UVERBS_METHOD_REG_DMABUF_MR)
+    errno = register_exported(header);
+  return errno ? -1 : 0;
+}
+void* mmap(void* place, std::size_t bytes, int access, int flags, int fd, off_t offset) {
+  if (!is_node(fd)) return reinterpret_cast<void*>(syscall(SYS_mmap, place, bytes, access, flags, fd, offset));
+  void* page = reinterpret_cast<void*>(syscall(SYS_mmap, place, bytes, access, flags, fd, 0));
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (page != MAP_FAILED) nodes.at(fd).pages[std::uint32_t(offset / kPage) & 0xff] = static_cast<std::uint8_t*>(page);
+  return page;
+}
+int socket(int family, int kind, int protocol) {
+  if (family == 16 && protocol == 20) return errno = EPROTONOSUPPORT, -1;  // netlink's list of the real devices
+  return int(syscall(SYS_socket, family, kind, protocol));
+}
+
+// NICs of queue pairs that are made from here on delay, split and repeat what they may.
+void fake_mlx5_hostile() { adversary = {true, true, false}; }
+// Until no NIC has anything to do.
+void fake_mlx5_run() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  while (move_all()) {
+  }
+}
+// In a thread of their own, until the next call.
+void fake_mlx5_serve(bool on) {
+  is_serving = false;
+  if (server.joinable()) server.join();
+  if (!on) return;
+  is_serving = true;
+  server = std::thread([] {
+    while (is_serving) {
+      std::unique_lock<std::mutex> lock(mutex);
+      const bool moved = move_all();
+      lock.unlock();
+      if (!moved) std::this_thread::yield();
+    }
+  });
+}
+// Nobody acknowledges what queue pair `number` sends.
+void fake_mlx5_silence(std::uint32_t number) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  pairs.at(number)->nic->peer_gone = true;
+}
+// The device tells the owner of queue pair `number` of it.
+void fake_mlx5_event(std::uint32_t number, std::uint32_t type) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const ib_uverbs_async_event_desc event{pairs.at(number)->user_handle, type, 0};
+  if (syscall(SYS_write, pairs.at(number)->events, &event, sizeof event) < 0) std::abort();
+}
+// Memories that are registered now, and how many ever were by dma-buf, since the last call.
+int fake_mlx5_memories() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return int(memories.size());
+}
+int fake_mlx5_exported() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return std::exchange(exports, 0);
+}
+// (executed, completions, doorbells, refused, odd) of that queue pair's NIC.
+void fake_mlx5_counters(std::uint32_t number, std::uint64_t to[5]) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const Counters& n = pairs.at(number)->nic->count;
+  const std::uint64_t all[] = {n.executed, n.completions, n.doorbells, n.refused, n.odd};
+  std::memcpy(to, all, sizeof all);
+}
+// `fd` stands for memory from there on.
+void fake_mlx5_export(int fd, std::uint64_t address) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  buffers[fd] = address;
+}
+}  // extern "C"
