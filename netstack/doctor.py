@@ -19,6 +19,7 @@ from pathlib import Path
 
 from .contract.base import RDMA_DEVICE
 from .cuda.driver import NVRTC_SIGNATURES, load, nvrtc_names
+from .host.native import mlx5_fault
 from .rdma.ports import NONE, lack, named, ports
 from .schemes import RENAMED, SCHEMES, check_scheme, open
 
@@ -130,6 +131,13 @@ def native_verbs(_: Machine) -> Verdict:
     return False, f"{fault}: messages cost Python", fix
 
 
+def libmlx5(_: Machine) -> Verdict:
+    """Does it lay out queue pairs for kernels?"""
+    if fault := mlx5_fault():
+        return False, fault, "apt-get install ibverbs-providers libibverbs-dev, then install Lamina again"
+    return True, "loads", ""
+
+
 def pyverbs(machine: Machine) -> Verdict:
     """Whether pyverbs is here: it posts work requests where the native engine is missing."""
     if native_verbs(machine)[0]:
@@ -217,7 +225,7 @@ def ordered_delivery(machine: Machine) -> Verdict:
     )
 
 
-MLX5 = ("mlx5",)  # kernels that drive a ConnectX: no transport yet, but what it takes can be looked at
+MLX5 = ("mlx5",)
 RDMA = ("verbs", *MLX5)
 MODELS = ("nic-model", "nic-model-proxy")
 CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
@@ -228,6 +236,7 @@ CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
     ("ConnectX", MLX5, connectx),
     ("verbs device nodes", RDMA, verbs_nodes),
     ("native verbs", ("verbs",), native_verbs),
+    ("libmlx5", MLX5, libmlx5),
     ("pyverbs", ("verbs",), pyverbs),
     ("locked memory", RDMA, memlock),
     ("CUDA", ("cuda", *MLX5), cuda),
@@ -253,17 +262,16 @@ def findings(machine: Machine, schemes: Sequence[str] = ()) -> list[Finding]:
 
     Raises ValueError for an unknown transport.
     """
-    known = (*SCHEMES, *MLX5)
     for scheme in schemes:
-        if scheme in known:
+        if scheme in SCHEMES:
             continue
         if scheme in RENAMED:
             check_scheme(scheme)
-        raise ValueError(f"--transport {scheme!r} is unknown; choose of {', '.join(known)}")
-    wanted = set(schemes) or set(known)
+        raise ValueError(f"--transport {scheme!r} is unknown; choose of {', '.join(SCHEMES)}")
+    wanted = set(schemes) or set(SCHEMES)
     answers = []
     for name, needed_by, check in CHECKS:
         concerned = tuple(s for s in needed_by if s in wanted)
         if concerned:
             answers.append(Finding(name, concerned, *check(machine)))
-    return answers + [Finding("opens", (s,), *opens(s)) for s in known if s in wanted]
+    return answers + [Finding("opens", (s,), *opens(s)) for s in SCHEMES if s in wanted]

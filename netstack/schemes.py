@@ -14,13 +14,14 @@ SCHEMES: dict[str, str] = {
     "shm": "host.shm",
     "tcp": "host.tcp",
     "cuda": "cuda.cuda",
+    "mlx5": "mlx5.mlx5",
     "nic-model": "nic_model.nic_model",
     "nic-model-proxy": "nic_model.nic_model_proxy",
     "verbs": "rdma.verbs",
     "auto": "auto",
     "emulate": "emulate",
 }
-RENAMED = {"mlx5": "nic-model", "mlx5-proxy": "nic-model-proxy"}  # the names that transports had before
+RENAMED = {"mlx5-proxy": "nic-model-proxy"}  # the names that transports had before
 THREADS = ("loopback",)  # whose peers are threads of one process
 NEAR = {"shm": "auto"}  # within one host only -> what is the same there, and goes on beyond it
 HERE = "shm"  # between processes of this machine, where nobody has chosen
@@ -51,7 +52,7 @@ def check_scheme(scheme: str) -> None:
     if name in RENAMED:
         raise ValueError(
             f"transport {name!r} is called {RENAMED[name]!r} now: a software NIC, for tests; "
-            "with a ConnectX choose verbs"
+            "with a ConnectX choose mlx5 or verbs"
         )
     if name not in SCHEMES or (plus and name not in WRAPPERS):
         raise ValueError(f"unknown transport {scheme!r}; choose one of {', '.join(SCHEMES)}")

@@ -33,10 +33,10 @@ SOON_S = 20.0  # for what is on its way, on a busy machine
 NOTICED_S = 5 * DEATH_NOTICED_S  # there
 SMALL = Geometry(slots=3, slot_bytes=257)
 SLOW_LINKS = [f"emulate+{other}?latency_ms=0.5&jitter_ms=0.5&gbps=5" for other in ("loopback", "shm")]
-FOR_KERNELS = ["cuda", STAND_IN, ONE_GPU, ONE_STAND_IN]
+FOR_KERNELS = ["cuda", "mlx5", STAND_IN, ONE_GPU, ONE_STAND_IN]
 SEALED = "tcp as beyond this host"
 BY_PYTHON = pytest.param("verbs by pyverbs", marks=[pytest.mark.rdma, pytest.mark.slow])
-TRANSPORTS = [*netstack.SCHEMES, SEALED, BY_PYTHON, *SLOW_LINKS, *FOR_KERNELS[1:]]
+TRANSPORTS = [*netstack.SCHEMES, SEALED, BY_PYTHON, *SLOW_LINKS, *FOR_KERNELS[2:]]
 
 
 class Task:

@@ -217,23 +217,19 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
 MODEL_REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"transport": "pigeon"},
-        "--transport: unknown transport 'pigeon'; choose one of loopback, shm, tcp, cuda, nic-model, nic-model-proxy, verbs, auto, emulate",
-    ),
-    (
-        {"transport": "mlx5"},
-        "--transport: transport 'mlx5' is called 'nic-model' now: a software NIC, for tests; with a ConnectX choose verbs",
+        "--transport: unknown transport 'pigeon'; choose one of loopback, shm, tcp, cuda, mlx5, nic-model, nic-model-proxy, verbs, auto, emulate",
     ),
     (
         {"transport": "emulate+mlx5-proxy?latency_ms=1"},
-        "--transport: transport 'mlx5-proxy' is called 'nic-model-proxy' now: a software NIC, for tests; with a ConnectX choose verbs",
+        "--transport: transport 'mlx5-proxy' is called 'nic-model-proxy' now: a software NIC, for tests; with a ConnectX choose mlx5 or verbs",
     ),
     (
         {"transport": "shm+tcp"},
-        "--transport: unknown transport 'shm+tcp'; choose one of loopback, shm, tcp, cuda, nic-model, nic-model-proxy, verbs, auto, emulate",
+        "--transport: unknown transport 'shm+tcp'; choose one of loopback, shm, tcp, cuda, mlx5, nic-model, nic-model-proxy, verbs, auto, emulate",
     ),
     (
         {"transport": "emulate+pigeon"},
-        "--transport: unknown transport 'pigeon'; choose one of loopback, shm, tcp, cuda, nic-model, nic-model-proxy, verbs, auto, emulate",
+        "--transport: unknown transport 'pigeon'; choose one of loopback, shm, tcp, cuda, mlx5, nic-model, nic-model-proxy, verbs, auto, emulate",
     ),
     (
         {"attention": "magic"},

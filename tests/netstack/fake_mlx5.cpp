@@ -56,6 +56,7 @@ struct Node {
 
 struct Pair {
   int events;  // the kernel's end
+  std::uint32_t told = 0;
   std::uint64_t user_handle;
   std::uint32_t domain, peer = 0;
   const std::uint8_t* registers;
@@ -253,10 +254,12 @@ int answer(std::uint32_t command, bool is_extended, const Command& c) {
       return 0;
     case IB_USER_VERBS_CMD_CREATE_QP: return create_pair(c);
     case IB_USER_VERBS_CMD_MODIFY_QP: return modify_pair(c);
-    case IB_USER_VERBS_CMD_DESTROY_QP:
-      pairs.erase(c.as<ib_uverbs_destroy_qp>().qp_handle);
-      c.put(ib_uverbs_destroy_qp_resp{});
+    case IB_USER_VERBS_CMD_DESTROY_QP: {
+      const auto pair = pairs.find(c.as<ib_uverbs_destroy_qp>().qp_handle);
+      c.put(ib_uverbs_destroy_qp_resp{pair->second->told});
+      pairs.erase(pair);
       return 0;
+    }
     default: return EOPNOTSUPP;
   }
 }
@@ -423,8 +426,10 @@ void fake_mlx5_silence(std::uint32_t number) {
 // The device tells the owner of queue pair `number` of it.
 void fake_mlx5_event(std::uint32_t number, std::uint32_t type) {
   const std::lock_guard<std::mutex> lock(mutex);
-  const ib_uverbs_async_event_desc event{pairs.at(number)->user_handle, type, 0};
-  if (syscall(SYS_write, pairs.at(number)->events, &event, sizeof event) < 0) std::abort();
+  Pair& pair = *pairs.at(number);
+  const ib_uverbs_async_event_desc event{pair.user_handle, type, 0};
+  if (syscall(SYS_write, pair.events, &event, sizeof event) < 0) std::abort();
+  ++pair.told;
 }
 // Memories that are registered now, and how many ever were by dma-buf, since the last call.
 int fake_mlx5_memories() {

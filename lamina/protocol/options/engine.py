@@ -166,8 +166,8 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
 
     transport: Annotated[
         str,
-        "how the pools talk: shm, tcp, loopback (everything in one process), auto, cuda, verbs, nic-model; empty = "
-        "shm, or loopback where all workers compute on one GPU, or auto over Ray",
+        "how the pools talk: shm, tcp, loopback (everything in one process), auto, cuda, verbs, mlx5, nic-model; "
+        "empty = shm, or loopback where all workers compute on one GPU, or auto over Ray",
     ] = ""
     memory_addresses: Annotated[
         tuple[str, ...], ReadText(listed), "where memory workers listen, one each, by comma; empty = any free place"

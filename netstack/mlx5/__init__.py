@@ -1,0 +1,1 @@
+"""The transport ``mlx5``: kernels of a GPU that drive a ConnectX."""

@@ -1,0 +1,97 @@
+"""A channel whose link is a queue pair of an mlx5 device."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lamina.netstack.contract.layout import StructLayout
+from lamina.netstack.contract.terms import EPOCH_SHIFT, Terms
+from lamina.netstack.cuda.driver import CudaError, CudaStream, Driver
+from lamina.netstack.cuda.ends import ends_of
+from lamina.netstack.cuda.kernel_channel import STALL_NS, KernelChannel, LinkKind, directions
+from lamina.netstack.host.native import FAILED, mlx5_layout
+from lamina.netstack.rdma.card import Card
+
+if TYPE_CHECKING:
+    from lamina.netstack.host._native import KernelPair
+
+MLX5 = LinkKind("mlx5", StructLayout(*mlx5_layout()))
+SYNDROMES = {  # of a failed work request, by the mlx5 manual
+    0x01: "local length error",
+    0x02: "local queue pair error",
+    0x04: "local protection error",
+    0x05: "work request flushed",
+    0x13: "the peer's memory is not open to us there",
+    0x15: "the peer's NIC does not answer",
+    0x100: "a completion that answers nothing",
+}
+
+
+@dataclass(frozen=True)
+class NicLink:
+    """``queue``: as ``pair`` tells it, with addresses as kernels name them; ``staging``, ``inbox``: their addresses."""
+
+    pair: KernelPair
+    queue: dict[str, int]
+    staging: int
+    inbox: int
+
+
+class Mlx5Channel(KernelChannel):
+    """Owns ``sock`` and ``parts`` once this returns; ``theirs`` is the card of the peer."""
+
+    def __init__(
+        self, driver: Driver, parts: ExitStack, link: NicLink, theirs: Card, sock: socket.socket, peer: str,
+        session: Terms, *, listening: bool,
+    ) -> None:  # fmt: skip
+        self._pair = link.pair
+        facts = dict(link.queue)
+        there = {"source.address": link.staging, "source.key": facts.pop("key")}
+        there |= {"peer.address": theirs.address, "peer.key": theirs.key}
+        there |= {f"queue.{name}": value for name, value in facts.items()}
+        shapes = directions(session, listening=listening)
+
+        def describe(abort: int) -> bytes:
+            zero = session.epoch << EPOCH_SHIFT
+            return MLX5.layout.pack(ends_of(link.staging, link.inbox, abort, *shapes, zero) | there)
+
+        sock.setblocking(False)
+        super().__init__(driver, MLX5, parts, describe, sock, peer, session, listening=listening)
+
+    def _end_waits(self) -> None:
+        """And let the NIC finish what was put, before the peer hears of the end: with the queue pair the rest goes."""
+        super()._end_waits()
+        if self._peer_end is not None:
+            return
+        with suppress(CudaError), closing(CudaStream(self._driver)) as stream:
+            at = self._address(
+                self._pinned.view
+            )  # the abort word; behind it, in its line, are one of ours and a status
+            self._driver.launch(stream.number, "mlx5_flush", self._channel, at + 8, STALL_NS, at + 16)
+
+    def _events(self) -> tuple[int, ...]:
+        return (self._pair.events_fd(),)
+
+    def _look(self) -> None:
+        super()._look()
+        if self._peer_end is None and (event := self._pair.event()):
+            self._lose_link(f"our NIC reports: {event}")
+
+    def _broken(self, status: int) -> str:
+        if status != FAILED:
+            return super()._broken(status)
+        try:
+            syndrome = self._struct()["queue.syndrome"]
+        except CudaError as error:
+            return str(error)
+        why = f"the NIC reports error {syndrome:#x} ({SYNDROMES.get(syndrome, 'see the mlx5 manual')})"
+        self._lose_link(why)
+        return why
+
+    def _lose_link(self, why: str) -> None:
+        """The peer, which may only wait, is told."""
+        self._lose(why)
+        self._say(f"aborted: {why}")

@@ -1,0 +1,137 @@
+"""Between GPUs of two hosts: their kernels build the work requests of a ConnectX, ring it, and poll for what came.
+
+HARDWARE-UNVERIFIED. What the kernels do (csrc/netstack/mlx5.h) is proven on CPUs against a software NIC and weak
+memory, and this module runs with the distribution's libmlx5 over a stand-in of its kernel driver, and one of CUDA's.
+
+Peers meet as those of ``verbs`` do: over TCP, which stays as the life line, with cards under the session's keys.
+Inbox and staging are memory of the GPU, which the NIC reaches by dma-buf or nvidia-peermem: the inbox for a peer's
+writes, and nothing else for anything. Ring, completions and records of the queue pair are libmlx5's, in the host's
+memory, which is mapped for kernels, and so is the page of the doorbell. A message is two RDMA writes, the second of
+which is its signal: the network must deliver in order, without adaptive routing, and the GPU has to say that its
+kernels see the writes of a NIC in their order. What NICs send is neither encrypted nor authenticated: use a network
+that strangers cannot write to.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import ExitStack, closing
+
+from lamina.netstack.contract.base import RDMA_DEVICE
+from lamina.netstack.contract.fabric import Fabric, HandshakeError
+from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry
+from lamina.netstack.cuda.cuda import DEVICE
+from lamina.netstack.cuda.driver import CudaError, Driver
+from lamina.netstack.cuda.ends import clear_inbox, inbox_bytes
+from lamina.netstack.cuda.kernel_channel import directions
+from lamina.netstack.host.native import mlx5_fault, open_kernel_pair
+from lamina.netstack.meeting.handshake import PeerSession, exchanged
+from lamina.netstack.meeting.listener import Meeting
+from lamina.netstack.meeting.swap import swap
+from lamina.netstack.rdma.card import Card, Route
+from lamina.netstack.rdma.native_way import TRIAL, NativeWay, Place
+from lamina.netstack.rdma.verbs import VerbsFabric
+from lamina.netstack.rdma.way import reaching
+
+from .channel import Mlx5Channel, NicLink
+from .gpu_memory import HostPages, NicMemory, doorbell_fault, lack
+
+BLOCKS_LEAST = 8
+WQE_BYTES = CQE_BYTES = 64
+RECORD_BYTES = REGISTER_BYTES = 8
+
+
+class KernelWay(NativeWay):
+    """As NativeWay, for kernels of ``driver``'s GPU."""
+
+    scheme = "mlx5"
+
+    def __init__(self, wanted: str, driver: Driver) -> None:
+        self._driver = driver
+        super().__init__(wanted, spin_s=0.0)
+
+    def meeting(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Meeting:
+        outbound, inbound = directions(session, listening=listening)
+        zero = session.epoch << EPOCH_SHIFT
+        with ExitStack() as parts:
+            link = self._link(parts, self._place(), outbound, inbound)
+            clear_inbox(self._driver, link.inbox, zero)
+            gid, lid, number, psn, mtu, *inbox = link.pair.card()
+            theirs: list[Card] = []
+
+            def connect(card: Card) -> None:
+                r = card.route
+                link.pair.connect(r.gid, r.lid, r.number, r.psn, r.mtu, card.key, card.address)
+                theirs.append(card)
+
+            reach = reaching(inbox_bytes(outbound), lid, connect)
+            card = Card(Route(gid, lid, number, psn, mtu), *inbox).pack()
+            yield from exchanged(sock, swap(session, card, reach, listening=listening))
+            try:
+                return Mlx5Channel(self._driver, parts, link, theirs[0], sock, peer, session, listening=listening)
+            except CudaError as error:
+                raise HandshakeError(str(error)) from error
+
+    def close(self) -> None:
+        self._driver.close()
+
+    def _try(self, place: Place) -> None:
+        with ExitStack() as parts:
+            self._link(parts, place, TRIAL, TRIAL)
+
+    def _link(self, parts: ExitStack, place: Place, outbound: Geometry, inbound: Geometry) -> NicLink:
+        """What it takes is given back with ``parts``. Raises OSError with what the driver or the device refused."""
+        driver = self._driver
+        staging, inbox = (
+            parts.enter_context(closing(NicMemory(driver, inbox_bytes(geometry)))) for geometry in (outbound, inbound)
+        )
+        blocks = ring_blocks(2 * outbound.slots + inbound.slots)
+        pair = parts.enter_context(closing(open_kernel_pair(*place, blocks, staging.piece, inbox.piece)))
+        parts.callback(pair.halt)
+        queue = pair.queue()
+        held = [(queue["ring"], queue["blocks"] * WQE_BYTES), (queue["completions"], queue["cqes"] * CQE_BYTES)]
+        held += [(queue[record], RECORD_BYTES) for record in ("record", "seen")]
+        pages = parts.enter_context(closing(HostPages(driver, held)))
+        ringing = [(queue["doorbell"], queue["alternate"] + REGISTER_BYTES)]
+        try:
+            registers = parts.enter_context(closing(HostPages(driver, ringing, registers=True)))
+        except CudaError as error:
+            raise OSError(doorbell_fault(error)) from error
+        for name in ("ring", "completions", "record", "seen"):
+            queue[name] = pages.of(queue[name])
+        queue["doorbell"] = registers.of(queue["doorbell"])
+        return NicLink(pair, queue, staging.address, inbox.address)
+
+
+def ring_blocks(requests: int) -> int:
+    """A power of two, for so many work requests that may be under way."""
+    return max(BLOCKS_LEAST, 1 << (requests - 1).bit_length())
+
+
+class Mlx5Fabric(VerbsFabric):
+    """Listens and connects as ``verbs`` does."""
+
+    scheme = "mlx5"
+
+
+def open_fabric(key: bytes, *, gpu: int = 0) -> Fabric:
+    """Raises ImportError, with its cause, where there is no GPU or no NIC for it."""
+    if fault := mlx5_fault():
+        raise ImportError(_unusable(fault))
+    try:
+        driver = Driver(int(os.environ.get(DEVICE) or gpu))
+    except ImportError as error:
+        raise ImportError(_unusable(error)) from error
+    try:
+        if why := lack(driver):
+            raise ImportError(_unusable(f"this GPU is none for it: {why}"))
+        return Mlx5Fabric(key, way=KernelWay(os.environ.get(RDMA_DEVICE, ""), driver))
+    except BaseException:
+        driver.close()
+        raise
+
+
+def _unusable(cause: object) -> str:
+    fix = "take --transport verbs, or see what `lamina-launch doctor --transport mlx5` finds"
+    return f"transport 'mlx5' cannot be used here: {cause}; {fix}"

@@ -1,0 +1,131 @@
+"""The transport mlx5 where its NIC does what a test says; ``test_mlx5`` runs this on a machine of mlx5_stand_in.py."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+from mlx5_without_nic import FAKE
+from test_verbs_faults import SMALL, fault_of
+from wiring import KEY, SOON_S, connect, send
+
+from lamina import netstack
+from lamina.netstack.contract.fabric import DEATH_NOTICED_S
+from lamina.netstack.cuda.driver import Driver
+from lamina.netstack.mlx5.channel import MLX5, Mlx5Channel
+from lamina.netstack.mlx5.gpu_memory import joined
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    library = ctypes.CDLL(os.environ["LAMINA_LIBCUDA"])
+    before, memories = library.fake_cuda_live(), FAKE.fake_mlx5_memories()
+    yield
+    gc.collect()
+    assert library.fake_cuda_live() == before
+    assert FAKE.fake_mlx5_memories() == memories
+
+
+def ends() -> tuple[netstack.Fabric, Mlx5Channel, Mlx5Channel]:
+    fabric = netstack.open("mlx5", key=KEY)
+    a, b = connect(fabric, geometry=SMALL)
+    assert isinstance(a, Mlx5Channel)
+    assert isinstance(b, Mlx5Channel)
+    return fabric, a, b
+
+
+def number_of(end: Mlx5Channel) -> int:
+    return end._struct()["queue.number"]
+
+
+def talk(a: Mlx5Channel, b: Mlx5Channel) -> None:
+    send(a, b"hello")
+    arrival = b.wait_signal(timeout_s=SOON_S)
+    assert arrival.data == b"hello"
+    b.release(arrival)
+
+
+def test_mlx5_posts_what_its_own_nic_executes() -> None:
+    fabric, a, b = ends()
+    for n in range(100):
+        talk(*((a, b) if n % 2 else (b, a)))
+    for end in (a, b):
+        counts = (ctypes.c_uint64 * 5)()
+        FAKE.fake_mlx5_counters(number_of(end), counts)
+        assert counts[0] >= 145, "two for a message, one for a credit, of which the last may be under way"
+        assert counts[3] == 0
+    fabric.close()
+
+
+@pytest.mark.parametrize("variable", ["", "FAKE_CUDA_EXPORTS_NOTHING"])
+def test_mlx5_registers_inbox_and_staging_and_no_more(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By dma-buf; by address, as nvidia-peermem knows it, where the GPU's driver exports nothing."""
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    fabric = netstack.open("mlx5", key=KEY)
+    before = FAKE.fake_mlx5_memories(), FAKE.fake_mlx5_exported()
+    a, b = connect(fabric, geometry=SMALL)
+    send(a, b"hello")
+    assert b.wait_signal(timeout_s=SOON_S).data == b"hello"
+    assert FAKE.fake_mlx5_memories() == before[0] + 4
+    assert FAKE.fake_mlx5_exported() == (0 if variable else 4)
+    fabric.close()
+
+
+def test_mlx5_a_peer_whose_nic_is_silent_is_named_on_both_sides() -> None:
+    fabric, a, b = ends()
+    talk(a, b)
+    FAKE.fake_mlx5_silence(number_of(a))
+    send(a, b"nobody hears this")
+    assert "the NIC reports error 0x15 (the peer's NIC does not answer)" in fault_of(a)
+    assert "the peer aborted: the NIC reports error 0x15" in fault_of(b)
+    fabric.close()
+
+
+def test_mlx5_an_event_of_the_device_ends_a_wait() -> None:
+    fabric, a, b = ends()
+    FAKE.fake_mlx5_event(number_of(a), 1)  # IBV_EVENT_QP_FATAL
+    start = time.monotonic()
+    assert "our NIC reports: local work queue catastrophic error" in fault_of(a)
+    assert "the peer aborted: our NIC reports" in fault_of(b)
+    assert time.monotonic() - start < 10 * DEATH_NOTICED_S
+    fabric.close()
+
+
+def test_mlx5_a_wrong_key_ends_the_channel() -> None:
+    """A lie of this side's own: the peer's NIC takes it for what it is, and nothing of the peer's is touched."""
+    fabric, a, b = ends()
+    talk(a, b)
+    driver = Driver()
+    state = a._struct()
+    driver.write(a._channel, MLX5.layout.pack(state | {"peer.key": state["peer.key"] ^ 0x100}))
+    send(a, b"lie")
+    assert "the peer's memory is not open to us there" in fault_of(a)
+    driver.close()
+    fabric.close()
+
+
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [
+        ("FAKE_CUDA_ORDERS_NOTHING", "may see a NIC's writes in another order"),
+        ("FAKE_CUDA_SHARES_NOTHING", "cannot be mapped as a NIC needs it"),
+        ("FAKE_CUDA_RINGS_NOTHING", "PeerMappingOverride=1"),
+    ],
+)
+def test_mlx5_a_gpu_that_is_none_for_it_is_refused_in_one_line(
+    variable: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ImportError, match=words) as refusal:
+        netstack.open("mlx5", key=KEY)
+    assert "\n" not in str(refusal.value)
+
+
+def test_mlx5_takes_each_page_once() -> None:
+    assert list(joined([(8192, 100), (4096 + 64, 8), (4096, 64), (20000, 1)])) == [(4096, 12288), (16384, 20480)]
+    assert list(joined([])) == []
