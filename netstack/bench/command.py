@@ -27,7 +27,7 @@ from .server import local_servers, serve, watch_life_line
 
 SIZES = "8,64,256,1KiB,4KiB,16KiB,64KiB,256KiB,1MiB"
 ROUNDS_MIN = 20
-DEVICES = {"cpu": "", "cuda": "cuda"}  # what makes the calls -> the only transport of its kernels; empty: any
+DEVICES = {"cpu": (), "cuda": ("cuda", "mlx5")}  # what makes the calls -> the transports of its kernels; none: any
 COLUMNS = ("p50_us", "p99_us", "p999_us", "max_us", "msg/s", "GB/s", "CPU %")
 
 
@@ -236,13 +236,13 @@ def cores_of(text: str) -> list[int]:
 
 def drivers_of(args: argparse.Namespace) -> list[str]:
     """Raises ValueError where --device leaves no choice of driver or transport."""
-    named, only = names("--driver", args.driver or "python", ("python", "native")), DEVICES[args.device]
-    if not only:
+    named, those = names("--driver", args.driver or "python", ("python", "native")), DEVICES[args.device]
+    if not those:
         return named
     if args.driver:
         raise ValueError(f"--driver {args.driver} is of --device cpu: leave it out")
-    if args.transport not in (None, only):
-        raise ValueError(f"--device {args.device} has kernels for --transport {only} alone, not {args.transport}")
+    if args.transport not in (None, *those):
+        raise ValueError(f"--device {args.device} has kernels for --transport {', '.join(those)}, not {args.transport}")
     return ["device"]
 
 
@@ -257,7 +257,7 @@ def plan_of(args: argparse.Namespace, transports: list[str]) -> BenchPlan:
     patterns = names("--pattern", args.pattern, list(PATTERNS))
     known = DRIVERS[drivers[0]] if len(drivers) == 1 else tuple(PATTERNS)
     if strange := set(patterns) - set(known):
-        flag = f"--driver {drivers[0]}" if DEVICES[args.device] == "" else f"--device {args.device}"
+        flag = f"--driver {drivers[0]}" if not DEVICES[args.device] else f"--device {args.device}"
         raise ValueError(f"{flag} has no pattern {min(strange)}; choose of {', '.join(known)}")
     return BenchPlan(
         transports=transports,
@@ -299,7 +299,7 @@ def _main(args: argparse.Namespace) -> int:
     if remote and key is None:
         raise ValueError(f"--listen and --connect need the key of both sides in {KEY} or {KEY_FILE}")
     own = key or secrets.token_bytes(32)
-    given = args.transport or DEVICES[args.device]
+    given = args.transport or next(iter(DEVICES[args.device]), "")
     for scheme in given.split(","):
         if scheme.strip() in RENAMED:
             check_scheme(scheme.strip())

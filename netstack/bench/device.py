@@ -121,5 +121,5 @@ def device_server(_: Fabric, channel: Channel, job: Job) -> None:
 
 def _driven(channel: Channel) -> KernelChannel:
     if not isinstance(channel, KernelChannel):
-        raise ValueError(f"--device cuda: kernels do not drive {channel.peer}; use --transport cuda")
+        raise ValueError(f"--device cuda: kernels do not drive {channel.peer}; use --transport cuda or mlx5")
     return channel

@@ -20,7 +20,7 @@ from lamina.netstack.contract.fabric import ChannelTimeout, NoResource, PeerFaul
 from lamina.netstack.contract.layout import StructLayout
 from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry, Terms
 from lamina.netstack.host.native import ABORTED, FAULT, LINE, OK, TIMEOUT
-from lamina.netstack.meeting.lifeline import SLICE_S, WatchedChannel, watch
+from lamina.netstack.meeting.lifeline import SLICE_S, LinkEvents, WatchedChannel, watch
 
 from .driver import CudaError, CudaStream, Driver, Pinned
 from .ends import stride
@@ -109,7 +109,7 @@ class KernelChannel(WatchedChannel):
             def end_waits() -> None:
                 view[0] = 1
 
-            weakref.finalize(self, watch(self._sock, end_waits, *self._events()))
+            weakref.finalize(self, watch(self._sock, end_waits, self._events()))
             for kernel in KERNELS_OF_VIEW:
                 self._driver.load(f"{self._kind.name}_{kernel}")
         return DeviceView(self._driver, self._channel, self._launch, self._check_kernels)
@@ -135,9 +135,9 @@ class KernelChannel(WatchedChannel):
     def _end_waits(self) -> None:
         self._pinned.view[0] = 1
 
-    def _events(self) -> tuple[int, ...]:
-        """Descriptors that say, beside the life line, that the link may be over."""
-        return ()
+    def _events(self) -> LinkEvents | None:
+        """None where the link says nothing of itself."""
+        return None
 
     def _broken(self, status: int) -> str:
         """What the link itself says of a kernel's ``status``."""

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
+from typing import Protocol
 
 from lamina.netstack.contract.base import BaseChannel
 from lamina.netstack.contract.fabric import ChannelAborted, PeerFault
@@ -77,19 +78,33 @@ class WatchedChannel(BaseChannel):
             self._peer_end = why
 
 
-def watch(sock: socket.socket, end_waits: Callable[[], None], *events: int) -> Callable[[], None]:
+class LinkEvents(Protocol):
+    """The words of a link of its own, beside its life line."""
+
+    def fileno(self) -> int:
+        """Readable where it has said something. It stays open until this side has left."""
+        ...
+
+    def is_over(self) -> bool:
+        """Whether something of what it has said ends the link."""
+        ...
+
+
+def watch(sock: socket.socket, end_waits: Callable[[], None], events: LinkEvents | None = None) -> Callable[[], None]:
     """Have a thread call ``end_waits`` at the end of the life line ``sock``, on which it leaves all that comes, or once
-    one of ``events``, descriptors that stay open as long, is readable. Returns what ends the line, and with it the
-    thread, on this side.
+    ``events`` say that the link is over. Returns what ends the line, and with it the thread, on this side.
     """
     own = sock.dup()
     poller = select.poll()
-    for descriptor in (own.fileno(), *events):
-        poller.register(descriptor, select.POLLIN | select.POLLRDHUP)
+    poller.register(own, select.POLLIN | select.POLLRDHUP)
+    if events is not None:
+        poller.register(events.fileno(), select.POLLIN)
 
     def run() -> None:
         with own:
-            poller.poll()  # until somebody leaves
+            while own.fileno() not in {fd for fd, _ in poller.poll()}:  # until somebody leaves
+                if events is not None and events.is_over():
+                    break
             end_waits()
 
     def end() -> None:

@@ -13,6 +13,7 @@ from lamina.netstack.cuda.driver import CudaError, CudaStream, Driver
 from lamina.netstack.cuda.ends import ends_of
 from lamina.netstack.cuda.kernel_channel import STALL_NS, KernelChannel, LinkKind, directions
 from lamina.netstack.host.native import FAILED, mlx5_layout
+from lamina.netstack.meeting.lifeline import LinkEvents
 from lamina.netstack.rdma.card import Card
 
 if TYPE_CHECKING:
@@ -40,6 +41,20 @@ class NicLink:
     inbox: int
 
 
+class NicEvents:
+    """The events of a queue pair and of its device; ``said``: the first that ends the pair, in libibverbs's words."""
+
+    def __init__(self, pair: KernelPair) -> None:
+        self._pair, self.said = pair, ""
+
+    def fileno(self) -> int:
+        return self._pair.events_fd()
+
+    def is_over(self) -> bool:
+        self.said = self.said or self._pair.event() or ""
+        return bool(self.said)
+
+
 class Mlx5Channel(KernelChannel):
     """Owns ``sock`` and ``parts`` once this returns; ``theirs`` is the card of the peer."""
 
@@ -47,7 +62,7 @@ class Mlx5Channel(KernelChannel):
         self, driver: Driver, parts: ExitStack, link: NicLink, theirs: Card, sock: socket.socket, peer: str,
         session: Terms, *, listening: bool,
     ) -> None:  # fmt: skip
-        self._pair = link.pair
+        self._nic = NicEvents(link.pair)
         facts = dict(link.queue)
         there = {"source.address": link.staging, "source.key": facts.pop("key")}
         there |= {"peer.address": theirs.address, "peer.key": theirs.key}
@@ -72,13 +87,13 @@ class Mlx5Channel(KernelChannel):
             )  # the abort word; behind it, in its line, are one of ours and a status
             self._driver.launch(stream.number, "mlx5_flush", self._channel, at + 8, STALL_NS, at + 16)
 
-    def _events(self) -> tuple[int, ...]:
-        return (self._pair.events_fd(),)
+    def _events(self) -> LinkEvents:
+        return self._nic
 
     def _look(self) -> None:
         super()._look()
-        if self._peer_end is None and (event := self._pair.event()):
-            self._lose_link(f"our NIC reports: {event}")
+        if self._peer_end is None and self._nic.is_over():
+            self._lose_link(f"our NIC reports: {self._nic.said}")
 
     def _broken(self, status: int) -> str:
         if status != FAILED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -33,6 +34,13 @@ def on_gpus() -> Iterator[str]:
 
 
 @contextmanager
+def beside_nics() -> Iterator[str]:
+    """The same, where each GPU has a ConnectX beside it that its kernels drive; of tests/netstack/test_mlx5.py."""
+    with on_gpus():
+        yield "mlx5"
+
+
+@contextmanager
 def on_one_gpu() -> Iterator[str]:
     """All workers that are threads of this process."""
     with stand_in_gpus(graphs=True), pytest.MonkeyPatch.context() as patch:
@@ -43,7 +51,7 @@ def on_one_gpu() -> Iterator[str]:
 Where = Callable[[], AbstractContextManager[str]]
 
 
-@pytest.fixture(params=[on_gpus, on_one_gpu])
+@pytest.fixture(params=[on_gpus, on_one_gpu, *([beside_nics] if "FAKE_MLX5_SERVES" in os.environ else [])])
 def where(request: pytest.FixtureRequest) -> Where:
     found: Where = request.param
     return found

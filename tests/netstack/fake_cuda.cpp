@@ -82,6 +82,7 @@ const auto kOkay = CUresult(0), kInvalid = CUresult(1), kNoContext = CUresult(20
 const auto kRegistered = CUresult(712), kNotPermitted = CUresult(800);
 thread_local int current = 0;
 std::mutex registered_mutex;
+std::map<std::uintptr_t, int> mapped;  // the file behind shared memory that is mapped, by its address
 std::map<std::uintptr_t, std::uintptr_t> registered;  // host memory that kernels reach: (begin, end)
 std::atomic<long> live{0};  // allocations, mappings, registrations, streams, graphs, contexts
 
@@ -294,6 +295,8 @@ CUresult cuMemMap(CUdeviceptr at, std::size_t bytes, std::size_t, CUmemGenericAl
   if (fstat(int(handle), &info) || std::size_t(info.st_size) < bytes) return kInvalid;
   ++live;
   void* place = mmap(pointer<void>(at), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, int(handle), 0);
+  const std::lock_guard<std::mutex> lock(registered_mutex);
+  mapped[std::uintptr_t(at)] = int(handle);
   return place == MAP_FAILED ? kInvalid : kOkay;
 }
 CUresult cuMemUnmap(CUdeviceptr at, std::size_t bytes) {
@@ -350,7 +353,10 @@ CUresult cuMemGetHandleForAddressRange(void* out, CUdeviceptr at, std::size_t by
                                        unsigned long long) {
   NEEDS_CONTEXT;
   if (int(kind) != 1 || at % 4096 || bytes % 4096 || !fake_mlx5_export) return kInvalid;
-  const int file = memfd_create("fake-dma-buf", MFD_CLOEXEC);
+  const std::lock_guard<std::mutex> lock(registered_mutex);
+  const auto memory = mapped.find(std::uintptr_t(at));
+  if (memory == mapped.end()) return kInvalid;
+  const int file = dup(memory->second);
   std::memcpy(out, &file, sizeof file);
   fake_mlx5_export(file, at);
   return kOkay;

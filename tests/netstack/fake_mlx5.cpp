@@ -2,9 +2,12 @@
 // to its device, and runs a software NIC on the memory that libmlx5 names in them. So the distribution's own libibverbs
 // and libmlx5 build rings, records and completion queues, map doorbells, post and poll, without a card.
 //
-// What a host keeps in files is in the folder that SYSFS_PATH names. Every ioctl but one is answered as a kernel without
-// it answers, and libibverbs goes on with writes. Queue pairs of this process are each other's peers. The functions
-// behind `fake_mlx5_` let a test move the NICs and spoil what they do.
+// What a host keeps in files is in the folder that SYSFS_PATH names, and who looks for it in /sys finds it there. Every
+// ioctl but one is answered as a kernel without it answers, and libibverbs goes on with writes. Queue pairs of this process
+// are each other's peers; those of other processes are too, where their memory was exported. The functions behind
+// `fake_mlx5_` let a test move the NICs and spoil what they do; with FAKE_MLX5_SERVES set they move by themselves.
+#include <dirent.h>
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <rdma/ib_user_ioctl_cmds.h>
 #include <rdma/ib_user_verbs.h>
@@ -21,11 +24,13 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdarg>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -54,12 +59,19 @@ struct Node {
   std::uint32_t next_bank = 1;
 };
 
+struct Registered {
+  std::uint32_t domain;
+  MemoryRegion region;
+  int file;  // what it was exported by; -1: nothing
+};
+
 struct Pair {
   int events;  // the kernel's end
   std::uint32_t told = 0;
   std::uint64_t user_handle;
   std::uint32_t domain, peer = 0;
   const std::uint8_t* registers;
+  std::vector<MemoryRegion> beyond;  // what a peer of another process has open
   std::uint64_t rung[2] = {};
   Setup setup;
   std::unique_ptr<Nic> nic;
@@ -69,10 +81,10 @@ std::mutex mutex;
 std::map<int, Node> nodes;
 std::map<std::uint32_t, CompletionQueue> queues;
 std::map<std::uint32_t, std::unique_ptr<Pair>> pairs;  // by number
-std::map<std::uint32_t, std::pair<std::uint32_t, MemoryRegion>> memories;  // by handle: domain and region
+std::map<std::uint32_t, Registered> memories;  // by handle
 std::map<int, int> events;  // the process's end of a pipe, the kernel's
 int exports = 0;  // memories that were registered by dma-buf
-std::uint32_t next_handle = 1, next_number = 0x1230f1;
+std::uint32_t next_handle = 1;
 Adversary adversary{};
 std::map<int, std::uint64_t> buffers;  // where the memory behind a dma-buf begins
 
@@ -143,18 +155,57 @@ int query_port(const Command& c) {
   return 0;
 }
 
+// No other process has it.
+std::uint32_t number_of(std::uint32_t handle, int bits) {
+  return (std::uint32_t(getpid()) << 12 | (handle & 0xfff)) & std::uint32_t((1ull << bits) - 1);
+}
+
+// Where processes tell each other of the memory that queue pair `number` opens.
+std::string page_of(std::uint32_t number) {
+  const std::string folder = std::string(std::getenv("SYSFS_PATH")) + "/pairs/";
+  mkdir(folder.c_str(), 0700);
+  return folder + std::to_string(number);
+}
+
+void tell_others(std::uint32_t number, std::uint32_t domain) {
+  std::FILE* const page = std::fopen(page_of(number).c_str(), "w");
+  for (const auto& [handle, m] : memories)
+    if (m.domain == domain && m.region.remote_write && m.file >= 0)
+      std::fprintf(page, "%d %d %u %lu %lu\n", getpid(), m.file, m.region.key, m.region.address, m.region.bytes);
+  std::fclose(page);
+}
+
+std::vector<MemoryRegion> heard_of_others(std::uint32_t number) {
+  std::vector<MemoryRegion> open;
+  std::FILE* const page = std::fopen(page_of(number).c_str(), "r");
+  int process, file;
+  MemoryRegion region{};
+  region.remote_write = true;
+  while (page &&
+         std::fscanf(page, "%d %d %u %lu %lu", &process, &file, &region.key, &region.address, &region.bytes) == 5) {
+    const std::string name = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(file);
+    const int there = openat(AT_FDCWD, name.c_str(), O_RDWR | O_CLOEXEC);
+    region.at = reinterpret_cast<std::uint8_t*>(
+        syscall(SYS_mmap, nullptr, region.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, there, 0));
+    syscall(SYS_close, there);
+    if (region.at != MAP_FAILED) open.push_back(region);
+  }
+  if (page) std::fclose(page);
+  return open;
+}
+
 std::uint32_t remember(std::uint32_t domain, std::uint64_t address, std::uint64_t bytes, std::uint8_t* place,
-                       std::uint32_t access) {
-  const std::uint32_t handle = next_handle++, key = 0x00aabb00 + 0x100 * handle;
-  memories[handle] = {domain, {key, address, bytes, place, (access & kAccessRemoteWrite) != 0, nullptr}};
+                       std::uint32_t access, int file) {
+  const std::uint32_t handle = next_handle++, key = number_of(handle, 32);
+  memories[handle] = {domain, {key, address, bytes, place, (access & kAccessRemoteWrite) != 0, nullptr}, file};
   return handle;
 }
 
 int register_memory(const Command& c) {
   const auto& asked = c.as<ib_uverbs_reg_mr>();
   const std::uint32_t handle =
-      remember(asked.pd_handle, asked.hca_va, asked.length, at<std::uint8_t>(asked.start), asked.access_flags);
-  const std::uint32_t key = memories[handle].second.key;
+      remember(asked.pd_handle, asked.hca_va, asked.length, at<std::uint8_t>(asked.start), asked.access_flags, -1);
+  const std::uint32_t key = memories[handle].region.key;
   c.put(ib_uverbs_reg_mr_resp{handle, key, key});
   return 0;
 }
@@ -174,7 +225,7 @@ int create_pair(const Command& c) {
   const auto& asked = c.as<ib_uverbs_create_qp>();
   const auto& mine = c.driver<ib_uverbs_create_qp, mlx5_ib_create_qp>();
   const CompletionQueue& queue = queues.at(asked.send_cq_handle);
-  const std::uint32_t number = next_number++;
+  const std::uint32_t number = number_of(next_handle++, 24);
   Node& node = nodes.at(c.node);
   const std::uint32_t bank = node.next_bank++;
   auto pair = std::make_unique<Pair>();
@@ -214,7 +265,9 @@ int create_pair(const Command& c) {
 int modify_pair(const Command& c) {
   const auto& asked = c.as<ib_uverbs_modify_qp>();
   Pair& pair = *pairs.at(asked.qp_handle);
+  if (asked.qp_state == kInit) tell_others(asked.qp_handle, pair.domain);
   if (asked.qp_state == kReadyToReceive) pair.peer = asked.dest_qp_num;
+  if (asked.qp_state == kReadyToReceive && !pairs.count(pair.peer)) pair.beyond = heard_of_others(pair.peer);
   const State to = asked.qp_state == kError ? State::error : State(asked.qp_state);
   return pair.nic->modify(to) ? 0 : EINVAL;
 }
@@ -241,7 +294,12 @@ int answer(std::uint32_t command, bool is_extended, const Command& c) {
       return 0;
     case IB_USER_VERBS_CMD_DEALLOC_PD: return 0;
     case IB_USER_VERBS_CMD_REG_MR: return register_memory(c);
-    case IB_USER_VERBS_CMD_DEREG_MR: memories.erase(c.as<ib_uverbs_dereg_mr>().mr_handle); return 0;
+    case IB_USER_VERBS_CMD_DEREG_MR: {
+      const auto memory = memories.find(c.as<ib_uverbs_dereg_mr>().mr_handle);
+      if (memory->second.file >= 0) syscall(SYS_close, memory->second.file);
+      memories.erase(memory);
+      return 0;
+    }
     case IB_USER_VERBS_CMD_CREATE_COMP_CHANNEL:
       c.put(ib_uverbs_create_comp_channel_resp{std::uint32_t(eventfd(0, EFD_CLOEXEC))});
       return 0;
@@ -257,6 +315,7 @@ int answer(std::uint32_t command, bool is_extended, const Command& c) {
     case IB_USER_VERBS_CMD_DESTROY_QP: {
       const auto pair = pairs.find(c.as<ib_uverbs_destroy_qp>().qp_handle);
       c.put(ib_uverbs_destroy_qp_resp{pair->second->told});
+      for (const MemoryRegion& m : pair->second->beyond) munmap(m.at, m.bytes);
       pairs.erase(pair);
       return 0;
     }
@@ -289,13 +348,14 @@ int register_exported(ib_uverbs_ioctl_hdr* header) {
   const auto buffer = buffers.find(int(number(UVERBS_ATTR_REG_DMABUF_MR_FD)));
   if (buffer == buffers.end()) return EBADF;
   auto* place = at<std::uint8_t>(buffer->second + number(UVERBS_ATTR_REG_DMABUF_MR_OFFSET));
-  const std::uint32_t handle = remember(
-      std::uint32_t(number(UVERBS_ATTR_REG_DMABUF_MR_PD_HANDLE)), number(UVERBS_ATTR_REG_DMABUF_MR_IOVA),
-      number(UVERBS_ATTR_REG_DMABUF_MR_LENGTH), place, std::uint32_t(number(UVERBS_ATTR_REG_DMABUF_MR_ACCESS_FLAGS)));
+  const std::uint32_t handle =
+      remember(std::uint32_t(number(UVERBS_ATTR_REG_DMABUF_MR_PD_HANDLE)), number(UVERBS_ATTR_REG_DMABUF_MR_IOVA),
+               number(UVERBS_ATTR_REG_DMABUF_MR_LENGTH), place,
+               std::uint32_t(number(UVERBS_ATTR_REG_DMABUF_MR_ACCESS_FLAGS)), dup(buffer->first));
   ++exports;
   attrs.at(UVERBS_ATTR_REG_DMABUF_MR_HANDLE)->data = handle;
   for (const int key : {UVERBS_ATTR_REG_DMABUF_MR_RESP_LKEY, UVERBS_ATTR_REG_DMABUF_MR_RESP_RKEY})
-    *at<std::uint32_t>(attrs.at(key)->data) = memories[handle].second.key;
+    *at<std::uint32_t>(attrs.at(key)->data) = memories[handle].region.key;
   return 0;
 }
 
@@ -308,10 +368,10 @@ bool is_node(int fd) {
 void show_memory(Pair& pair) {
   const auto peer = pairs.find(pair.peer);
   pair.nic->local.clear();
-  pair.nic->remote.clear();
-  for (const auto& [handle, entry] : memories) {
-    if (entry.first == pair.domain) pair.nic->local.push_back(entry.second);
-    if (peer != pairs.end() && entry.first == peer->second->domain) pair.nic->remote.push_back(entry.second);
+  pair.nic->remote = pair.beyond;
+  for (const auto& [handle, m] : memories) {
+    if (m.domain == pair.domain) pair.nic->local.push_back(m.region);
+    if (peer != pairs.end() && m.domain == peer->second->domain) pair.nic->remote.push_back(m.region);
   }
 }
 
@@ -336,25 +396,39 @@ bool move_all() {
 std::atomic<bool> is_serving{false};
 std::thread server;
 
+// Where a file of the kernel's is in fact.
+std::string found_at(const char* path) {
+  const char* const sysfs = std::getenv("SYSFS_PATH");
+  if (sysfs && !std::strncmp(path, "/sys/class/infiniband", 21)) return std::string(sysfs) + (path + 4);
+  return std::strcmp(path, kNode) ? path : kBehind;
+}
+
 }  // namespace
 
 extern "C" {
 
+void fake_mlx5_serve(bool on);
+
+DIR* opendir(const char* path) {
+  static const auto real = reinterpret_cast<DIR* (*)(const char*)>(dlsym(RTLD_NEXT, "opendir"));
+  return real(found_at(path).c_str());
+}
 int open(const char* path, int flags, ...) {
   va_list rest;
   va_start(rest, flags);
   const int mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(rest, int) : 0;
   va_end(rest);
   const bool is_ours = !std::strcmp(path, kNode);
-  const int fd = openat(AT_FDCWD, is_ours ? kBehind : path, flags, mode);
+  const int fd = openat(AT_FDCWD, found_at(path).c_str(), flags, mode);
   if (!is_ours || fd < 0) return fd;
   const std::lock_guard<std::mutex> lock(mutex);
   nodes[fd] = {};
+  static const bool serves = std::getenv("FAKE_MLX5_SERVES") && (fake_mlx5_serve(true), true);
+  static_cast<void>(serves);
   return fd;
 }
-int stat(const char* path, struct stat* to) {
-  return fstatat(AT_FDCWD, std::strcmp(path, kNode) ? path : kBehind, to, 0);
-}
+int open64(const char* path, int flags, ...) __attribute__((alias("open")));
+int stat(const char* path, struct stat* to) { return fstatat(AT_FDCWD, found_at(path).c_str(), to, 0); }
 int close(int fd) {
   {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -429,7 +503,7 @@ void fake_mlx5_event(std::uint32_t number, std::uint32_t type) {
   Pair& pair = *pairs.at(number);
   const ib_uverbs_async_event_desc event{pair.user_handle, type, 0};
   if (syscall(SYS_write, pair.events, &event, sizeof event) < 0) std::abort();
-  ++pair.told;
+  pair.told += type >= 1 && type <= 3;  // of a queue pair; others are of its port or device
 }
 // Memories that are registered now, and how many ever were by dma-buf, since the last call.
 int fake_mlx5_memories() {
@@ -453,3 +527,9 @@ void fake_mlx5_export(int fd, std::uint64_t address) {
   buffers[fd] = address;
 }
 }  // extern "C"
+
+namespace {
+const struct Ending {
+  ~Ending() { fake_mlx5_serve(false); }
+} ending;
+}  // namespace

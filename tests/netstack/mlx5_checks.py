@@ -15,7 +15,8 @@ from wiring import KEY, SOON_S, connect, send
 
 from lamina import netstack
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
-from lamina.netstack.cuda.driver import Driver
+from lamina.netstack.cuda.driver import CudaStream, Driver, Pinned
+from lamina.netstack.host.native import ABORTED
 from lamina.netstack.mlx5.channel import MLX5, Mlx5Channel
 from lamina.netstack.mlx5.gpu_memory import joined
 
@@ -94,6 +95,33 @@ def test_mlx5_an_event_of_the_device_ends_a_wait() -> None:
     assert "the peer aborted: our NIC reports" in fault_of(b)
     assert time.monotonic() - start < 10 * DEATH_NOTICED_S
     fabric.close()
+
+
+def test_mlx5_kernels_that_wait_hear_of_their_device() -> None:
+    """Not of a port that is down: it may come up again."""
+    fabric, a, b = ends()
+    driver = Driver()
+    side, mail, stream = b.lend(), Pinned(driver, 4096), CudaStream(driver)
+    mail.view[:8] = (5).to_bytes(8, "little")
+
+    def receive() -> int:
+        at = mail.address
+        side.receive_due(stream.number, at + 1024, at, at + 16, at + 64, int(SOON_S * 1e9), at + 48)
+        send(a, b"hello")
+        stream.synchronize()
+        return int.from_bytes(mail.view[48:52], "little")
+
+    FAKE.fake_mlx5_event(number_of(b), 10)  # IBV_EVENT_PORT_ERR
+    assert receive() == 0
+    assert mail.view[1024:1029] == b"hello"
+    FAKE.fake_mlx5_silence(number_of(a))
+    FAKE.fake_mlx5_event(number_of(b), 1)
+    status = receive()
+    assert status == ABORTED
+    with pytest.raises(netstack.PeerFault, match="our NIC reports: local work queue catastrophic error"):
+        side.check(status)
+    for part in (stream, mail, fabric, driver):
+        part.close()
 
 
 def test_mlx5_a_wrong_key_ends_the_channel() -> None:

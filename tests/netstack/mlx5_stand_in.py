@@ -60,5 +60,10 @@ def files(folder: Path) -> Path:
 
 def environment(folder: Path) -> dict[str, str]:
     """Of a process on that machine, whose GPU is a stand-in too."""
-    places = {"LD_PRELOAD": str(kernel()), "SYSFS_PATH": str(files(folder)), "MLX5_SHUT_UP_BF": "1"}
+    places = {
+        "LD_PRELOAD": str(kernel()),
+        "SYSFS_PATH": str(files(folder)),
+        "MLX5_SHUT_UP_BF": "1",
+        "FAKE_MLX5_SERVES": "1",
+    }
     return os.environ | places | cuda_stand_in.environment()

@@ -113,7 +113,7 @@ def test_a_killed_client_leaves_no_server() -> None:
         (["--cores", "a"], "--cores must be"),
         (["--driver", "native", "--pattern", "fan"], "--driver native has no pattern fan"),
         (["--device", "gpu"], "unknown --device 'gpu'; choose of cpu, cuda"),
-        (["--device", "cuda", "--transport", "shm"], "--transport cuda alone, not shm"),
+        (["--device", "cuda", "--transport", "shm"], "kernels for --transport cuda, mlx5, not shm"),
         (["--device", "cuda", "--pattern", "pair"], "--device cuda has no pattern pair; choose of rtt"),
         (["--device", "cuda", "--driver", "native"], "--driver native is of --device cpu"),
         (["--listen"], "LAMINA_CLUSTER_KEY"),
