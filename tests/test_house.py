@@ -54,7 +54,8 @@ NETWORK_STOREYS = (
 HOUSES = {"lamina": STOREYS, "netstack": NETWORK_STOREYS}
 FACES = ("__init__", "__main__")
 POLICY = (
-    "engine/scheduler.py", "engine/prefill.py", "engine/rounds/steps.py", "engine/rounds/early.py",
+    "engine/scheduler.py", "engine/prefill.py", "engine/promises.py", "engine/rounds/steps.py",
+    "engine/rounds/early.py",
     "engine/sequence.py",
     "engine/rounds/pipeline.py", "engine/tuning/tuner.py", "engine/tuning/laws.py", "engine/blocks/tier.py",
     "engine/blocks/newcomers.py", "engine/blocks/prefixes.py", "engine/blocks/room.py",

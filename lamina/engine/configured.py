@@ -19,6 +19,7 @@ from .blocks.prefixes import Prefixes
 from .blocks.swaps import Swaps
 from .blocks.tier import Tier
 from .prefill import Prefill
+from .promises import Promises
 from .scheduler import Scheduler
 from .shadows import Shadows
 
@@ -68,13 +69,18 @@ def cordon(scheduler: Scheduler, info: ComputeReady, worker: int, *, on: bool) -
 
 
 def scheduler_of(
-    config: EngineConfig, info: ComputeReady, ledger: BlockTables, num_batches: int, clock: Callable[[], float]
+    config: EngineConfig,
+    info: ComputeReady,
+    ledger: BlockTables,
+    num_batches: int,
+    promises: Promises,
+    clock: Callable[[], float],
 ) -> Scheduler:
-    """``num_batches``: that take turns at first. ``clock``: seconds."""
+    """``num_batches``: that take turns at first. ``promises``: to those that come. ``clock``: seconds."""
     batching, topology = config.batching, config.topology
     tier = _tier(config, ledger, info)
     budget = parse_error_budget(config.kv.kv_error_budget)
-    return Scheduler(
+    scheduler = Scheduler(
         ledger,
         max_num_seqs=batching.max_num_seqs,
         prefill_chunk=batching.prefill_chunk,
@@ -82,7 +88,7 @@ def scheduler_of(
         num_batches=num_batches,
         num_layers=info.num_layers,
         num_replicas=topology.replicas,
-        prefill=Prefill(topology.prefill_workers, batching.prefill_chunk, topology.most_batches, clock),
+        prefill=Prefill(topology.prefill_workers, batching.prefill_chunk, topology.most_batches, promises),
         prefixes=_prefixes(config, ledger, clock),
         tier=tier,
         swaps=_swaps(config, tier),
@@ -91,6 +97,14 @@ def scheduler_of(
         homes=topology.memory_workers if topology.borrow else 0,
         view=info.view,
     )
+    if not topology.prefill_workers:
+        promises.pooled = scheduler.prefixes.length_of
+    return scheduler
+
+
+def promises_of(config: EngineConfig, clock: Callable[[], float]) -> Promises:
+    """Nothing is promised at first. ``clock``: seconds, for what prompts take."""
+    return Promises(config.topology.prefill_workers, config.batching.max_num_seqs, clock)
 
 
 def _prefixes(config: EngineConfig, ledger: BlockTables, clock: Callable[[], float]) -> Prefixes:

@@ -19,7 +19,7 @@ from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes,
 
 from .blocks.under_way import Moved
 from .checks import check_discard, check_ids, check_session, check_stops, is_sparse, kv_form, too_long
-from .configured import blocks_of, scheduler_of
+from .configured import blocks_of, promises_of, scheduler_of
 from .conversations.overflow import overflow_of
 from .conversations.ranges import Ranges, joined, without
 from .conversations.sessions import SessionName
@@ -47,10 +47,11 @@ class Engine:
         self._ledger = blocks_of(self.info)
         self._tuner: Tuner | None = None
         num_batches = 1 if config.topology.plans else config.topology.most_batches
-        self.scheduler = scheduler_of(config, self.info, self._ledger, num_batches, clock)
+        self.promises = promises_of(config, clock)
+        self.scheduler = scheduler_of(config, self.info, self._ledger, num_batches, self.promises, clock)
         stripe = self.info.stripe * self.info.block_size * self._ledger.num_lanes
         self._overflow = overflow_of(config.overflow, self.info.max_model_len, stripe)
-        self._timing = Timing(self.scheduler.swaps) if self.scheduler.swaps else None
+        self._timing = Timing(self.scheduler.swaps, self.promises)
         self._steps: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
         self._early = EarlyDraws()
         self._next_round = 0
@@ -84,11 +85,12 @@ class Engine:
         spell: Spell | None = None,
         terms: KVTerms = PLAIN,
         kept: bool = True,
+        accepted: bool = False,
     ) -> int:
         """Queue a prompt; returns the request's id. ``told``: of completions that another engine began; they go on
         behind that, given the seed that they had. ``held``: its tokens are chosen by ``choose``, not drawn; it has one
         completion. ``spell``: for logprobs. ``kept``: its KV serves others behind its end, on these ``terms``. Raises
-        ValueError for a prompt that cannot be served.
+        ValueError for a prompt that cannot be served and, unless it was ``accepted`` before, OverloadedError.
         """
         self.check(prompt, params, terms)
         request_id, self._next_request = self._next_request, self._next_request + 1
@@ -105,6 +107,7 @@ class Engine:
             sequence.given = given if discarded else []
             sequence.kin, sequence.retention_s = terms.kin, terms.retention_s
             sequence.salt, sequence.sparse, sequence.dense = kv_form(terms.salt, params, self.config)
+        self.promises.check(sequences, self.scheduler.most_sequences, accepted=accepted)
         outputs = [s.output for s in sequences]
         output = RequestOutput(request_id, text, list(given), outputs, RequestTimes(self._clock()))
         if params.prompt_logprobs is not None:
@@ -203,9 +206,7 @@ class Engine:
         return request.output
 
     def settle(self) -> None:
-        """Where no request is left: take in the steps in flight and free their blocks, so that an idle engine holds
-        none.
-        """
+        """Where no request is left, take in what is in flight and free its blocks: an idle engine holds none."""
         while not self._requests and (self.scheduler.num_running or self._steps or self.scheduler.owes):
             self.step()
         if not self._requests:
@@ -279,8 +280,7 @@ class Engine:
                 request.sequences[0].num_scored = len(scores) - 1
         steps, self._steps = self._steps, {}
         self._early.forget()
-        if self._timing:
-            self._timing.forget()
+        self._timing.forget()
         kept = KeptKV(self._ledger, self.info.holders, change.kept)
         keep = self.scheduler.roll_back(steps.values(), kept.tokens)
         if change.capacity:
@@ -298,8 +298,7 @@ class Engine:
         transfer = self.scheduler.moved(said)
         if transfer is None or transfer.loaded is None:
             return self._failed(transfer) if transfer is not None and transfer.error else []
-        if self._timing:
-            self._timing.loaded(transfer.loaded, self._clock())
+        self._timing.loaded(transfer.loaded, self._clock())
         counts = self._early.end(transfer.loaded, failed=bool(transfer.error))
         return self._failed(transfer) if transfer.error else self._draw(counts)
 
@@ -336,8 +335,7 @@ class Engine:
         if steps:
             self.wire.submit(RunRound(round=self._next_round, steps=[self._prepare(s) for s in steps]))
             self._next_round += 1
-            if self._timing:
-                self._timing.sent(steps, self._clock())
+            self._timing.sent(steps, self._clock())
         for chunk in self.scheduler.take_chunks():
             if chunk.prefill_worker is not None:
                 new = RunRound(round=chunk.plan.step, steps=[self._prepare(chunk)])
@@ -353,6 +351,7 @@ class Engine:
         for sequence, rows in zip(step.parts, step.plan.rows, strict=True):
             if rows.first == sequence.num_cached and (request := self._requests.get(sequence.request_id)):
                 request.begin(sequence, now)
+                self.promises.began_inline(sequence)
             chunk_scores = scores_of(sequence, rows.first, rows.count, row)
             scores += chunk_scores
             step.scores += [sequence] * len(chunk_scores)
@@ -371,7 +370,7 @@ class Engine:
                 request.add_score(drawn)
         outputs = self._draw(zip(step.draws, done.drawn[len(step.scores) :], strict=True))
         finished = self.scheduler.complete(step)
-        if finished and self._timing:
+        if finished:
             self._timing.done(step.plan.step, finished, now)
         if finished and self._tuner and self._tuner.observe(finished):
             self.follow(self._tuner)
@@ -390,6 +389,8 @@ class Engine:
                 sequence.num_drawing -= 1  # a row that turned out to be one too many
                 continue
             request.append(sequence, drawn)
+            if sequence.num_outputs == 1 and (refusal := self.promises.refuses_decoding(sequence)):
+                request.refuse_late(refusal)
             touched[sequence.request_id] = request
         return self._ended(touched.values())
 

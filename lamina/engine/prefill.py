@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lamina.protocol.plan import (
@@ -15,31 +14,27 @@ from lamina.protocol.plan import (
     StepPlan,
 )
 
-from .conductor import Conductor, ConductorRules, KnownPrompt
-from .conductor.choice import NOBODY
-from .conductor.directory import Directory
-from .conductor.estimate import PrefillFit, PrefillTime
-from .conductor.overload import DecodePool, TokenTime
+from .promises import Promises
 from .rounds.steps import ScheduledStep
 from .sequence import Sequence
 
-FIRST_LAW = PrefillTime(0.0, 1e-4, 0.0)  # of prompts, until some were computed
+NOTHING = -1
 
 
 @dataclass
 class _PrefillLoad:
     index: int
     prompts: deque[Sequence] = field(default_factory=deque)  # that have tokens left to schedule, in their order
-    held: int = NOBODY  # the sequence in its store
+    held: int = NOTHING  # the sequence in its store
     next_step: int = 0
-    in_flight: list[int] = field(default_factory=list)  # of each chunk, its sequence
-    computing: int = NOBODY  # the sequence of the chunks that are computed now
+    in_flight: list[Sequence] = field(default_factory=list)  # of each chunk, its sequence
+    computing: Sequence | None = None  # of the chunks that are computed now
     since_s: float = 0.0  # it is
 
 
 class Prefill:
-    """Deals prompts to prefill workers: the Conductor says which one computes a prompt, by what prompts have taken so
-    far. Each worker has one prompt after the other, first come, first served.
+    """Deals prompts to prefill workers: the Conductor has said at the arrival of a prompt which one computes it
+    (engine.promises). Each worker has one prompt after the other, first come, first served.
 
     A chunk is a step of a batch that is the worker's own. The memory workers are told of it by a Grant, in the plan of
     the batch in which the sequence will decode; so blocks for a chunk are held from then on. GRANTS_AHEAD chunks of
@@ -49,44 +44,44 @@ class Prefill:
 
     PROMPTS = 2  # of a worker: the one that it computes, and one so that it need not wait
 
-    def __init__(
-        self, num_workers: int, chunk: int, first_batch: int, clock: Callable[[], float] = lambda: 0.0
-    ) -> None:
-        """``first_batch``: the number of the first worker's batch; those of the others follow. ``clock``: seconds; by
-        one that stands still, a prompt costs as many seconds as it has tokens.
-        """
+    def __init__(self, num_workers: int, chunk: int, first_batch: int, promises: Promises | None = None) -> None:
+        """``first_batch``: the number of the first worker's batch; those of the others follow."""
         self._workers = [_PrefillLoad(i) for i in range(num_workers)]
         self._chunk = chunk
         self._first_batch = first_batch
-        self._clock = clock
-        self.conductor = _conductor(num_workers)
+        self.promises = promises or Promises(num_workers)
 
     def wants(self, sequence: Sequence) -> bool:
         """Whether a new sequence is for prefill workers. A single token is as cheap where the others decode."""
         return bool(self._workers) and sequence.num_promised > 1
+
+    def expect(self, sequence: Sequence) -> None:
+        """A sequence waits: it has a worker from now on, where somebody wants to know."""
+        if self.promises.watches and (not self._workers or self.wants(sequence)):
+            self.promises.expect(sequence)
 
     @property
     def has_room(self) -> bool:
         """Whether some worker can take a prompt."""
         return any(len(w.prompts) < self.PROMPTS for w in self._workers)
 
+    def has_room_for(self, sequence: Sequence) -> bool:
+        """Whether the worker of a sequence can take its prompt."""
+        return len(self._workers[self.promises.expect(sequence)].prompts) < self.PROMPTS
+
     def add(self, sequence: Sequence) -> None:
-        """Give a new sequence, which has its id, to the worker that has room and will have computed it first."""
-        able = [w.index for w in self._workers if len(w.prompts) < self.PROMPTS]
-        prompt, now = KnownPrompt(sequence.num_promised), self._clock()
-        choice = self.conductor.choose(prompt, now, able or None)
-        self.conductor.book(sequence.id, prompt, choice, now)
-        self._workers[choice.worker].prompts.append(sequence)
-        sequence.prefill_worker = choice.worker
+        """Give a new sequence, which has its id, to its worker."""
+        sequence.prefill_worker = self.promises.expect(sequence)
+        self._workers[sequence.prefill_worker].prompts.append(sequence)
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence that has no chunk in flight."""
+        self.promises.drop(sequence)
         if sequence.prefill_worker is not None:
             worker = self._workers[sequence.prefill_worker]
             if sequence in worker.prompts:
                 worker.prompts.remove(sequence)
-            self.conductor.cancelled(sequence.id, self._clock())
-            if worker.computing == sequence.id:
+            if worker.computing is sequence:
                 self._go_on(worker)
             sequence.prefill_worker = None
 
@@ -95,8 +90,8 @@ class Prefill:
         for worker in self._workers:
             worker.prompts.clear()
             worker.in_flight.clear()
-            worker.held = worker.computing = NOBODY
-        self.conductor.forget()
+            worker.held, worker.computing = NOTHING, None
+        self.promises.forget()
 
     def next_grant(self, sequence: Sequence) -> Grant | None:
         """For the next chunk of ``sequence``, if it is its turn."""
@@ -113,7 +108,7 @@ class Prefill:
         worker = self._workers[grant.worker]
         ops: list[SequenceOp] = []
         if worker.held != sequence.id:
-            ops = [Free(worker.held)] if worker.held != NOBODY else []
+            ops = [Free(worker.held)] if worker.held != NOTHING else []
             ops.append(New(sequence.id))
             worker.held = sequence.id
         plan = StepPlan(
@@ -126,8 +121,8 @@ class Prefill:
         draws = [sequence] if grant.first + grant.count == sequence.num_promised else []
         step = ScheduledStep(plan, [sequence], draws, worker.index)
         worker.next_step += 1
-        worker.in_flight.append(sequence.id)
-        if worker.computing == NOBODY:
+        worker.in_flight.append(sequence)
+        if worker.computing is None:
             self._go_on(worker)
         sequence.num_scheduled += grant.count
         sequence.num_prefilling += 1
@@ -138,29 +133,17 @@ class Prefill:
 
     def complete(self, step: ScheduledStep, worker: int) -> None:
         """The memory workers have the K and V of ``step``, which ``worker`` has computed."""
-        load, now = self._workers[worker], self._clock()
+        load = self._workers[worker]
         load.in_flight.pop(0)  # in their order
         (sequence,) = step.parts
         sequence.num_prefilling -= 1
         if step.draws:
-            self.conductor.computed(sequence.id, now, now - load.since_s, 0)
+            self.promises.computed(sequence, load.since_s)
             self._go_on(load)
             sequence.prefill_worker = None
 
     def _go_on(self, worker: _PrefillLoad) -> None:
         """The worker goes on to the prompt of the next chunk in flight, if there is one."""
-        worker.computing, worker.since_s = worker.in_flight[0] if worker.in_flight else NOBODY, self._clock()
-        if worker.computing != NOBODY:
-            self.conductor.begun(worker.computing, worker.since_s)
-
-
-def _conductor(num_workers: int) -> Conductor:
-    """Of workers whose stores have nothing for another prompt: only queues differ."""
-    return Conductor(
-        rules=ConductorRules(policy="auto"),
-        directory=Directory(num_workers, 0),
-        fit=PrefillFit(FIRST_LAW, trusted=False),
-        tokens_per_s=1.0,
-        decoding=DecodePool(1, TokenTime(0.0, 0.0, 0.0), 1.0),
-        num_workers=num_workers,
-    )
+        worker.computing = worker.in_flight[0] if worker.in_flight else None
+        if worker.computing is not None:
+            worker.since_s = self.promises.begun(worker.computing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from lamina.protocol.control import ALL_BANNED, Drawn
-from lamina.request import Blame, RequestOutput
+from lamina.request import Blame, Refusal, RequestOutput, words_of
 
 from .checks import NOT_FINITE, why_banned
 from .sequence import Sequence
@@ -49,6 +49,13 @@ class Request:
         for sequence in self.sequences:
             sequence.output.blame = Blame.SERVER
             self.end(sequence, "error", why)
+
+    def refuse_late(self, refusal: Refusal) -> None:
+        """Its prompt is computed and there is no room to decode: what has no end yet ends."""
+        for sequence in self.sequences:
+            if not sequence.finished:
+                sequence.output.blame, sequence.output.refusal = Blame.LOAD, refusal
+                self.end(sequence, "error", words_of(refusal))
 
     def append(self, sequence: Sequence, drawn: Drawn) -> None:
         """Take the token that was drawn for a sequence, or the reason why there is none."""

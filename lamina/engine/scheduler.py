@@ -28,7 +28,7 @@ from .conversations.sessions import SessionName
 from .prefill import Prefill
 from .rounds.leap import Leaps, Standing
 from .rounds.pipeline import route
-from .rounds.steps import Round, ScheduledStep, commit
+from .rounds.steps import Round, ScheduledStep, commit, round_of
 from .sequence import Sequence
 from .shadows import Shadows
 
@@ -82,14 +82,14 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()  # the next one first
         self.batches = [Batch(i) for i in range(num_batches)]
         self._num_layers, self._num_replicas = num_layers, num_replicas
-        self._prefill = prefill or Prefill(0, prefill_chunk, num_batches)
+        self.prefill = prefill or Prefill(0, prefill_chunk, num_batches)
         self.prefixes = prefixes or Prefixes(ledger, 0)
         self.sessions, self.leaves = self.prefixes.sessions, Leaves(self.prefixes, ledger, tier)
         self.tier, self.swaps, self.evictions, self.shadows = tier, swaps, evictions, shadows
         self._newcomers = Newcomers(
-            ledger, self._room, self._cuts, self._prefill, self.prefixes, tier, swaps, max_num_seqs, self.leaves
+            ledger, self._room, self._cuts, self.prefill, self.prefixes, tier, swaps, max_num_seqs, self.leaves
         )
-        self._relief = Relief(ledger, self._room, self.prefixes, self._prefill, swaps)
+        self._relief = Relief(ledger, self._room, self.prefixes, self.prefill, swaps)
         self._leaps = Leaps(ledger, self._room, max_num_seqs)
         self._chunks: list[ScheduledStep] = []  # for prefill workers, not taken yet
         self._ops: list[SequenceOp] = []  # for the next plan
@@ -137,6 +137,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence, and its shadow where it gets one."""
         self.waiting.append(sequence)
+        self.prefill.expect(sequence)
         if self.shadows and (shadow := self.shadows.begin(sequence)):
             self.waiting.append(shadow)
 
@@ -227,10 +228,7 @@ class Scheduler:
         for step in steps:
             step.plan = msgspec.structs.replace(step.plan, more=step is not steps[-1])
         if steps:
-            rows, tokens = sum(s.plan.num_rows for s in steps), sum(b.load for b in self.batches)
-            steady = bool(self._in_flight) and rows > 0 and all(len(s.draws) == s.plan.num_rows for s in steps)
-            prompts = rows - sum(len(s.draws) for s in steps)
-            self._in_flight.append(Round(set(steps), len(self.batches), rows, prompts, tokens, steady))
+            self._in_flight.append(round_of(steps, self.batches, follows=bool(self._in_flight)))
             self._next_round += 1
         return steps
 
@@ -239,6 +237,7 @@ class Scheduler:
         if ended := [s for s in self.waiting if s.finished]:
             for sequence in ended:
                 self._forget_swapped(sequence)
+                self.prefill.promises.drop(sequence)
             self.waiting = deque(s for s in self.waiting if not s.finished)
 
     def _forget_swapped(self, sequence: Sequence) -> None:
@@ -253,8 +252,9 @@ class Scheduler:
     def complete(self, step: ScheduledStep) -> Round | None:
         """The step is done and its tokens have been appended; returns its round if that is done now."""
         if step.prefill_worker is not None:
-            self._prefill.complete(step, step.prefill_worker)
+            self.prefill.complete(step, step.prefill_worker)
             return None
+        self.prefill.promises.drawn_inline(step.draws)
         flight = next(r for r in self._in_flight if step in r.left)
         flight.left.discard(step)
         if flight.left:
@@ -273,7 +273,7 @@ class Scheduler:
                     sequence.num_scheduled = min(sequence.num_scheduled, rows.first)
         self._in_flight = []
         Shadows.forget((*self.waiting, *self._running))
-        self._prefill.roll_back()
+        self.prefill.roll_back()
         if self.tier:
             self.tier.cancel()
         if self.evictions:
@@ -299,6 +299,7 @@ class Scheduler:
         for sequence in self.waiting:
             sequence.roll_back(0)
             sequence.restart()
+            self.prefill.expect(sequence)
 
     def lay_out(self, blocks: Ledger, keep: Iterable[Keep]) -> list[Keep]:
         """Have other blocks, behind ``roll_back``. Where what runs is to lie; who finds no room is computed anew."""
@@ -344,7 +345,7 @@ class Scheduler:
     def _next(self, batch: Batch) -> ScheduledStep | None:
         picked, plan = self._pick(batch)
         if not any(s.wants_rows and s not in picked for s in batch.running):  # that waits for blocks
-            granted, chunks = grant_chunks(self._prefill, self._ledger, batch, picked, self._plan, self.view)
+            granted, chunks = grant_chunks(self.prefill, self._ledger, batch, picked, self._plan, self.view)
             plan, self._chunks = granted or plan, self._chunks + chunks
         if not picked and not batch.ops:
             return None
@@ -362,7 +363,7 @@ class Scheduler:
         ended = [s for s in batch.running if s.finished and not s.num_prefilling and not s.num_loading]
         first = self.batches[0].ops
         for sequence in ended:
-            self._prefill.drop(sequence)
+            self.prefill.drop(sequence)
             for op in self.prefixes.end(sequence):  # a retained one may be evicted by the first plan
                 (first if isinstance(op, Truncate) else batch.ops).append(op)
                 first += self.leaves.left(sequence, op)

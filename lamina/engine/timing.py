@@ -1,4 +1,4 @@
-"""How long KV takes to be computed and to be loaded: what a choice between both is made by. Pure."""
+"""How long KV takes to be computed and to be loaded, and a step to decode: what choices are made by. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from lamina.protocol.plan import Import
 
 from .blocks.swaps import Swaps
+from .promises import Promises
 from .rounds.steps import Round, ScheduledStep
 from .sequence import Sequence
 
@@ -14,10 +15,10 @@ MOSTLY = 0.5  # of a round's rows are of prompts, where its time counts as their
 
 
 class Timing:
-    """Tells Swaps of what a clock has shown. Times are of one clock, in seconds."""
+    """Tells Swaps and Promises of what a clock has shown. Times are of one clock, in seconds."""
 
-    def __init__(self, swaps: Swaps) -> None:
-        self._swaps = swaps
+    def __init__(self, swaps: Swaps | None, promises: Promises) -> None:
+        self._swaps, self._promises = swaps, promises
         self._began: dict[int, float] = {}  # round -> when it was sent
         self._loads: dict[int, float] = {}  # sequence -> the same
         self._mixed = set[int]()  # rounds that may have waited for what is loaded
@@ -27,7 +28,7 @@ class Timing:
         """A round is on its way."""
         for step in steps:
             self._began[step.plan.step] = now
-            if any(sequence.num_loading for sequence in step.parts):
+            if self._swaps and any(sequence.num_loading for sequence in step.parts):
                 self._mixed.add(step.plan.step)
             for op in step.plan.ops:
                 if isinstance(op, Import):
@@ -39,13 +40,15 @@ class Timing:
         self._last = now
         mixed = number in self._mixed
         self._mixed.discard(number)
-        if done.prompt_rows > MOSTLY * done.rows and not mixed:
+        if not done.prompt_rows:
+            self._promises.stepped(done.rows, done.tokens, seconds)
+        elif self._swaps and done.prompt_rows > MOSTLY * done.rows and not mixed:
             self._swaps.computed(done.rows, seconds)
 
     def loaded(self, sequence: Sequence, now: float) -> None:
         """All KV of a sequence that could be loaded is there."""
         began = self._loads.pop(sequence.id, None)
-        if began is not None and sequence.num_cached:
+        if self._swaps and began is not None and sequence.num_cached:
             self._swaps.loaded(sequence.num_cached, now - began)
 
     def forget(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 Score = tuple[int, float, int]  # a token, its log-probability before temperature and filters, and its rank
 
@@ -42,6 +42,33 @@ class Blame(StrEnum):
 
     CLIENT = "client"  # with other parameters
     SERVER = "server"
+    LOAD = "load"  # nobody: too much is asked for at once
+
+
+class Refusal(NamedTuple):
+    """A prompt that is not taken, or not decoded, as it would come too late. ``reason``: which limit, ttft or tbt.
+    ``ttft_s``, ``tbt_s``: the first token and the gap between tokens that were expected, seconds.
+    """
+
+    reason: str
+    ttft_s: float
+    tbt_s: float
+    retry_after_s: float
+
+
+class OverloadedError(Exception):
+    """A request that is not taken now, and may be later."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(words_of(refusal))
+        self.refusal = refusal
+
+
+def words_of(refusal: Refusal) -> str:
+    """A refusal in words, with what was expected."""
+    if refusal.reason == "ttft":
+        return f"the first token would come after {refusal.ttft_s:.3g} s, later than is promised (--slo-ttft)"
+    return f"a token would take {refusal.tbt_s:.3g} s, longer than is promised (--slo-tbt)"
 
 
 @dataclass
@@ -56,6 +83,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None  # per token: itself first, then the best by their rank
     blame: Blame | None = None  # of an error
     kv_rebuilt: bool = False  # answers with some of the KV left out were not good enough: it went on with all KV
+    refusal: Refusal | None = None  # of one that is computed and not decoded
 
     @property
     def cumulative_logprob(self) -> float | None:

@@ -18,7 +18,7 @@ from .admission import Admission, Ticket
 from .answer.heads import usage_of
 from .answer.logprobs import TokenNumbers, TokenTexts
 from .config import ServerConfig
-from .errors import ApiError, engine_error
+from .errors import ApiError, engine_error, too_late
 from .journal.entry import Entry
 from .journal.journal import Journal
 from .journal.records import Accepted
@@ -165,12 +165,32 @@ class Call:
             except TimeoutError:
                 yield []
                 continue
-            except PromptRefusedError as e:
-                raise engine_error(str(e), e.blame, PARAMS) from e
-            except EngineGoneError as e:
-                self._carried = True
-                raise ApiError(503, f"the engine is gone: {e}", code="engine_gone", retry_after_s=5) from e
+            except (PromptRefusedError, EngineGoneError) as e:
+                raise self._failed(e) from e
             yield [(self._numbers[d.key], self._book(d)) for d in deltas]
+
+    async def begun(self) -> None:
+        """Wait for its first token. Raises ApiError where none comes, or it is not decoded."""
+        try:
+            deltas = await self._feed.begun()
+        except (PromptRefusedError, EngineGoneError) as e:
+            raise self._failed(e) from e
+        for delta in deltas:
+            self._check_late(delta)
+
+    def _failed(self, error: PromptRefusedError | EngineGoneError) -> ApiError:
+        if isinstance(error, EngineGoneError):
+            self._carried = True
+            return ApiError(503, f"the engine is gone: {error}", code="engine_gone", retry_after_s=5)
+        if error.refusal is not None:
+            self._service.metrics.rejected(error.refusal.reason)
+            return too_late(str(error), error.refusal)
+        return engine_error(str(error), error.blame, PARAMS)
+
+    def _check_late(self, delta: Delta) -> None:
+        if delta.refusal is not None:
+            self._service.metrics.rejected(f"{delta.refusal.reason}_after_prefill")
+            raise too_late(str(delta.stop_reason), delta.refusal)
 
     def _book(self, delta: Delta) -> Delta:
         self.completion_tokens += 0 if self.only_prompt else len(delta.tokens)
@@ -182,6 +202,7 @@ class Call:
             self._open -= 1
             self._ticket.finished()
             self._answered = self._answered and delta.finish_reason in ("stop", "length")
+        self._check_late(delta)
         if delta.finish_reason == "error":
             raise engine_error(str(delta.stop_reason), delta.blame, PARAMS)
         return delta

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from lamina.protocol.options.declare import flag, parse_size
+from lamina.engine.conductor import ConductorRules
+from lamina.engine.conductor.overload import NO_LIMITS, OVERLOADS, Limits
+from lamina.protocol.options.declare import flag, parse_seconds, parse_size
 
 
 def option(default: Any, help: str) -> Any:
@@ -38,6 +41,11 @@ class ServerConfig:
     allowed_hosts: str = option("", "names, by comma, by which clients may reach a server without keys; * = any")
     max_num_queued_reqs: int = option(256, "completions that may wait beyond those that decode; above: status 429")
     max_num_queued_tokens: int = option(0, "prompt tokens that may wait for their first token; above: status 429")
+    slo_ttft: str = option("", "promised to the first token, such as 2s: who would come later gets status 429")
+    slo_tbt: str = option("", "promised between two tokens, such as 100ms: who would make it longer gets status 429")
+    overload: str = option(
+        "predictive", f"when decoding is looked at for these: {', '.join(OVERLOADS)} (docs/prefill.md)"
+    )
     max_body: str = option("8MiB", "size of a request's body")
     max_nesting: int = option(64, "depth of a request's JSON")
     max_prompts: int = option(256, "prompts in a request")
@@ -101,8 +109,20 @@ class ServerConfig:
             raise ValueError(f"--metrics-compat must be vllm or empty, not {self.metrics_compat!r}")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("--ssl-keyfile and --ssl-certfile belong together: give both")
+        self.rules  # noqa: B018 - or it raises
         parse_size(self.max_body, "--max-body")
         parse_size(self.journal_size, "--journal-size")
+
+    @property
+    def rules(self) -> ConductorRules:
+        """By which requests are refused. Raises ValueError."""
+        ttft_s, tbt_s = parse_seconds(self.slo_ttft, "--slo-ttft"), parse_seconds(self.slo_tbt, "--slo-tbt")
+        return ConductorRules(overload=self.overload, limits=Limits(ttft_s or math.inf, tbt_s or math.inf))
+
+    @property
+    def promises(self) -> bool:
+        """Whether a time is promised."""
+        return self.rules.limits != NO_LIMITS
 
     @property
     def max_body_bytes(self) -> int:

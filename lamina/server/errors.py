@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
-from lamina.request import Blame
+from lamina.request import Blame, Refusal
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
 
 
 class ApiError(Exception):
-    """Answered with ``status``. ``param``: the request's field that is wrong; ``code``: a word for programs."""
+    """Answered with ``status``. ``param``: the request's field that is wrong; ``code``: a word for programs; ``more``:
+    of its body.
+    """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: int = 0
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int = 0,
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -24,12 +36,13 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.more = more
 
     @property
     def body(self) -> dict[str, Any]:
         """The envelope."""
         kind = _TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code, **self.more}}
 
 
 def overflow(limit: int, asked: str, param: str) -> ApiError:
@@ -53,6 +66,12 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Re
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """``content`` as JSON."""
     return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def too_late(text: str, refusal: Refusal) -> ApiError:
+    """The answer to a request that would come later than is promised, with what was expected."""
+    expected = {"predicted_ttft_s": round(refusal.ttft_s, 6), "predicted_tbt_s": round(refusal.tbt_s, 6)}
+    return ApiError(429, text, code="overloaded", retry_after_s=math.ceil(refusal.retry_after_s), more=expected)
 
 
 def engine_error(text: str, blame: Blame | None, known: frozenset[str]) -> ApiError:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from .admission import Ticket
-from .answer.answers import EventStream, whole
+from .answer.answers import EventStream, until_gone, whole
 from .answer.heads import new_request
 from .answer.shapes import ChatShape, CompletionShape, Shape
 from .calls import Call, Service, SessionTurn
@@ -131,7 +131,18 @@ async def _answer(request: Request, body: Sampling, call: Call, shape: Shape) ->
     if not body.stream:
         return await whole(request, call, shape)
     config: ServerConfig = request.app.state.service.config
+    if config.promises:
+        await _begun(request, call)
     options = body.stream_options
     if config.enable_force_include_usage:
         options = StreamOptions(include_usage=True, continuous_usage_stats=True)
     return EventStream(call, shape, options, alive_s=config.sse_keep_alive_s)
+
+
+async def _begun(request: Request, call: Call) -> None:
+    """Wait for the first token of a stream, whose status is 429 where that comes too late."""
+    try:
+        await until_gone(request.receive, call.begun())
+    except BaseException:
+        call.close()
+        raise

@@ -81,7 +81,13 @@ async def _serve(
     stages = _Stages()
     with _ended_by_signals(handle):
         loading = load_beside(source, trust_remote_code=remote, here=False, limit_s=limit_s)
-        start = Start(model=model, tokenizer=config.tokenizer, config=engine_config, log_json=config.log_json)
+        start = Start(
+            model=model,
+            tokenizer=config.tokenizer,
+            config=engine_config,
+            rules=config.rules,
+            log_json=config.log_json,
+        )
         client = await EngineClient.connect(handle, stages, EngineRestarts(start, launch_engine), journal)
     stages.end()
     try:
@@ -110,7 +116,7 @@ def _service(
     defaults: dict[str, Any],
 ) -> Service:
     names = config.names(model)
-    metrics = Metrics(names[0])
+    metrics = Metrics(names[0], config.rules.limits)
     gauges = EngineGauges(client, metrics.labels)
     metrics.registry.register(gauges)
     client.on_step = metrics.stepped

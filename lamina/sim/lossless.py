@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import msgspec
@@ -65,12 +66,21 @@ class _Flight(NamedTuple):
 
 class LosslessWire:
     """A Wire on a virtual clock, without losses. Rounds run one after the other, and all steps of a round are done with
-    it. Prefill workers take no time. Every draw is TOKEN.
+    it. Every draw is TOKEN.
     """
 
-    def __init__(self, clock: VirtualClock, ready: ComputeReady, seconds: Callable[[RoundLoad], float]) -> None:
+    def __init__(
+        self,
+        clock: VirtualClock,
+        ready: ComputeReady,
+        seconds: Callable[[RoundLoad], float],
+        chunk_s: Callable[[StepLoad], float] | None = None,
+    ) -> None:
+        """``chunk_s``: of a chunk on a prefill worker; None = it takes no time."""
         self.clock, self.ready = clock, ready
-        self._seconds = seconds
+        self._seconds, self._chunk_s = seconds, chunk_s
+        self._chunks = list[tuple[float, int, list[StepDone]]]()  # on prefill workers, a heap: when each is done
+        self._chunks_free_at, self._num_chunks = dict[int, float](), 0
         self._done: deque[StepDone] = deque()
         self._flights: deque[_Flight] = deque()
         self._free_at = 0.0
@@ -83,27 +93,38 @@ class LosslessWire:
         self._flights.append(_Flight(load, self._free_at, [_done(step) for step in new.steps]))
 
     def prefill(self, worker: int, new: RunRound) -> None:
-        self._done.extend(_done(step) for step in new.steps)
+        done = [_done(step) for step in new.steps]
+        if self._chunk_s is None:
+            self._done.extend(done)
+            return
+        free_at = max(self.clock.now, self._chunks_free_at.get(worker, 0.0))
+        self._chunks_free_at[worker] = free_at + sum(self._chunk_s(_load(step)) for step in new.steps)
+        self._num_chunks += 1
+        heappush(self._chunks, (self._chunks_free_at[worker], self._num_chunks, done))
 
     def wait(self) -> StepDone | ViewChanged:
         if not self._done:
-            flight = self._flights.popleft()
-            while self.clock.advance(flight.due):  # whatever else happens by then
+            due = self.due
+            while self.clock.advance(due):  # whatever else happens by then
                 pass
-            self._done.extend(flight.done)
+            if self._chunks and self._chunks[0][0] <= due:
+                self._done.extend(heappop(self._chunks)[2])
+            else:
+                self._done.extend(self._flights.popleft().done)
         return self._done.popleft()
 
     @property
     def rests(self) -> bool:
         """Whether one round is in flight, and nothing that is done waits to be told."""
-        return len(self._flights) == 1 and not self._done
+        return len(self._flights) == 1 and not self._done and not self._chunks
 
     @property
     def due(self) -> float:
         """When ``wait`` has something to tell; infinite where nothing is under way."""
         if self._done:
             return self.clock.now
-        return self._flights[0].due if self._flights else float("inf")
+        flight = self._flights[0].due if self._flights else float("inf")
+        return min(flight, self._chunks[0][0]) if self._chunks else flight
 
     def foreseen(self, rounds: int) -> float:
         """When the last of so many rounds behind the only one in flight will be done, if all are like it."""
@@ -159,8 +180,8 @@ def leap(engine: Engine, wire: LosslessWire, until: float = float("inf")) -> lis
 
 class SimulatedPool(NamedTuple):
     """Workers that take the time of a function, as an engine sees them. ``blocks`` of ``block`` tokens; sequences of up
-    to ``longest`` tokens, ``most`` at once, in ``batches``. ``chunk``: rows of prompts in a round, 0 = prompts take no
-    time.
+    to ``longest`` tokens, ``most`` at once, in ``batches``. ``chunk``: rows of prompts in a round or, with ``prefill``
+    workers, on one of these; 0 = prompts take no time.
     """
 
     layers: int
@@ -170,19 +191,27 @@ class SimulatedPool(NamedTuple):
     most: int
     batches: int = 1
     chunk: int = 0
+    prefill: int = 0
 
-    def engine(self, clock: VirtualClock, seconds: Callable[[RoundLoad], float]) -> tuple[Engine, LosslessWire]:
-        """The engine that serves, unchanged, on a wire of such workers. ``seconds``: of a round."""
+    def engine(
+        self,
+        clock: VirtualClock,
+        seconds: Callable[[RoundLoad], float],
+        chunk_s: Callable[[StepLoad], float] | None = None,
+    ) -> tuple[Engine, LosslessWire]:
+        """The engine that serves, unchanged, on a wire of such workers. ``seconds``: of a round; ``chunk_s``: of a
+        chunk on a prefill worker.
+        """
         ready = ready_of(
             num_layers=self.layers, num_blocks=self.blocks, block_size=self.block, max_len=self.longest + 1
         )
         options = {
             "transport": "shm", "block_size": self.block, "max_num_seqs": self.most, "memory_workers": 1,
             "prefill_chunk": self.chunk or max(self.longest, self.block),
-            "prefill_workers": 0 if self.chunk else PREFILL_WORKERS, "pipeline": self.batches,
+            "prefill_workers": self.prefill if self.chunk else PREFILL_WORKERS, "pipeline": self.batches,
             "enable_prefix_caching": False,
         }  # fmt: skip
-        wire = LosslessWire(clock, ready, seconds)
+        wire = LosslessWire(clock, ready, seconds, chunk_s)
         return Engine(wire, make_config(options), clock), wire
 
 

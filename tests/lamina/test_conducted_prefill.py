@@ -7,6 +7,7 @@ from scheduled import make
 
 from lamina.engine.conductor import choice
 from lamina.engine.prefill import Prefill
+from lamina.engine.promises import Promises
 from lamina.engine.rounds.steps import ScheduledStep
 from lamina.engine.sequence import Sequence
 
@@ -29,6 +30,7 @@ def new(number: int, tokens: int) -> Sequence:
 
 def given(prefill: Prefill, number: int, tokens: int) -> tuple[Sequence, int | None]:
     sequence = new(number, tokens)
+    prefill.expect(sequence)
     prefill.add(sequence)
     return sequence, sequence.prefill_worker
 
@@ -41,23 +43,28 @@ def chunk(prefill: Prefill, sequence: Sequence) -> ScheduledStep:
 
 def test_a_prompt_goes_where_it_is_done_first() -> None:
     prefill = Prefill(3, 8, 1)
-    assert [given(prefill, n, tokens)[1] for n, tokens in enumerate((30, 10, 20, 5, 5))] == [0, 1, 2, 1, 2]
-    _, last = given(prefill, 9, 5)  # only worker 0 has room, however long it takes
-    assert last == 0
-    assert not prefill.has_room
+    waiting = [new(number, tokens) for number, tokens in enumerate((30, 10, 20, 5, 6))]
+    for sequence in waiting:
+        prefill.expect(sequence)
+    assert [prefill.promises.expect(s) for s in waiting] == [0, 1, 2, 1, 1], "at their arrival, whoever has room"
+    for sequence in waiting[:4]:
+        assert prefill.has_room_for(sequence)
+        prefill.add(sequence)
+    assert prefill.has_room
+    assert not prefill.has_room_for(waiting[4])
 
 
 def test_what_prompts_take_is_learned_and_counts() -> None:
     """Prompts of one length take 2 s: a queue that is half done is shorter than one that has just begun."""
     clock = Hand()
-    prefill = Prefill(2, 100, 1, clock)
+    prefill = Prefill(2, 100, 1, Promises(2, clock=clock))
     for number in range(12):
         sequence, worker = given(prefill, number, 50)
         step = chunk(prefill, sequence)
         clock.now += 2.0
         assert worker is not None
         prefill.complete(step, worker)
-    assert prefill.conductor.fit.law.seconds(50) == pytest.approx(2.0, rel=0.1)
+    assert prefill.promises.conductor.fit.law.seconds(50) == pytest.approx(2.0, rel=0.1)
     first, second = given(prefill, 20, 50), given(prefill, 21, 50)
     assert {first[1], second[1]} == {0, 1}
     chunk(prefill, first[0])
@@ -68,26 +75,28 @@ def test_what_prompts_take_is_learned_and_counts() -> None:
 
 def test_a_prompt_counts_from_the_end_of_the_one_before() -> None:
     clock = Hand()
-    prefill = Prefill(1, 100, 1, clock)
+    prefill = Prefill(1, 100, 1, Promises(1, clock=clock))
     (one, _), (two, _) = given(prefill, 0, 50), given(prefill, 1, 50)
     steps = [chunk(prefill, one), chunk(prefill, two)]  # both in flight
     for step in steps:
         clock.now += 3.0
         prefill.complete(step, 0)
-    assert prefill.conductor.fit.law.seconds(50) <= 3.0  # and not the 6 s since the second was sent
-    assert prefill.conductor.num_waiting == 0
+    assert prefill.promises.conductor.fit.law.seconds(50) <= 3.0  # and not the 6 s since the second was sent
+    assert prefill.promises.conductor.num_waiting == 0
 
 
-def test_what_is_dropped_or_rolled_back_counts_no_more() -> None:
+def test_what_is_dropped_counts_no_more_and_what_is_rolled_back_waits_anew() -> None:
     prefill = Prefill(2, 8, 1)
     (long, at), _ = given(prefill, 0, 80), given(prefill, 1, 8)
     prefill.drop(long)
     assert long.prefill_worker is None
-    assert given(prefill, 2, 5)[1] == at
+    (short, to) = given(prefill, 2, 5)
+    assert to == at
     prefill.roll_back()
-    assert prefill.conductor.num_waiting == 0
-    assert given(prefill, 4, 80)[1] == 0
-    assert given(prefill, 5, 8)[1] == 1
+    assert prefill.promises.conductor.num_waiting == 2
+    prefill.drop(short)
+    assert prefill.promises.conductor.num_waiting == 1
+    assert given(prefill, 4, 80)[1] == 1, "the other one has still to compute the prompt of 8 tokens"
 
 
 def test_the_engine_has_no_policy_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from lamina import LLM
 from lamina.engine.blocks.prefixes import Prefixes
 from lamina.engine.blocks.swaps import Swaps
 from lamina.engine.blocks.tier import Load, Tier
+from lamina.engine.promises import Promises
 from lamina.engine.rounds.steps import Round, ScheduledStep
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
@@ -221,7 +222,7 @@ def test_where_bits_count_no_clock_decides() -> None:
 
 def test_times_are_those_of_rounds_of_prompts_and_of_loads() -> None:
     house = TierHouse(99, "auto")
-    swaps, timing = house.swaps, Timing(house.swaps)
+    swaps, timing = house.swaps, Timing(house.swaps, Promises())
     sequence = make(1, 40, 4)
     sequence.id = 7
     steps = [ScheduledStep(StepPlan(step=n, ops=[], rows=[]), [], []) for n in range(3)]

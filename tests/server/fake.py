@@ -108,7 +108,7 @@ def make_service(client: Any = None, **options: Any) -> Service:
     client = client or FakeClient()
     config = ServerConfig(**options)
     tokenizer = load_tokenizer(str(ROOT / MODEL))
-    metrics, fields = Metrics("tiny"), UnknownFields(allowed=config.allow_unknown_fields)
+    metrics, fields = Metrics("tiny", config.rules.limits), UnknownFields(allowed=config.allow_unknown_fields)
     gauges = EngineGauges(client, metrics.labels)
     metrics.registry.register(gauges)
     admission = Admission(4, config.max_num_queued_reqs, config.max_num_queued_tokens, metrics.rejected)

@@ -146,7 +146,8 @@ def test_another_engine_is_told_all_that_readers_have() -> None:
         second.link.send(READY)
         again, new = await asyncio.to_thread(second.asked), await asyncio.to_thread(second.asked)
         scores = [[(4, -1.0, 1), (6, -2.0, 1)], [(5, -0.5, 1)], [(3, -0.25, 1)]]
-        assert msgspec.structs.replace(again, told=[]) == asked[0]
+        assert msgspec.structs.replace(again, told=[], accepted=False) == asked[0]
+        assert (again.accepted, new.accepted) == (True, False), "who was taken once is not refused for load"
         assert again.terms == KVTerms(b"salt")
         assert again.told == [
             Told(index=0, tokens=[4, 5, 3], logprobs=scores, chars=3),

@@ -22,7 +22,7 @@ from fake_wire import EOS, VOCAB, FakeWire, Letters, continuation, make_engine
 from lamina.engine.conversations.terms import KVTerms
 from lamina.protocol.control import ControlLink, LinkBrokenError, LinkClosedError, Stop
 from lamina.request import Blame, Logprob, SamplingParams, Told
-from lamina.server.link import engine_process
+from lamina.server.link import engine_process, live
 from lamina.server.link.client import FROM_ENGINE
 from lamina.server.link.engine_process import FROM_SERVER, _Loop
 from lamina.server.link.messages import Add, Cancel, Delta, Outputs, Ready, Refused, Reset, State, Times, WorkerCounters
@@ -186,11 +186,11 @@ def test_a_prompt_that_has_come_to_its_end_elsewhere_is_refused(bench: Bench) ->
 
 def test_times_are_from_arrival_to_first_row_to_first_token_to_last() -> None:
     times = SimpleNamespace(arrival_s=1.0, scheduled_s=3.0, first_token_s=7.0, last_token_s=15.0)
-    assert engine_process._times(SimpleNamespace(times=times, num_preemptions=2)) == Times(2.0, 4.0, 8.0, 2)  # type: ignore[arg-type]
+    assert live._times(SimpleNamespace(times=times, num_preemptions=2)) == Times(2.0, 4.0, 8.0, 2)  # type: ignore[arg-type]
     times.scheduled_s = None
-    assert engine_process._times(SimpleNamespace(times=times, num_preemptions=2)) == Times(6.0, 0.0, 8.0, 2)  # type: ignore[arg-type]
+    assert live._times(SimpleNamespace(times=times, num_preemptions=2)) == Times(6.0, 0.0, 8.0, 2)  # type: ignore[arg-type]
     times.first_token_s = times.last_token_s = None
-    assert engine_process._times(SimpleNamespace(times=times, num_preemptions=2)) == Times(0.0, 0.0, 0.0, 2)  # type: ignore[arg-type]
+    assert live._times(SimpleNamespace(times=times, num_preemptions=2)) == Times(0.0, 0.0, 0.0, 2)  # type: ignore[arg-type]
 
 
 def test_text_and_log_probabilities_come_in_pieces_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def output(*texts: str, **changes: Any) -> Any:
     entry = {3: Logprob(-0.5, 1)}
     outputs = [
         SimpleNamespace(index=i, token_ids=list(map(ord, text)), text=text, logprobs=[entry] * len(text),
-                        finish_reason=None, stop_reason=None, blame=None, kv_rebuilt=False)
+                        finish_reason=None, stop_reason=None, blame=None, refusal=None, kv_rebuilt=False)
         for i, text in enumerate(texts)
     ]  # fmt: skip
     times = SimpleNamespace(arrival_s=1.0, scheduled_s=3.0, first_token_s=7.0, last_token_s=15.0)
@@ -236,15 +236,15 @@ def output(*texts: str, **changes: Any) -> Any:
 
 
 def test_what_a_delta_says() -> None:
-    live = engine_process._Live(ADD, 1)
+    prompt = live.LivePrompt(ADD, 1)
     scored = [None, {5: Logprob(-1.0, 1)}]
-    (first, other) = live.deltas(output("ab", "x", prompt_logprobs=scored, num_cached_tokens=32))
+    (first, other) = prompt.deltas(output("ab", "x", prompt_logprobs=scored, num_cached_tokens=32))
     assert first == Delta(
         key=7, index=0, tokens=[97, 98], text="ab", logprobs=[[(3, -0.5, 1)]] * 2,
         prompt_logprobs=[None, [(5, -1.0, 1)]], cached=32,
     )  # fmt: skip
     assert other == Delta(key=7, index=1, tokens=[120], text="x", logprobs=[[(3, -0.5, 1)]])
-    (second,) = live.deltas(output("abc", "x", prompt_logprobs=scored, num_cached_tokens=32))
+    (second,) = prompt.deltas(output("abc", "x", prompt_logprobs=scored, num_cached_tokens=32))
     assert second == Delta(key=7, index=0, tokens=[99], text="c", logprobs=[[(3, -0.5, 1)]]), (
         "what is of the prompt once"
     )
@@ -253,20 +253,20 @@ def test_what_a_delta_says() -> None:
         last.outputs, [("stop", 5, None), ("error", "why", Blame.CLIENT)], strict=True
     ):
         one.finish_reason, one.stop_reason, one.blame, one.kv_rebuilt = reason, why, blame, reason == "error"
-    (ended, failed) = live.deltas(last)
+    (ended, failed) = prompt.deltas(last)
     assert (ended.tokens, ended.text, ended.finish_reason, ended.stop_reason, ended.times) == ([], "", "stop", 5, None)
     assert (failed.tokens, failed.finish_reason, failed.stop_reason, failed.blame) == ([121], "error", "why", "client")
     assert (ended.rebuilt, failed.rebuilt) == (False, True)
     assert failed.times == Times(2.0, 4.0, 8.0)
-    assert live.deltas(last) == [], "what has ended is not told again"
+    assert prompt.deltas(last) == [], "what has ended is not told again"
 
 
 def test_the_scores_of_a_prompt_wait_for_its_first_completion() -> None:
-    live = engine_process._Live(ADD, 1)
+    prompt = live.LivePrompt(ADD, 1)
     scored = [None, {5: Logprob(-1.0, 1)}]
-    (second,) = live.deltas(output("", "x", prompt_logprobs=scored))
+    (second,) = prompt.deltas(output("", "x", prompt_logprobs=scored))
     assert (second.index, second.prompt_logprobs) == (1, None)
-    (first,) = live.deltas(output("a", "x", prompt_logprobs=scored))
+    (first,) = prompt.deltas(output("a", "x", prompt_logprobs=scored))
     assert (first.index, first.prompt_logprobs) == (0, [None, [(5, -1.0, 1)]])
 
 

@@ -137,7 +137,7 @@ class Newcomers:
             ways = self._ways(sequence, batches, alone=not _running(batches))
             if not ways:
                 break
-            if ways == ASIDE:
+            if ways == ASIDE or (elsewhere and self._waits_for_worker(sequence)):
                 aside.append(waiting.popleft())
                 continue
             loads_some = isinstance(ways[0], Load)
@@ -167,6 +167,10 @@ class Newcomers:
         waiting.extendleft(reversed(aside))
         if self._tier:
             batches[0].ops += self._tier.ahead.tell([*waiting], self._to_load)
+
+    def _waits_for_worker(self, sequence: Sequence) -> bool:
+        """While another prefill worker has room for those behind it."""
+        return self._prefill.has_room and not self._prefill.has_room_for(sequence)
 
     def _nobody_fits(self, first: Sequence) -> bool:
         """Whether the first one that waits, and so all behind it, surely wait on, while others run: a quick look."""

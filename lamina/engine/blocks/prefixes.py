@@ -113,6 +113,11 @@ class Prefixes:
             commons += [Common(node, first + count) for count, node in way[-1].near(rest)]
         return commons
 
+    def length_of(self, sequence: Sequence) -> int:
+        """Of a waiting sequence, the tokens that somebody has already or will have soon: what need not be computed."""
+        beginnings = self.beginnings(sequence)
+        return beginnings[-1].length if beginnings else 0
+
     def match(self, beginnings: list[Common]) -> Hit | None:
         """The most of ``beginnings`` whose KV is there."""
         for node, length in reversed(beginnings):

@@ -66,3 +66,4 @@ class Relief:
         self._prefixes.drop(victim)
         victim.num_preemptions += 1
         victim.restart()
+        self._prefill.expect(victim)

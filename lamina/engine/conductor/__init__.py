@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
+
+from lamina.request import Refusal
 
 from .choice import NOBODY, PromptChoice, Question, WorkerMatch, policy_of
 from .directory import Directory
 from .estimate import PrefillFit
 from .lines import BookedPrompt, PromptLine
-from .overload import NO_LIMITS, DecodePool, Limits, Refusal, overload_of
+from .overload import NO_LIMITS, DecodePool, Limits, overload_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +44,14 @@ class ConductorRules:
 
 
 class KnownPrompt(NamedTuple):
-    """``keys`` of its whole pages, of ``page`` tokens each but the last. The last token is in no match: it draws."""
+    """``keys`` of its whole pages, of ``page`` tokens each but the last. The last token is in no match: it draws.
+    ``everywhere``: first tokens that no worker need compute.
+    """
 
     tokens: int
     keys: Sequence[bytes] = ()
     page: int = 1
+    everywhere: int = 0
 
     def length(self, pages: int) -> int:
         """Tokens of its first so many pages."""
@@ -66,7 +71,7 @@ class Conductor:
     seed: int = 0
     _lines: list[PromptLine] = field(init=False)
     _sends_until: list[float] = field(init=False)
-    _booked: dict[int, tuple[PromptChoice, KnownPrompt]] = field(default_factory=dict)
+    _booked: dict[Hashable, tuple[PromptChoice, KnownPrompt]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._policy, self._random = policy_of(self.rules.policy), random.Random(self.seed)
@@ -79,7 +84,7 @@ class Conductor:
         """
         held, ready = self.directory.held(prompt.keys), self.directory.ready(prompt.keys)
         workers = [
-            WorkerMatch(w, line.queue_s(now_s), prompt.length(held[w]), prompt.length(ready[w]))
+            WorkerMatch(w, line.queue_s(now_s), max(prompt.everywhere, prompt.length(held[w])), prompt.length(ready[w]))
             for w, line in enumerate(self._lines)
             if among is None or w in among
         ]
@@ -94,18 +99,22 @@ class Conductor:
             )
         )
 
-    def refuses(self, prompt: KnownPrompt, choice: PromptChoice, now_s: float) -> Refusal | None:
-        """At a prompt's arrival: a refusal where the larger of both pools' loads is above 1 (section 6.2)."""
-        limits, ttft_s, tbt_s = self.rules.limits, choice.ttft_s, 0.0
+    def refuses(self, prompt: KnownPrompt, choice: PromptChoice, now_s: float, room_s: float = 0.0) -> Refusal | None:
+        """At a prompt's arrival: a refusal where the larger of both pools' loads is above 1 (section 6.2). ``room_s``:
+        until there is room for its KV and one more completion. A prompt that need not wait for anybody is taken in any
+        case: so a law that is wrong cannot refuse for ever.
+        """
+        limits, waits_s, tbt_s = self.rules.limits, max(0.0, room_s - choice.queue_s), 0.0
+        ttft_s = choice.ttft_s + waits_s
         if limits.tbt_s < math.inf:
             tbt_s = self._tbt_s(prompt, now_s, now_s + ttft_s)
-        if ttft_s > limits.ttft_s:
+        if ttft_s > limits.ttft_s and choice.queue_s + waits_s > 0:
             return Refusal("ttft", ttft_s, tbt_s, max(1.0, ttft_s - limits.ttft_s))
-        if tbt_s > limits.tbt_s:
+        if tbt_s > limits.tbt_s and (self.decoding.num_running or self._booked):
             return Refusal("tbt", ttft_s, tbt_s, self._relief_s(now_s, tbt_s))
         return None
 
-    def book(self, request: int, prompt: KnownPrompt, choice: PromptChoice, now_s: float) -> list[bytes]:
+    def book(self, request: Hashable, prompt: KnownPrompt, choice: PromptChoice, now_s: float) -> list[bytes]:
         """Take ``choice`` for the request. Returns the keys of the pages that the worker gives up. What moves stays
         where it is too, so that pages which many want are soon in many places (section 5.2).
         """
@@ -117,24 +126,24 @@ class Conductor:
         self._booked[request] = choice, prompt
         return self.directory.take(choice.worker, prompt.keys)
 
-    def received(self, request: int) -> None:
+    def received(self, request: Hashable) -> None:
         """The pages that had to move for ``request`` have come."""
         choice, prompt = self._booked[request]
         moved = [k for n, k in enumerate(prompt.keys, 1) if prompt.length(n) <= choice.prefix]
         self.directory.arrived(choice.worker, moved)
 
-    def begun(self, request: int, now_s: float) -> None:
+    def begun(self, request: Hashable, now_s: float) -> None:
         """The request's worker computes its prompt from now on."""
-        self._lines[self._booked[request][0].worker].begun(now_s)
+        self._lines[self._booked[request][0].worker].begun(request, now_s)
 
-    def computed(self, request: int, now_s: float, seconds: float, prefix: int) -> None:
+    def computed(self, request: Hashable, now_s: float, seconds: float, prefix: int) -> None:
         """The request's worker has computed its prompt behind ``prefix`` tokens, in so many seconds of work."""
         choice, prompt = self._booked.pop(request)
         self._lines[choice.worker].remove(request, now_s)
         self.fit.observe(prompt.tokens, prefix, seconds)
         self.directory.arrived(choice.worker, prompt.keys)
 
-    def cancelled(self, request: int, now_s: float) -> None:
+    def cancelled(self, request: Hashable, now_s: float) -> None:
         """The request's prompt will not be computed."""
         choice, prompt = self._booked.pop(request)
         self._lines[choice.worker].remove(request, now_s)
@@ -153,7 +162,7 @@ class Conductor:
         if not self.rules.check_again and self.rules.overload != "baseline":
             return None
         _, tbt_s = self.decoding.select(tokens)
-        if tbt_s <= self.rules.limits.tbt_s:
+        if tbt_s <= self.rules.limits.tbt_s or not self.decoding.num_running:
             return None
         return Refusal("tbt", ttft_s, tbt_s, 1.0)
 

@@ -1,4 +1,5 @@
-"""How long a prefill worker takes for a prompt: a law of three coefficients, and its refinement by what was measured.
+"""How long a prefill worker takes for a prompt, and decoding for a step: laws of three coefficients, and their
+refinement by what was measured.
 
     seconds(tokens, prefix) = a + b (tokens - prefix) + c (tokens^2 - prefix^2)
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from .overload import TokenTime
 from .squares import Squares
 
 _UNIT = 1024.0  # tokens: features of one order of magnitude, so that sums of their products lose no digits
@@ -18,6 +20,8 @@ _KEPT = 0.96  # of the weight of what was measured before, with each new measure
 _PRIOR = 1.0  # measurements that the first law weighs as much as
 _PRIOR_PROMPTS = ((1, 0), (512, 0), (4096, 0), (32768, 0), (32768, 16384))
 _FEW = 8  # measurements, from which on
+_KEPT_STEPS = 0.998  # the same of steps
+_OFTEN = 8
 _MOST_OUTLIER = 4.0  # times the prediction is the most that a measurement counts: one stall spoils no law
 
 
@@ -57,6 +61,28 @@ class PrefillFit:
         self._sums.forget(_KEPT)
         _add(self._sums, tokens, prefix, seconds, size)
         self.law = _law(self._sums)
+
+
+class StepFit:
+    """The law of a decoding step, that follows what steps take. It is solved anew once in _OFTEN steps."""
+
+    def __init__(self) -> None:
+        self.law = TokenTime(0.0, 0.0, 0.0)
+        self._sums, self._count = Squares(3), 0
+
+    def observe(self, rows: int, stored: float, seconds: float) -> None:
+        """A step of so many rows, whose attention read so many tokens, took so long."""
+        if seconds <= 0 or rows < 1:
+            return
+        expected, size = self.law.seconds(rows, stored), seconds
+        if expected > 0:
+            seconds, size = min(seconds, expected * _MOST_OUTLIER), expected
+        self._count += 1
+        self._sums.forget(_KEPT_STEPS)
+        self._sums.add((1.0, float(rows), stored / _UNIT), seconds, size)
+        if self._count % _OFTEN == 0:
+            a, b, c = self._sums.solution()
+            self.law = TokenTime(a, b, c / _UNIT)
 
 
 def fit_law(measured: Iterable[tuple[int, int, float]]) -> PrefillTime:

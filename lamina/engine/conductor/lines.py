@@ -4,7 +4,7 @@ clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 class BookedPrompt:
     """``ready_s``: when its transfer will have come; ``due_s``: when it will be computed, by all that is known."""
 
-    request: int
+    request: Hashable
     tokens: int
     prefill_s: float
     ready_s: float
@@ -42,21 +42,26 @@ class PromptLine:
         prompt.due_s = max(begin, prompt.ready_s) + prompt.prefill_s
         self.prompts.append(prompt)
 
-    def begun(self, now_s: float) -> None:
-        """The first is being computed from now on."""
+    def begun(self, request: Hashable, now_s: float) -> None:
+        """This one is being computed from now on, and is the first. Raises KeyError for a request that is not here."""
+        self.prompts.insert(0, self.prompts.pop(self._at(request)))
         self._begun_s = now_s
         self._foresee(now_s)
 
-    def remove(self, request: int, now_s: float) -> BookedPrompt:
+    def remove(self, request: Hashable, now_s: float) -> BookedPrompt:
         """Take out a prompt that is computed, or will not be. Raises KeyError for a request that is not here."""
-        at = next((i for i, prompt in enumerate(self.prompts) if prompt.request == request), None)
-        if at is None:
-            raise KeyError(request)
+        at = self._at(request)
         if at == 0:
             self._begun_s = None
         booking = self.prompts.pop(at)
         self._foresee(now_s)
         return booking
+
+    def _at(self, request: Hashable) -> int:
+        for at, prompt in enumerate(self.prompts):
+            if prompt.request == request:
+                return at
+        raise KeyError(request)
 
     def joining(self) -> Iterator[tuple[float, int]]:
         """When each will be computed, and its tokens."""

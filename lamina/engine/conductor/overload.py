@@ -14,12 +14,12 @@ Each of them looks at the end of the prompt again (section 3).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 OVERLOADS = ("baseline", "early", "predictive")
-_KEPT = 0.98  # of the mean decoding time, with each completion that ends
+TRUSTED = 49  # completions that a first decoding time is worth
 
 
 class Limits(NamedTuple):
@@ -30,15 +30,6 @@ class Limits(NamedTuple):
 
 
 NO_LIMITS = Limits()
-
-
-class Refusal(NamedTuple):
-    """A prompt that is not taken, or not decoded. ``reason``: which limit, ttft or tbt."""
-
-    reason: str
-    ttft_s: float
-    tbt_s: float
-    retry_after_s: float
 
 
 class TokenTime(NamedTuple):
@@ -68,15 +59,17 @@ class _Instance:
 @dataclass
 class DecodePool:
     """Completions that decode, by instance: who takes steps together. ``decode_s``: how long one decodes, all alike
-    (section 6.4), and ``answer``: its tokens. Both follow those that end. A completion counts with all the tokens that
-    it will have, so that a step which is within the limit stays there.
+    (section 6.4), and ``answer``: its tokens. Both follow those that end; ``trusted``: completions that the first ones
+    count as. A completion counts with all the tokens that it will have, so that a step which is within the limit stays
+    there.
     """
 
     num_instances: int
     law: TokenTime
     decode_s: float
     answer: float = 0.0
-    _running: dict[int, _Decoding] = field(default_factory=dict)
+    trusted: int = TRUSTED
+    _running: dict[Hashable, _Decoding] = field(default_factory=dict)
     _instances: list[_Instance] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +79,11 @@ class DecodePool:
     def num_running(self) -> int:
         """Completions."""
         return len(self._running)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens that a completion will have, prompt included; 0 where none decodes."""
+        return sum(i.stored for i in self._instances) / max(1, len(self._running))
 
     def select(self, stored: int) -> tuple[int, float]:
         """The instance whose step stays the shortest with one more completion behind ``stored`` tokens, and that step's
@@ -123,21 +121,29 @@ class DecodePool:
                 left[one.instance].stored += one.stored
         return sum(self.law.seconds(i.rows + rows, i.stored + stored) for i in left) / self.num_instances
 
-    def join(self, request: int, instance: int, tokens: int, now_s: float) -> None:
+    def room_s(self, places: float, ahead: int) -> float:
+        """Seconds until there is a place for one completion more, of so many, if those that are ``ahead`` end evenly
+        and one after the other gives its place to the next.
+        """
+        missing = ahead + 1 - places
+        return missing * self.decode_s / max(1.0, places) if missing > 0 else 0.0
+
+    def join(self, request: Hashable, instance: int, tokens: int, now_s: float) -> None:
         """``request`` begins to decode behind so many tokens."""
         stored = tokens + round(self.answer)
         self._running[request] = _Decoding(instance, now_s, stored)
         self._instances[instance].rows += 1
         self._instances[instance].stored += stored
 
-    def leave(self, request: int, now_s: float, answer: int = 0) -> None:
+    def leave(self, request: Hashable, now_s: float, answer: int = 0) -> None:
         """``request`` decodes no more. ``answer``: the tokens with which it came to its own end; 0: it did not."""
         one = self._running.pop(request)
         self._instances[one.instance].rows -= 1
         self._instances[one.instance].stored -= one.stored
         if answer:
-            self.decode_s = _KEPT * self.decode_s + (1 - _KEPT) * (now_s - one.since_s)
-            self.answer = _KEPT * self.answer + (1 - _KEPT) * answer
+            new, self.trusted = 1 / (self.trusted + 1), min(TRUSTED, self.trusted + 1)
+            self.decode_s += new * (now_s - one.since_s - self.decode_s)
+            self.answer += new * (answer - self.answer)
 
 
 def overload_of(name: str) -> str:

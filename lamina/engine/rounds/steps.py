@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from typing import Protocol
 
 from lamina.engine.sequence import Sequence
 from lamina.protocol.plan import StepPlan
@@ -43,6 +45,20 @@ class Round:
     prompt_rows: int  # behind which nothing is drawn
     tokens: int  # that its attention reads
     steady: bool  # every row continues a sequence that decodes, and another round was under way already
+
+
+class ReadingBatch(Protocol):
+    """A batch, by what its attention reads."""
+
+    @property
+    def load(self) -> int: ...
+
+
+def round_of(steps: list[ScheduledStep], batches: Several[ReadingBatch], *, follows: bool) -> Round:
+    """The round of these steps. ``follows``: whether another one is under way."""
+    rows, drawn = sum(s.plan.num_rows for s in steps), sum(len(s.draws) for s in steps)
+    steady = follows and rows > 0 and all(len(s.draws) == s.plan.num_rows for s in steps)
+    return Round(set(steps), len(batches), rows, rows - drawn, sum(b.load for b in batches), steady)
 
 
 def commit(plan: StepPlan, picked: Mapping[Sequence, int]) -> ScheduledStep:

@@ -75,7 +75,8 @@ class _Probe:
         self._engine = engine
         vocab, answer = engine.info.vocab_size, _answer(engine, rows, prompt)
         params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0, seed=0)
-        self._asked = [engine.add([(i + 1) % vocab] * prompt, params, kept=False) for i in range(rows)]
+        prompts = [[(i + 1) % vocab] * prompt for i in range(rows)]
+        self._asked = [engine.add(ids, params, kept=False, accepted=True) for ids in prompts]
         self._first: RequestOutput | None = None  # of the sequence that was asked first
         begun = set[int]()
         while len(begun) < rows:

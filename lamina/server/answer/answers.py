@@ -27,7 +27,7 @@ _encode = msgspec.json.Encoder().encode
 async def whole(request: Request, call: Call, shape: Shape) -> Response:
     """All of the answer as one JSON object."""
     try:
-        answer = await _until_gone(request.receive, _collect(call, shape))
+        answer = await until_gone(request.receive, _collect(call, shape))
     finally:
         call.close()
     return Response(status_code=GONE) if answer is None else json_response(answer)
@@ -49,7 +49,7 @@ async def _collect(call: Call, shape: Shape) -> dict[str, Any]:
     return await asyncio.to_thread(put_together) if scored else put_together()
 
 
-async def _until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """The result of ``work``; None where the client left first, and ``work`` was cancelled."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
     try:
@@ -82,7 +82,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _until_gone(receive, self._send_all(send))
+            await until_gone(receive, self._send_all(send))
         finally:
             self._call.close()
 

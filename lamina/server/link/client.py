@@ -20,7 +20,7 @@ from lamina.fleet.launchers.local import ProcessWorker
 from lamina.fleet.standing import STOPPED_S, StandingStill
 from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
 from lamina.protocol.options.engine import EngineConfig
-from lamina.request import Blame, SamplingParams
+from lamina.request import Blame, Refusal, SamplingParams
 
 from .messages import (
     AskSessions,
@@ -55,11 +55,11 @@ class EngineGoneError(WorkerError):
 
 
 class PromptRefusedError(Exception):
-    """The engine has refused a prompt. ``blame``: who can put that right."""
+    """The engine has refused a prompt. ``blame``: who can put that right. ``refusal``: it would come too late."""
 
-    def __init__(self, text: str, blame: Blame) -> None:
+    def __init__(self, text: str, blame: Blame, refusal: Refusal | None = None) -> None:
         super().__init__(text)
-        self.blame = blame
+        self.blame, self.refusal = blame, refusal
 
 
 class DeltaWatch(Protocol):
@@ -153,19 +153,21 @@ class EngineClient:
         meter: DeltaWatch,
         *,
         key: int | None = None,
-        heard: Sequence[Delta] = (),
+        heard: Sequence[Delta] | None = None,
         terms: KVTerms = PLAIN,
     ) -> int:
         """Queue a prompt; its deltas go to ``feed`` under the key returned. ``key``: None = one of this client's own,
-        and then never one from elsewhere. ``heard``: of its completions, from another server's engine. Raises
+        and then never one from elsewhere. ``heard``: of its completions, from another server's engine; None = it is
+        new. Raises
         EngineGoneError.
         """
         if self.failure is not None:
             raise EngineGoneError(self.failure)
         if key is None:
             key, self._next_key = self._next_key, self._next_key + 1
-        self._live[key] = new = _OpenPrompt(feed, meter, Hearing(prompt, self.seeded(params), terms))
-        for delta in heard:
+        hearing = Hearing(prompt, self.seeded(params), terms, accepted=heard is not None)
+        self._live[key] = new = _OpenPrompt(feed, meter, hearing)
+        for delta in heard or ():
             new.hearing.take(delta)
         if self._is_ready:
             self._send(new.hearing.ask(key))
@@ -371,7 +373,7 @@ class EngineClient:
         elif isinstance(message, SessionsAre):
             self._questions.answered(message)
         elif isinstance(message, Refused) and (live := self._live.pop(message.key, None)):
-            live.feed.fail(PromptRefusedError(message.text, message.blame))
+            live.feed.fail(PromptRefusedError(message.text, message.blame, message.refusal))
 
     def _deliver(self, delta: Delta) -> None:
         if live := self._live.get(delta.key):

@@ -8,7 +8,6 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from lamina import netstack
@@ -20,8 +19,9 @@ from lamina.fleet.choose_transport import nearest
 from lamina.fleet.pools import Pools
 from lamina.models.tokens import load_beside
 from lamina.protocol.control import ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
-from lamina.request import Blame, CompletionOutput, Logprob, RequestOutput, scored
+from lamina.request import Blame, OverloadedError, RequestOutput
 
+from .live import LivePrompt
 from .messages import (
     Add,
     AskSessions,
@@ -37,7 +37,6 @@ from .messages import (
     SessionsAre,
     Start,
     State,
-    Times,
     WorkerCounters,
 )
 from .orders import obey
@@ -93,6 +92,7 @@ def _serve(link: ControlLink, start: Start) -> None:
         engine = Engine(pools, config, trace=pools.tracer.recorder)
         pools.attend(engine)
         tune(engine, progress)
+        engine.promises.promise(start.rules)
         loop = _Loop(link, engine, pools, tokenizer.result(limit_s))
         try:
             loop.run()
@@ -100,50 +100,6 @@ def _serve(link: ControlLink, start: Start) -> None:
             raise RuntimeError(str(e)) from e  # no user is to blame for what an engine does that runs
     finally:
         pools.close()
-
-
-class _Live:
-    """A prompt in the engine, and how much of its completions the server has been told."""
-
-    def __init__(self, add: Add, request_id: int) -> None:
-        self.key = add.key
-        self.request_id = request_id
-        self._params, told = add.params, add.told
-        self._tokens = {x.index: len(x.tokens) for x in told}
-        self._chars = {x.index: x.chars for x in told}
-        self._ended = {x.index for x in told if x.ended}
-
-    def deltas(self, output: RequestOutput) -> list[Delta]:
-        deltas = [d for o in output.outputs if (d := self._delta(o))]
-        if output.finished and deltas:
-            deltas[-1].times = _times(output)
-        if deltas and deltas[0].index == 0 and self._first(deltas[0]):
-            deltas[0].cached = output.num_cached_tokens
-            if output.prompt_logprobs is not None:
-                deltas[0].prompt_logprobs = _scores(output.prompt_logprobs, self._params.prompt_logprobs)
-        return deltas
-
-    def _first(self, delta: Delta) -> bool:
-        return self._tokens[delta.index] == len(delta.tokens)
-
-    def _delta(self, output: CompletionOutput) -> Delta | None:
-        i, had, shown = output.index, self._tokens.get(output.index, 0), self._chars.get(output.index, 0)
-        if i in self._ended or (len(output.token_ids) == had and output.finish_reason is None):
-            return None
-        self._tokens[i], self._chars[i] = len(output.token_ids), len(output.text)
-        if output.finish_reason is not None:
-            self._ended.add(i)
-        return Delta(
-            key=self.key,
-            index=i,
-            tokens=output.token_ids[had:],
-            text=output.text[shown:],
-            logprobs=None if output.logprobs is None else _scores(output.logprobs[had:], self._params.logprobs),
-            finish_reason=output.finish_reason,
-            stop_reason=output.stop_reason,
-            blame=output.blame,
-            rebuilt=output.kv_rebuilt,
-        )
 
 
 class _Loop:
@@ -156,8 +112,8 @@ class _Loop:
         self._tokenizer = tokenizer
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._by_key: dict[int, _Live] = {}
-        self._by_id: dict[int, _Live] = {}
+        self._by_key: dict[int, LivePrompt] = {}
+        self._by_id: dict[int, LivePrompt] = {}
         self._stopped = False
         self._steps = 0
         self._grown = 0  # tokens of the last one, see Outputs
@@ -205,7 +161,7 @@ class _Loop:
         self._grown += sum(len(d.tokens) for d in deltas) + begun * len(output.prompt_token_ids)
         return deltas
 
-    def _forget(self, live: _Live) -> None:
+    def _forget(self, live: LivePrompt) -> None:
         self._by_key.pop(live.key, None)
         self._by_id.pop(live.request_id, None)
 
@@ -263,12 +219,17 @@ class _Loop:
             return
         try:
             pieces = self._pieces(add)
-            request_id = self._engine.add(add.prompt, add.params, make_pieces=pieces, told=add.told, terms=add.terms)
+            request_id = self._engine.add(
+                add.prompt, add.params, make_pieces=pieces, told=add.told, terms=add.terms, accepted=add.accepted
+            )
+        except OverloadedError as e:
+            self._outbox.put(Refused(add.key, str(e), Blame.LOAD, e.refusal))
+            return
         except Exception as e:  # of one prompt; the others have done nothing
             log.exception("a prompt could not be added")
             self._outbox.put(Refused(add.key, f"the engine could not add the prompt: {e}", Blame.SERVER))
             return
-        live = _Live(add, request_id)
+        live = LivePrompt(add, request_id)
         self._by_key[add.key] = self._by_id[request_id] = live
 
     def _pieces(self, add: Add) -> Any:
@@ -327,6 +288,7 @@ class _Loop:
             session_waits=dict(scheduler.sessions.waits),
             steps=self._steps,
             recovering=self._pools.recovering,
+            promised=self._engine.promises.counts(),
         )
 
     def _ready(self) -> Ready:
@@ -380,18 +342,6 @@ def moved(before: dict[str, dict[str, float]], now: dict[str, dict[str, float]])
         for name, value in values.items()
         if name not in WAITS
     )
-
-
-def _times(output: RequestOutput) -> Times:
-    t = output.times
-    first = t.first_token_s or t.arrival_s
-    scheduled = t.scheduled_s or first
-    decode = (t.last_token_s or first) - first
-    return Times(scheduled - t.arrival_s, first - scheduled, decode, output.num_preemptions)
-
-
-def _scores(entries: Sequence[dict[int, Logprob] | None], count: int | None) -> list[Any]:
-    return [None if entry is None else scored(entry, count or 0) for entry in entries]
 
 
 def _tell(link: ControlLink, message: Failed) -> None:

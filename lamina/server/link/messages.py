@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+from lamina.engine.conductor import ConductorRules
 from lamina.engine.conversations.sessions import SessionCopy, SessionFacts
 from lamina.engine.conversations.terms import PLAIN, KVTerms
+from lamina.engine.promises import PromiseCounts
 from lamina.engine.shadows import ErrorState
 from lamina.protocol.options.engine import EngineConfig
-from lamina.request import Blame, SamplingParams, Score, Told
+from lamina.request import Blame, Refusal, SamplingParams, Score, Told
 
 Logprobs = list[Score]  # the token itself first, then the best, among which it may be again
 
@@ -19,6 +21,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     model: str
     tokenizer: str  # a path or hub id; "" = the model's own
     config: EngineConfig
+    rules: ConductorRules = ConductorRules()  # of what is promised
     log_json: bool = False  # of the server: then the engine says no more than it must, as its lines are text
 
 
@@ -26,6 +29,7 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     """Server -> engine: complete a prompt. Answered by the deltas of its completions, or by Refused.
 
     ``key`` is the server's name for it, never used twice. ``told``: of its completions, by an engine that has died.
+    ``accepted``: by an engine or a server before; so it is not refused for load.
     """
 
     key: int
@@ -33,6 +37,7 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     params: SamplingParams
     told: list[Told] = []
     terms: KVTerms = PLAIN
+    accepted: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -117,11 +122,12 @@ class Scaled(msgspec.Struct, frozen=True, kw_only=True, tag="scaled"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Engine -> server: a prompt that cannot be served, and why."""
+    """Engine -> server: a prompt that cannot be served, and why. ``refusal``: it would come too late."""
 
     key: int
     text: str
     blame: Blame
+    refusal: Refusal | None = None
 
 
 class Times(msgspec.Struct, frozen=True, array_like=True):
@@ -150,6 +156,7 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True):
     times: Times | None = None  # with the last delta of the whole prompt
     blame: Blame | None = None  # where it has ended with an error, whose text is ``stop_reason``
     rebuilt: bool = False  # it goes on with all KV, as answers with less were not good enough
+    refusal: Refusal | None = None  # where it was computed and is not decoded
 
 
 def add_up(held: Delta, new: Delta) -> None:
@@ -159,7 +166,7 @@ def add_up(held: Delta, new: Delta) -> None:
     if held.logprobs is not None and new.logprobs is not None:
         held.logprobs += new.logprobs
     held.finish_reason, held.stop_reason = new.finish_reason, new.stop_reason
-    held.times, held.blame, held.rebuilt = new.times, new.blame, new.rebuilt
+    held.times, held.blame, held.rebuilt, held.refusal = new.times, new.blame, new.rebuilt, new.refusal
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
@@ -188,6 +195,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     recovering: bool = (
         False  # a worker was lost, and another one takes its place: the engine lives, and no step is done
     )
+    promised: PromiseCounts | None = None  # None: nothing is
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

@@ -29,6 +29,13 @@ class ReplyFeed:
         self._failure = error
         self._arrived.set()
 
+    async def begun(self) -> list[Delta]:
+        """Wait for something, which stays. Raises what ``fail`` was told, if there is nothing else."""
+        await self._arrived.wait()
+        if self._failure is not None and not self._waiting:
+            raise self._failure
+        return list(self._waiting.values())
+
     async def take(self) -> list[Delta]:
         """What has come since the last call; waits for something. Raises what ``fail`` was told, after the deltas."""
         await self._arrived.wait()

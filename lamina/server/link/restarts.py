@@ -124,8 +124,11 @@ class EngineRestarts:
 class Hearing:
     """What the server has heard of a prompt's completions."""
 
-    def __init__(self, prompt: list[int], params: SamplingParams, terms: KVTerms = PLAIN) -> None:
-        self._prompt, self._params, self._terms = prompt, params, terms
+    def __init__(
+        self, prompt: list[int], params: SamplingParams, terms: KVTerms = PLAIN, *, accepted: bool = False
+    ) -> None:
+        """``accepted``: by an earlier server."""
+        self._prompt, self._params, self._terms, self._accepted = prompt, params, terms, accepted
         self._told: dict[int, Told] = {}
 
     def take(self, delta: Delta) -> None:
@@ -140,5 +143,7 @@ class Hearing:
         self._told[delta.index] = dataclasses.replace(had, logprobs=logprobs, chars=chars, ended=ended)
 
     def ask(self, key: int) -> Add:
-        """For the prompt, and what is still to come of it."""
-        return Add(key, self._prompt, self._params, list(self._told.values()), self._terms)
+        """For the prompt, and what is still to come of it. Whoever is asked again need not be accepted."""
+        told, accepted = list(self._told.values()), self._accepted
+        self._accepted = True
+        return Add(key, self._prompt, self._params, told, self._terms, accepted)

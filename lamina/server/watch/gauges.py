@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from lamina.engine.promises import PromiseCounts
 from lamina.engine.shadows import ErrorState
 from lamina.server.link.client import EngineClient
 from lamina.server.link.messages import State
@@ -67,6 +68,8 @@ class EngineGauges(Collector):
             yield family
         if ready.keeps_kv:
             yield from self._sessions(state)
+        if state.promised is not None:
+            yield from self._promised(state.promised)
         steps = self._counter("engine_steps", "steps that were finished")
         steps.add_metric(self._values, state.steps)
         yield steps
@@ -134,6 +137,26 @@ class EngineGauges(Collector):
         rebuilt = self._counter("kv_restarts_in_full", "completions that were computed again with all KV")
         rebuilt.add_metric(self._values, errors.rebuilt)
         yield rebuilt
+
+    def _promised(self, counts: PromiseCounts) -> Iterator[Metric]:
+        for name, text, load in (
+            ("prefill_load", "a prompt's wait for the last one that was taken, over --slo-ttft", counts.prefill_load),
+            ("decode_load", "a step that decodes, over --slo-tbt", counts.decode_load),
+        ):
+            yield self._gauge(name, text, load)
+        for name, text, value in (
+            ("first_tokens", "prompts that were computed", counts.prompts),
+            (
+                "first_token_expected_seconds",
+                "from arrivals to first tokens, as foreseen",
+                counts.expected_s,
+            ),
+            ("first_token_real_seconds", "the same, as it was", counts.real_s),
+            ("prefill_wasted_tokens", "tokens of prompts that were computed and not decoded", counts.wasted),
+        ):
+            family = self._counter(name, text)
+            family.add_metric(self._values, value)
+            yield family
 
     def _sessions(self, state: State) -> Iterator[Metric]:
         tiers = self._gauge_of("sessions", "sessions by the place of their KV", "tier")

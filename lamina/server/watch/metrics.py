@@ -10,6 +10,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
+from lamina.engine.conductor.overload import NO_LIMITS, Limits
 from lamina.request import SamplingParams
 from lamina.server.link.messages import Delta
 
@@ -55,7 +56,8 @@ COMPUTED, FOUND = "local_compute", "local_cache_hit"  # where the KV of a prompt
 class Metrics:
     """One registry for each server. Histograms are of prompts, whatever HTTP request they came in."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, limits: Limits = NO_LIMITS) -> None:
+        self.limits = limits
         self.registry = CollectorRegistry()
         self.labels = {"model_name": model_name, "engine": "0"}
         self.seconds = {
@@ -80,6 +82,10 @@ class Metrics:
         self._rejections = Counter(
             PREFIX + "admission_rejections", "requests refused for load", (*_LABELS, "reason"), registry=self.registry
         )
+        self._good = Counter(
+            PREFIX + "goodput_requests", "prompts that were answered to their ends within --slo-ttft and --slo-tbt",
+            _LABELS, registry=self.registry,
+        ).labels(**self.labels)  # fmt: skip
         self._http = Counter("http_requests", "HTTP requests", ("handler", "method", "status"), registry=self.registry)
         self._http_s = Histogram(
             "http_request_duration_seconds", "of HTTP requests, streams included", ("handler", "method"),
@@ -105,6 +111,10 @@ class Metrics:
     def success(self, reason: str) -> None:
         """A prompt is finished: "stop", "length" or "abort"."""
         self._success.labels(**self.labels, finished_reason=reason).inc()
+
+    def good(self) -> None:
+        """A prompt was answered to its end, as promised."""
+        self._good.inc()
 
     def rejected(self, reason: str) -> None:
         """A request was refused for load."""
@@ -163,6 +173,7 @@ class PromptMeter:
         self._params = params
         self._last_s: dict[int, float] = {}
         self._lengths: dict[int, int] = {}  # of its completions
+        self._longest_s = 0.0  # between two of them
         self.tokens = 0
         self.first_s: float | None = None
         metrics.count("prompt_tokens", prompt_tokens)
@@ -174,7 +185,9 @@ class PromptMeter:
             self.first_s = now - self._arrival_s
             seconds["time_to_first_token_seconds"].observe(self.first_s)
         elif delta.index in self._last_s:
-            seconds["inter_token_latency_seconds"].observe(now - self._last_s[delta.index])
+            gap_s = now - self._last_s[delta.index]
+            self._longest_s = max(self._longest_s, gap_s)
+            seconds["inter_token_latency_seconds"].observe(gap_s)
         self._last_s[delta.index] = now
         self.tokens += len(delta.tokens)
         self._lengths[delta.index] = self._lengths.get(delta.index, 0) + len(delta.tokens)
@@ -206,3 +219,6 @@ class PromptMeter:
                 (total - first) * params.n / (self.tokens - params.n)
             )
         self._metrics.success(delta.finish_reason or "abort")
+        limits = self._metrics.limits
+        if delta.finish_reason in ("stop", "length") and first <= limits.ttft_s and self._longest_s <= limits.tbt_s:
+            self._metrics.good()

@@ -130,7 +130,7 @@ def test_a_prompt_waits_for_its_transfer() -> None:
     line.add(BookedPrompt(0, 100, 1.0, ready_s=0.0), 0.0)
     line.add(BookedPrompt(1, 100, 1.0, ready_s=5.0), 0.0)
     assert line.queue_s(0.0) == 6.0
-    line.begun(0.0)
+    line.begun(0, 0.0)
     line.remove(0, 0.5)
     assert line.queue_s(0.5) == 5.5
     assert list(line.joining()) == [(6.0, 100)]

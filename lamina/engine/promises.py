@@ -1,0 +1,196 @@
+"""What the prompts of a running engine may expect, and which of them are not taken. Pure policy: no torch, no I/O; the
+clock comes in.
+
+A prompt is booked with the Conductor at its arrival, so that whoever comes next sees it wait; from then on the
+Conductor is told of all that becomes of it. Where no prefill workers are, the compute workers are its only worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from lamina.request import OverloadedError, Refusal
+
+from .conductor import Conductor, ConductorRules, KnownPrompt
+from .conductor.choice import PromptChoice
+from .conductor.directory import Directory
+from .conductor.estimate import PrefillFit, PrefillTime, StepFit
+from .conductor.overload import NO_LIMITS, DecodePool, TokenTime
+from .sequence import Sequence
+
+FIRST_LAW = PrefillTime(0.0, 1e-4, 0.0)  # of prompts, until some were computed
+
+
+class _Booking(NamedTuple):
+    choice: PromptChoice
+    at_s: float
+    ttft_s: float  # that was expected
+
+
+@dataclass
+class PromiseCounts:
+    """What became of promises: sums since the start, and the loads of both pools now, over their limits.
+    ``expected_s``, ``real_s``: from the arrival of a prompt to its first token. ``wasted``: tokens of prompts that were
+    computed and not decoded.
+    """
+
+    prompts: int = 0
+    expected_s: float = 0.0
+    real_s: float = 0.0
+    wasted: int = 0
+    prefill_load: float = 0.0
+    decode_load: float = 0.0
+
+
+class Promises:
+    """Of one engine. ``clock``: seconds; by one that stands still, a prompt costs as many seconds as it has tokens."""
+
+    def __init__(self, num_workers: int = 0, max_num_seqs: int = 1, clock: Callable[[], float] = float) -> None:
+        """``num_workers``: of prefill workers; 0 = the compute workers do it."""
+        self.pooled: Callable[[Sequence], int] = lambda sequence: 0  # its first tokens that need not be computed
+        self.limited = False
+        self.conductor = _conductor(max(1, num_workers), ConductorRules(policy="auto"))
+        self._clock, self._max_num_seqs, self._apart = clock, max_num_seqs, num_workers > 0
+        self._steps = StepFit()
+        self._booked = dict[Sequence, _Booking]()
+        self._decoding = set[Sequence]()
+        self._inline = dict[Sequence, float]()  # whose rows compute workers have, since when
+        self._since_s = 0.0  # the last of these was done
+        self._counts = PromiseCounts()
+
+    def promise(self, rules: ConductorRules) -> None:
+        """Keep to these from now on. Nobody has come yet."""
+        self.conductor = _conductor(self.conductor.num_workers, rules)
+        self.limited = rules.limits != NO_LIMITS
+
+    @property
+    def watches(self) -> bool:
+        """Whether it matters who computes a prompt, and when: else nobody asks."""
+        return self._apart or self.limited
+
+    def check(self, sequences: Several[Sequence], places: Callable[[int], float], *, accepted: bool = False) -> None:
+        """Of a request that comes now, of so many completions. ``places``: how many completions of so many tokens have
+        room for their KV at once. Raises OverloadedError where it would come too late and was not ``accepted`` before.
+        """
+        if accepted or not self.limited:
+            return
+        prompt, now, decoding = self._known(sequences[0]), self._clock(), self.conductor.decoding
+        length = int(max(decoding.mean_tokens, len(sequences[0].tokens) + decoding.answer))
+        most, ahead = min(self._max_num_seqs, places(length)), len(self._booked) + len(self._decoding)
+        choice, room_s = self.conductor.choose(prompt, now), decoding.room_s(most, ahead + len(sequences) - 1)
+        if (refusal := self.conductor.refuses(prompt, choice, now, room_s)) is not None:
+            raise OverloadedError(refusal)
+
+    def expect(self, sequence: Sequence) -> int:
+        """Book a sequence whose prompt is to be computed, unless it is booked; its worker."""
+        if sequence not in self._booked:
+            self._leave(sequence)
+            prompt, now = self._known(sequence), self._clock()
+            choice = self.conductor.choose(prompt, now)
+            self.conductor.book(sequence, prompt, choice, now)
+            self._booked[sequence] = _Booking(choice, now, choice.ttft_s)
+        return self._booked[sequence].choice.worker
+
+    def begun(self, sequence: Sequence) -> float:
+        """The worker of a booked sequence computes its prompt from now on, which is returned."""
+        now = self._clock()
+        self.conductor.begun(sequence, now)
+        return now
+
+    def computed(self, sequence: Sequence, since_s: float, part: float = 1.0) -> None:
+        """The prompt of a booked sequence is computed, and it decodes. Its worker was at it since then, or at several,
+        of which it is such a part.
+        """
+        booked, now, counts = self._booked.pop(sequence), self._clock(), self._counts
+        self.conductor.computed(sequence, now, part * (now - since_s), sequence.num_cached)
+        counts.prompts, counts.expected_s = counts.prompts + 1, counts.expected_s + booked.ttft_s
+        counts.real_s += now - booked.at_s
+        if self.limited and not sequence.finished:
+            instance, _ = self.conductor.decoding.select(sequence.num_promised)
+            self.conductor.decoding.join(sequence, instance, sequence.num_promised, now)
+            self._decoding.add(sequence)
+
+    def refuses_decoding(self, sequence: Sequence) -> Refusal | None:
+        """At the first token of a sequence: why it is not decoded; None where it is."""
+        booked = self._booked.get(sequence)
+        if not self.limited or booked is None or sequence.finished:
+            return None
+        refusal = self.conductor.refuses_decoding(sequence.num_promised, self._clock() - booked.at_s)
+        if refusal is not None:
+            self._counts.wasted += len(sequence.prompt)
+        return refusal
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended, or whose KV is given up."""
+        self._inline.pop(sequence, None)
+        if self._booked.pop(sequence, None) is not None:
+            self.conductor.cancelled(sequence, self._clock())
+        self._leave(sequence)
+
+    def forget(self) -> None:
+        """No prompt is being computed any more: all that are not computed are booked anew."""
+        booked = list(self._booked)
+        self.conductor.forget()
+        self._booked.clear()
+        self._inline.clear()
+        for sequence in booked:
+            self.expect(sequence)
+
+    def stepped(self, rows: int, stored: float, seconds: float) -> None:
+        """A round of rows that all decode took so long, from its predecessor's end."""
+        self._steps.observe(rows, stored, seconds)
+        self.conductor.decoding.law = self._steps.law
+
+    def counts(self) -> PromiseCounts | None:
+        """None where nothing is promised."""
+        if not self.limited:
+            return None
+        now, one = self._clock(), self.conductor
+        return replace(self._counts, prefill_load=one.prefill_load(now), decode_load=one.decode_load())
+
+    def _known(self, sequence: Sequence) -> KnownPrompt:
+        return KnownPrompt(sequence.num_promised, everywhere=self.pooled(sequence))
+
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence in self._decoding:
+            self._decoding.discard(sequence)
+            ended = sequence.output.finish_reason in ("stop", "length")
+            self.conductor.decoding.leave(sequence, self._clock(), sequence.num_outputs if ended else 0)
+
+    # Where compute workers do it, several at once:
+    def began_inline(self, sequence: Sequence) -> None:
+        """The first rows of a sequence are on their way to the compute workers."""
+        if not self._apart and sequence in self._booked and sequence not in self._inline:
+            self._inline[sequence] = self._clock()
+            if len(self._inline) == 1:
+                self.begun(sequence)
+
+    def drawn_inline(self, sequences: Iterable[Sequence]) -> None:
+        """Compute workers have drawn a token for each of these. Prompts that a step has ended share its time by their
+        tokens.
+        """
+        done = [s for s in sequences if s in self._booked] if self._booked and not self._apart else []
+        if not done:
+            return
+        computed, now = sum(s.num_promised - s.num_cached for s in done), self._clock()
+        since_s = max(self._since_s, min(self._inline.pop(s, now) for s in done))
+        for sequence in done:
+            self.computed(sequence, since_s, (sequence.num_promised - sequence.num_cached) / max(1, computed))
+        self._since_s = now
+        if self._inline:
+            self.begun(next(iter(self._inline)))
+
+
+def _conductor(num_workers: int, rules: ConductorRules) -> Conductor:
+    """Of workers whose stores have nothing for another prompt: only queues differ."""
+    return Conductor(
+        rules=rules,
+        directory=Directory(num_workers, 0),
+        fit=PrefillFit(FIRST_LAW, trusted=False),
+        tokens_per_s=1.0,
+        decoding=DecodePool(1, TokenTime(0.0, 0.0, 0.0), 0.0, trusted=0),
+        num_workers=num_workers,
+    )

@@ -1,0 +1,106 @@
+"""The engine that serves and the simulation are told the same and do the same: on one clock, by the same laws."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import NamedTuple
+
+import pytest
+from conducted import LAW, STEP, conductor, even, played
+
+from lamina.engine.conductor import ConductorRules
+from lamina.engine.conductor.estimate import PrefillFit
+from lamina.engine.conductor.overload import DecodePool, Limits
+from lamina.request import OverloadedError, RequestOutput, SamplingParams
+from lamina.sim.clock import VirtualClock
+from lamina.sim.lossless import RoundLoad, SimulatedPool, StepLoad
+from lamina.sim.pools.run import TracedPrompt
+
+CHUNK = 1024
+
+
+class Served(NamedTuple):
+    """Of each request of a trace: seconds to its first token; infinite of one that was refused, and the limit."""
+
+    ttft_s: list[float]
+    refused: list[str]
+
+
+def step_s(load: RoundLoad) -> float:
+    return STEP.seconds(load.rows, sum(step.stored for step in load.steps) - load.rows)
+
+
+def chunk_s(load: StepLoad) -> float:
+    """By the law of whole prompts: l^2 - p^2 of a chunk is twice its pairs less its rows."""
+    return LAW.b * load.rows + LAW.c * (2 * load.pairs - load.rows)
+
+
+def served(arrivals: list[TracedPrompt], rules: ConductorRules, workers: int, decode_s: float) -> Served:
+    """By an engine with prefill workers, each of which takes LAW, and steps that take STEP."""
+    clock = VirtualClock()
+    pool = SimulatedPool(
+        layers=1, blocks=1 << 16, block=128, longest=1 << 16, most=1 << 10, chunk=CHUNK, prefill=workers
+    )
+    engine, _ = pool.engine(clock, step_s, chunk_s)
+    engine.promises.promise(rules)
+    one = engine.promises.conductor
+    one.fit, one.decoding = PrefillFit(LAW), DecodePool(1, STEP, decode_s)
+    numbers, came = dict[int, int](), Served([math.inf] * len(arrivals), [""] * len(arrivals))
+
+    def arrive(number: int) -> None:
+        arrival = arrivals[number]
+        params = SamplingParams(max_tokens=arrival.answer, ignore_eos=True, temperature=0)
+        try:
+            numbers[engine.add([0] * arrival.prompt.tokens, params)] = number
+        except OverloadedError as e:
+            came.refused[number] = e.refusal.reason
+
+    for number, arrival in enumerate(arrivals):
+        clock.later(arrival.at_s, lambda n=number: arrive(n))  # type: ignore[misc]
+    while engine.has_work or clock.advance():
+        for output in engine.step() if engine.has_work else []:
+            _note(output, numbers[output.request_id], came)
+    engine.settle()
+    assert engine.promises.conductor.num_waiting == engine.promises.conductor.decoding.num_running == 0
+    return came
+
+
+def _note(output: RequestOutput, number: int, came: Served) -> None:
+    times = output.times
+    if output.outputs[0].finish_reason == "error":
+        came.refused[number] = "tbt after prefill"
+    elif math.isinf(came.ttft_s[number]):
+        assert times.first_token_s is not None
+        came.ttft_s[number] = times.first_token_s - times.arrival_s
+
+
+def simulated(arrivals: list[TracedPrompt], workers: int, decode_s: float, **rules: object) -> Served:
+    one = conductor(workers, pages=1, instances=1, decode_s=decode_s, **rules)  # type: ignore[arg-type]
+    requests = played(one, arrivals, instances=1).requests
+    decoded = [not r.refused for r in requests]
+    return Served([r.ttft_s if d else math.inf for r, d in zip(requests, decoded, strict=True)],
+                  [r.refused for r in requests])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("limits", "overload", "answer"),
+    [
+        (Limits(), "predictive", 4),
+        (Limits(ttft_s=6.0), "predictive", 4),
+        (Limits(ttft_s=20.0, tbt_s=0.03), "baseline", 300),
+        (Limits(ttft_s=20.0, tbt_s=0.03), "early", 300),
+        (Limits(ttft_s=20.0, tbt_s=0.03), "predictive", 300),
+    ],
+)
+def test_an_engine_serves_as_simulated(limits: Limits, overload: str, answer: int) -> None:
+    """But for the chunk and the step at whose end it looks at what has come."""
+    arrivals, rules = even(150, 1.2, 8000, answer), ConductorRules(overload=overload, limits=limits)
+    live = served(arrivals, rules, 2, decode_s=8.0)
+    expected = simulated(arrivals, 2, 8.0, policy="auto", overload=overload, limits=limits)
+    both = [(a, b) for a, b in zip(live.ttft_s, expected.ttft_s, strict=True) if a < math.inf and b < math.inf]
+    assert len(both) > 50
+    assert statistics.fmean(a for a, _ in both) == pytest.approx(statistics.fmean(b for _, b in both), rel=0.03)
+    for reason in {*live.refused, *expected.refused}:
+        assert live.refused.count(reason) == pytest.approx(expected.refused.count(reason), rel=0.05, abs=2)
+    assert (limits != Limits()) == any(live.refused)

@@ -1,0 +1,162 @@
+"""What is promised to the prompts of a running engine: who is refused, what is learned, what is given back."""
+
+from __future__ import annotations
+
+import pytest
+from scheduled import make
+from test_conducted_prefill import Hand
+
+from lamina.engine.conductor import ConductorRules
+from lamina.engine.conductor.estimate import StepFit
+from lamina.engine.conductor.overload import Limits
+from lamina.engine.promises import Promises
+from lamina.engine.sequence import Sequence
+from lamina.request import OverloadedError
+
+PLENTY = 1000.0
+
+
+def promising(
+    clock: Hand, workers: int = 1, places: int = 100, overload: str = "predictive", **limits: float
+) -> Promises:
+    promises = Promises(workers, places, clock)
+    promises.promise(ConductorRules(overload=overload, limits=Limits(**limits)))
+    return promises
+
+
+def computed(promises: Promises, clock: Hand, sequence: Sequence, seconds: float) -> None:
+    promises.expect(sequence)
+    since = promises.begun(sequence)
+    clock.now += seconds
+    _drawn(sequence)
+    promises.computed(sequence, since)
+
+
+def _drawn(sequence: Sequence) -> None:
+    sequence.num_drawing += 1
+    sequence.append(7)
+
+
+def taken(promises: Promises, sequence: Sequence, room: float = PLENTY) -> bool:
+    try:
+        promises.check([sequence], lambda length: room)
+    except OverloadedError:
+        return False
+    promises.expect(sequence)
+    return True
+
+
+def test_a_prompt_that_comes_too_late_is_refused_and_told_when_to_come() -> None:
+    clock = Hand()
+    promises = promising(clock, ttft_s=5.0)
+    for number in range(10):
+        computed(promises, clock, one := make(number, 50, 5), 2.0)
+        promises.drop(one)
+    assert [taken(promises, make(number, 50, 5)) for number in range(20, 24)] == [True, True, False, False]
+    with pytest.raises(OverloadedError, match="first token would come after 6 s") as error:
+        promises.check([make(30, 50, 5)], lambda length: PLENTY)
+    assert error.value.refusal.ttft_s == pytest.approx(6.0, rel=0.1)
+    assert error.value.refusal.retry_after_s == pytest.approx(1.0, rel=0.5)
+    counts = promises.counts()
+    assert counts is not None
+    assert (counts.prompts, counts.real_s) == (10, 20.0)
+
+
+def test_nobody_is_refused_by_a_law_that_is_wrong_where_nobody_waits() -> None:
+    clock = Hand()
+    promises = promising(clock, ttft_s=1.0)
+    for number in range(3):
+        computed(promises, clock, one := make(number, 50, 5), 30.0)
+        promises.drop(one)
+    first = make(10, 50, 5)
+    assert taken(promises, first)
+    assert not taken(promises, make(11, 50, 5))
+    promises.drop(first)
+    assert taken(promises, make(12, 50, 5))
+
+
+def test_no_room_for_kv_is_a_wait() -> None:
+    """Prompts take nothing, completions 10 s, and there are 4 places: who comes next waits for the first to end."""
+    clock = Hand()
+    promises = promising(clock, ttft_s=6.0)
+    for number in range(4):
+        computed(promises, clock, one := make(number, 50, 5), 0.001)
+        clock.now += 10.0
+        one.finish("length")
+        promises.drop(one)
+    for number in range(10, 14):
+        computed(promises, clock, make(number, 50, 5), 0.001)
+    assert taken(promises, make(20, 50, 5), room=4.0)  # 2.5 s
+    assert taken(promises, make(21, 50, 5), room=4.0)  # 5
+    assert not taken(promises, make(22, 50, 5), room=4.0)
+    assert taken(promises, make(23, 50, 5), room=40.0)
+
+
+@pytest.mark.parametrize("overload", ["baseline", "early", "predictive"])
+def test_decoding_that_slows_down_refuses_when_its_rule_looks(overload: str) -> None:
+    clock = Hand()
+    promises = promising(clock, overload=overload, tbt_s=0.05)
+    decoding = [make(number, 50, 5) for number in range(4)]
+    for sequence in decoding:
+        computed(promises, clock, sequence, 0.1)
+    for _ in range(16):
+        promises.stepped(4, 200.0, 0.2)
+    late = make(10, 50, 5)
+    assert taken(promises, late) == (overload == "baseline")
+    promises.expect(late)
+    _drawn(late)
+    refusal = promises.refuses_decoding(late)
+    assert refusal is not None
+    assert refusal.reason == "tbt"
+    counts = promises.counts()
+    assert counts is not None
+    assert counts.wasted == 50
+    for sequence in [*decoding, late]:
+        promises.drop(sequence)
+    assert taken(promises, make(11, 50, 5))
+
+
+def test_prompts_that_a_step_of_compute_workers_ends_share_its_time() -> None:
+    clock = Hand()
+    promises = promising(clock, workers=0, ttft_s=100.0)
+    for number in range(0, 40, 2):
+        pair = [make(number, 30, 5), make(number + 1, 60, 5)]
+        for sequence in pair:
+            promises.expect(sequence)
+            promises.began_inline(sequence)
+        clock.now += 0.9
+        for sequence in pair:
+            _drawn(sequence)
+        promises.drawn_inline(pair)
+        for sequence in pair:
+            promises.drop(sequence)
+    law = promises.conductor.fit.law
+    assert law.seconds(30) == pytest.approx(0.3, rel=0.1)
+    assert law.seconds(60) == pytest.approx(0.6, rel=0.1)
+    assert promises.conductor.num_waiting == promises.conductor.decoding.num_running == 0
+
+
+def test_a_prefix_that_is_there_is_not_waited_for() -> None:
+    clock = Hand()
+    promises = promising(clock, workers=0, ttft_s=1.0)
+    promises.conductor.fit.law = promises.conductor.fit.law._replace(b=0.01)
+    assert taken(promises, make(0, 80, 5))
+    assert not taken(promises, make(1, 80, 5))
+    promises.pooled = lambda sequence: 70
+    assert taken(promises, make(2, 80, 5))
+
+
+def test_what_is_rolled_back_is_expected_anew() -> None:
+    clock = Hand()
+    promises = promising(clock, workers=2, ttft_s=100.0)
+    for number in range(4):
+        promises.expect(make(number, 50, 5))
+    promises.forget()
+    assert promises.conductor.num_waiting == 4
+
+
+def test_the_law_of_a_step_is_learned() -> None:
+    fit = StepFit()
+    for rows in range(1, 65):
+        fit.observe(rows, 100.0 * rows, 0.01 + 0.001 * rows + 1e-6 * 100 * rows)
+    assert fit.law.seconds(128, 12800) == pytest.approx(0.01 + 0.128 + 0.0128, rel=0.05)

@@ -1,0 +1,143 @@
+"""Requests that would come later than is promised: status 429, what was expected, and when to come again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from fake import make_service
+from sockets import Later
+from test_exact_answers import spoken
+from test_flow import until
+from test_layers import run
+from test_loop import PARAMS, PROMPT, Bench
+
+from lamina.engine.conductor.overload import Limits
+from lamina.request import Blame, Refusal
+from lamina.server.config import ServerConfig
+from lamina.server.link.client import PromptRefusedError
+from lamina.server.link.messages import Add, Refused
+
+LATE = Refusal("ttft", 3.25, 0.01, 1.2)
+TOLD = {
+    "message": "too late", "type": "rate_limit_error", "param": None, "code": "overloaded", "predicted_ttft_s": 3.25,
+    "predicted_tbt_s": 0.01,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("when", ["arrival", "first token"])
+def test_a_request_that_comes_too_late_gets_status_429(stream: bool, when: str) -> None:
+    client = Later()
+    service = make_service(client, slo_ttft="2s")
+
+    async def work() -> list[dict[str, Any]]:
+        asked = asyncio.create_task(spoken(service, stream=stream))
+        await until(lambda: client.added)
+        if when == "arrival":
+            client.fail(PromptRefusedError("too late", Blame.LOAD, LATE))
+        else:
+            client.grow("", finish_reason="error", stop_reason="too late", blame=Blame.LOAD, refusal=LATE)
+        return await asked
+
+    start, body, *_ = run(work())
+    assert (start["status"], json.loads(body["body"])) == (429, {"error": TOLD})
+    assert dict(start["headers"])[b"retry-after"] == b"2"
+    reason = "ttft" if when == "arrival" else "ttft_after_prefill"
+    counted = f'admission_rejections_total{{engine="0",model_name="tiny",reason="{reason}"}} 1.0'
+    assert counted in service.metrics.render(vllm=False).decode()
+    assert service.admission.completions == 0
+    assert not service.calls
+
+
+def test_a_stream_that_comes_in_time_is_whole() -> None:
+    """It waits for its first token, and loses none."""
+    client = Later()
+
+    async def work() -> list[dict[str, Any]]:
+        asked = asyncio.create_task(spoken(make_service(client, slo_tbt="50ms"), stream=True))
+        await until(lambda: client.added)
+        client.grow("ab")
+        client.grow("cd", finish_reason="length")
+        return await asked
+
+    start, *parts, _ = run(work())
+    assert start["status"] == 200
+    text = b"".join(part["body"] for part in parts).decode()
+    assert "ab" in text
+    assert "cd" in text
+    assert text.endswith("data: [DONE]\n\n")
+
+
+def test_the_engines_loop_refuses_at_the_arrival_and_takes_whom_it_took_before() -> None:
+    bench = Bench()
+    promises = bench.engine.promises
+    promises.promise(ServerConfig(slo_ttft="1s").rules)
+    promises.conductor.fit.law = promises.conductor.fit.law._replace(b=1.0)
+    for key in (7, 8):
+        bench.loop._take(Add(key, PROMPT, PARAMS))
+    (refused,) = [m for m in bench.told() if isinstance(m, Refused)]
+    assert (refused.key, refused.blame) == (8, Blame.LOAD)
+    assert refused.refusal is not None
+    assert refused.refusal.reason == "ttft"
+    bench.loop._take(Add(9, PROMPT, PARAMS, accepted=True))
+    assert {d.key for d in bench.work()} == {7, 9}
+    bench.engine.settle()
+    counts = bench.loop._state().promised
+    assert counts is not None
+    assert counts.prompts == 2
+    assert promises.conductor.num_waiting == promises.conductor.decoding.num_running == 0
+
+
+def test_a_prompt_that_is_computed_and_cannot_be_decoded_ends() -> None:
+    bench = Bench()
+    promises = bench.engine.promises
+    promises.promise(ServerConfig(slo_tbt="1us", overload="baseline").rules)
+    bench.loop._take(Add(7, PROMPT, PARAMS))
+    while not promises.conductor.decoding.num_running:
+        bench.loop._advance()
+    for _ in range(8):
+        promises.stepped(1, 10.0, 1.0)
+    bench.loop._take(Add(8, PROMPT, PARAMS))
+    ends = {d.key: d for d in bench.work() if d.finish_reason}
+    assert (ends[7].finish_reason, ends[8].finish_reason) == ("length", "error")
+    assert (ends[8].blame, ends[8].refusal and ends[8].refusal.reason) == (Blame.LOAD, "tbt")
+    counts = promises.counts()
+    assert counts is not None
+    assert counts.wasted == len(PROMPT)
+
+
+def test_flags_say_what_is_promised() -> None:
+    assert ServerConfig(slo_ttft="2s", slo_tbt="100ms").rules.limits == Limits(2.0, 0.1)
+    assert not ServerConfig().promises
+    for wrong, said in (
+        ({"slo_ttft": "2"}, "--slo-ttft 2 is not a time"),
+        ({"slo_tbt": "-1s"}, "--slo-tbt -1s is not a time"),
+        ({"overload": "late"}, "--overload must be one of baseline, early, predictive, not 'late'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ServerConfig(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("limits", "good"), [({"slo_ttft": "20s"}, 1.0), ({"slo_ttft": "1us"}, 0.0)])
+def test_answers_in_time_are_counted(limits: dict[str, Any], good: float) -> None:
+    service = make_service(**limits)
+    start, *_ = run(spoken(service))
+    assert start["status"] == 200
+    text = service.metrics.render(vllm=False).decode()
+    assert f'goodput_requests_total{{engine="0",model_name="tiny"}} {good}' in text
+
+
+def test_gauges_tell_of_the_loads() -> None:
+    bench = Bench()
+    bench.engine.promises.promise(ServerConfig(slo_ttft="1s").rules)
+    bench.loop._take(Add(7, PROMPT, PARAMS))
+    bench.work()
+    service = make_service()
+    assert "prefill_load" not in service.metrics.render(vllm=False).decode()
+    service.client.state = bench.loop._state()
+    text = service.metrics.render(vllm=False).decode()
+    for name in ("prefill_load", "decode_load", "first_tokens_total", "first_token_expected_seconds_total"):
+        assert f"lamina:{name}{{" in text
