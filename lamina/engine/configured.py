@@ -97,8 +97,7 @@ def scheduler_of(
         homes=topology.memory_workers if topology.borrow else 0,
         view=info.view,
     )
-    if not topology.prefill_workers:
-        promises.pooled = scheduler.prefixes.length_of
+    promises.pooled = scheduler.prefixes.length_of
     return scheduler
 
 

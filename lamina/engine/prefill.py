@@ -51,14 +51,24 @@ class Prefill:
         self._first_batch = first_batch
         self.promises = promises or Promises(num_workers)
 
-    def wants(self, sequence: Sequence) -> bool:
-        """Whether a new sequence is for prefill workers. A single token is as cheap where the others decode."""
-        return bool(self._workers) and sequence.num_promised > 1
+    def wants(self, sequence: Sequence, known: int = 0) -> bool:
+        """Whether a new sequence, of which so many tokens have KV on the memory workers, is for prefill workers. Where
+        the rest of it is one chunk at most, which leaves others their time, it is computed where they decode: nobody
+        need compute or move what is there.
+        """
+        rest = sequence.num_promised - known
+        here = rest <= 1 or (known > 0 and rest <= self._chunk and self.promises.leaves_time(rest))
+        return bool(self._workers) and not here
 
     def expect(self, sequence: Sequence) -> None:
         """A sequence waits: it has a worker from now on, where somebody wants to know."""
-        if self.promises.watches and (not self._workers or self.wants(sequence)):
+        if self.promises.watches and (not self._workers or self.wants(sequence, self.promises.pooled(sequence))):
             self.promises.expect(sequence)
+
+    def pass_over(self, sequence: Sequence) -> None:
+        """A new sequence has its prompt computed where it decodes."""
+        if self._workers:
+            self.promises.decodes(sequence)
 
     @property
     def has_room(self) -> bool:

@@ -108,10 +108,21 @@ class Promises:
         self.conductor.computed(sequence, now, part * (now - since_s), sequence.num_cached)
         counts.prompts, counts.expected_s = counts.prompts + 1, counts.expected_s + booked.ttft_s
         counts.real_s += now - booked.at_s
-        if self.limited and not sequence.finished:
-            instance, _ = self.conductor.decoding.select(sequence.num_promised)
-            self.conductor.decoding.join(sequence, instance, sequence.num_promised, now)
-            self._decoding.add(sequence)
+        if not sequence.finished:
+            self._join(sequence)
+
+    def decodes(self, sequence: Sequence) -> None:
+        """A sequence decodes whose prompt is for no prefill worker."""
+        self.drop(sequence)
+        self._join(sequence)
+
+    def leaves_time(self, rows: int) -> bool:
+        """Whether so many rows more in a step would leave those that decode what they are promised."""
+        pool = self.conductor.decoding
+        return (
+            pool.law.seconds(pool.num_running + rows, pool.mean_tokens * pool.num_running)
+            <= self.conductor.rules.limits.tbt_s
+        )
 
     def refuses_decoding(self, sequence: Sequence) -> Refusal | None:
         """At the first token of a sequence: why it is not decoded; None where it is."""
@@ -152,7 +163,13 @@ class Promises:
         return replace(self._counts, prefill_load=one.prefill_load(now), decode_load=one.decode_load())
 
     def _known(self, sequence: Sequence) -> KnownPrompt:
-        return KnownPrompt(sequence.num_promised, everywhere=self.pooled(sequence))
+        return KnownPrompt(sequence.num_promised, everywhere=0 if self._apart else self.pooled(sequence))
+
+    def _join(self, sequence: Sequence) -> None:
+        if self.limited:
+            instance, _ = self.conductor.decoding.select(sequence.num_promised)
+            self.conductor.decoding.join(sequence, instance, sequence.num_promised, self._clock())
+            self._decoding.add(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence in self._decoding:

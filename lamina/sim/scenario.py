@@ -106,8 +106,8 @@ def scenario(seed: int) -> Scenario:
     tight = rng.random() < 0.4
     num_blocks = -(-MAX_LEN // BLOCK) + (rng.randint(0, 3) if tight else 100)
     asks = alike(seed, tuple(_ask(rng) for _ in range(rng.randint(1, 7))))
-    options["enable_prefix_caching"] = seed % 3 == 0 and not options["prefill_workers"]
-    if options["enable_prefix_caching"] and seed % 2 == 0:
+    options["enable_prefix_caching"] = seed % 3 == 0
+    if options["enable_prefix_caching"] and seed % 2 == 0 and not options["prefill_workers"]:
         modes = "swap", "auto", "recompute"
         options |= {"kv_offloading_size": "1MiB", "preemption_mode": modes[seed // 6 % len(modes)]}
         num_blocks, asks = -(-MAX_LEN // BLOCK) + seed % 4, _again(seed, asks)

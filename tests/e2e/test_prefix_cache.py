@@ -144,14 +144,36 @@ def test_the_weights_of_a_module_may_change(llama_path: Path) -> None:
     [
         ({}, True),
         ({"prefill_workers": 1}, False),
+        ({"prefill_workers": 1, "enable_prefix_caching": True}, True),
         ({"enable_prefix_caching": False}, False),
         ({"enable_prefix_caching": True}, True),
     ],
 )
-def test_prefixes_are_kept_where_compute_workers_compute_prompts(options: dict[str, Any], kept: bool) -> None:
+def test_prefixes_are_kept_unless_somebody_says_no(options: dict[str, Any], kept: bool) -> None:
     assert make_config(options).keeps_prefixes == kept
 
 
-def test_prefill_workers_have_no_part_in_it(llama_path: Path) -> None:
-    with pytest.raises(ValueError, match="^--enable-prefix-caching: .* leave it out, or --prefill-workers$"):
-        LLM(str(llama_path), enable_prefix_caching=True, prefill_workers=1)
+def test_beside_prefill_workers_a_short_rest_is_computed_where_its_beginning_lies(llama_path: Path) -> None:
+    """A turn behind another: nobody computes the conversation again. A long rest goes to a prefill worker, whole."""
+    first = [3 + (7 * i) % 300 for i in range(96)]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    told = []
+    for workers in (0, 1):
+        with LLM(
+            str(llama_path), transport="loopback", prefill_workers=workers, prefill_chunk=32, deterministic=True,
+            memory_workers=1, enable_prefix_caching=True,
+        ) as llm:  # fmt: skip
+            rows, outputs = [], list[tuple[list[int], int | None]]()
+            for prompt in (first, [*first, 5, 6, 7], [*first, *range(40, 100)]):
+                (output,) = llm.generate([prompt], params)
+                outputs.append((output.outputs[0].token_ids, output.num_cached_tokens))
+                rows.append(llm.stats().get("prefill-0", {}).get("rows", 0.0))
+            told.append(outputs)
+    assert rows == [96, 96, 96 + 156]
+    assert [tokens for tokens, _ in told[0]] == [tokens for tokens, _ in told[1]]
+    assert [cached for _, cached in told[1]] == [0, 96, 0]
+
+
+def test_what_is_kept_beside_the_pool_is_not_for_prefill_workers(llama_path: Path) -> None:
+    with pytest.raises(ValueError, match="^--kv-offloading-size has .* leave it out, or --prefill-workers$"):
+        LLM(str(llama_path), kv_offloading_size="1MiB", prefill_workers=1, enable_prefix_caching=True)

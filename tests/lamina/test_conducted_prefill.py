@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from scheduled import make
 
-from lamina.engine.conductor import choice
+from lamina.engine.conductor import ConductorRules, choice
+from lamina.engine.conductor.overload import Limits
 from lamina.engine.prefill import Prefill
 from lamina.engine.promises import Promises
 from lamina.engine.rounds.steps import ScheduledStep
@@ -104,3 +105,27 @@ def test_the_engine_has_no_policy_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(choice.POLICIES, "auto", lambda asked: choice.auto(asked)._replace(worker=0))
     prefill = Prefill(3, 8, 1)
     assert [given(prefill, n, 10)[1] for n in range(3)] == [0, 0, 0]
+
+
+def test_a_short_rest_behind_what_memory_workers_have_is_computed_there() -> None:
+    """One chunk at most, and as far as it leaves those that decode what they are promised."""
+    prefill = Prefill(2, 8, 1)
+    prompt = make(0, 80, 5)
+    assert [prefill.wants(prompt, known) for known in (0, 71, 72, 79)] == [True, True, False, False]
+    assert prefill.wants(make(1, 8, 5)), "nothing is there"
+    promises = prefill.promises
+    promises.promise(ConductorRules(limits=Limits(tbt_s=0.05)))
+    for _ in range(8):
+        promises.stepped(10, 0.0, 0.1)
+    assert prefill.wants(prompt, 72)
+    assert not prefill.wants(prompt, 79), "its last row alone is no chunk"
+    promises.pooled = lambda sequence: 79
+    prefill.expect(prompt)
+    assert promises.conductor.num_waiting == 0
+    promises.pooled = lambda sequence: 0
+    prefill.expect(prompt)
+    assert promises.conductor.num_waiting == 1
+    prefill.pass_over(prompt)
+    assert (promises.conductor.num_waiting, promises.conductor.decoding.num_running) == (0, 1)
+    prefill.drop(prompt)
+    assert promises.conductor.decoding.num_running == 0

@@ -133,15 +133,17 @@ class Newcomers:
         aside = list[Sequence]()  # they wait for KV that others load
         while waiting and len(_running(batches)) < self._max_num_seqs:
             sequence = waiting[0]
-            elsewhere = self._prefill.wants(sequence)
             ways = self._ways(sequence, batches, alone=not _running(batches))
             if not ways:
                 break
+            loads_some = isinstance(ways[0], Load)
+            hit = next((way for way in ways if isinstance(way, Hit)), None)
+            elsewhere = self._prefill.wants(sequence, hit.length if hit else 0)
+            if elsewhere:  # from its first token on
+                ways, hit = [None] if ways != ASIDE else ways, None
             if ways == ASIDE or (elsewhere and self._waits_for_worker(sequence)):
                 aside.append(waiting.popleft())
                 continue
-            loads_some = isinstance(ways[0], Load)
-            hit = next((way for way in ways if isinstance(way, Hit)), None)
             begun = hit.length if hit else 0
             counts = [self._cuts.piece(sequence.num_promised - begun, budget, begun) for budget in budgets]
             able = [i for i, count in enumerate(counts) if loads_some or count > 0]
@@ -161,7 +163,9 @@ class Newcomers:
             self._join(batches, batches[to], waiting.popleft(), fit)
             if elsewhere:
                 self._prefill.add(sequence)
-            elif not sequence.num_loading:
+            else:
+                self._prefill.pass_over(sequence)
+            if not elsewhere and not sequence.num_loading:
                 missing = sequence.num_promised - sequence.num_scheduled
                 budgets[to] -= self._cuts.piece(missing, budgets[to], sequence.num_scheduled)
         waiting.extendleft(reversed(aside))
@@ -189,8 +193,9 @@ class Newcomers:
             return self._ways_of_truncated(sequence, batches)
         beginnings = self._prefixes.beginnings(sequence)
         hit = self._prefixes.match(beginnings)
-        if (coming := self._prefixes.coming(beginnings, hit)) is not None:
-            return ASIDE if coming.num_loading else []
+        coming = self._prefixes.coming(beginnings, hit)
+        if coming is not None and not self._prefill.wants(sequence, beginnings[-1].length):
+            return ASIDE if coming.num_loading or coming.prefill_worker is not None else []
         load = self._tier.find(sequence, hit.length if hit else 0) if self._tier else None
         return [way for way in (load, hit) if way is not None] + [None]
 

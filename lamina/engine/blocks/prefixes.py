@@ -282,7 +282,8 @@ class Prefixes:
     def _has(self, number: int, length: int) -> bool:
         """Whether KV of so many tokens is there once the plans of this round come."""
         sequence = self._known[number].sequence
-        return number in self._retained or (sequence.num_scheduled >= length and not sequence.num_loading)
+        comes = sequence.num_loading or sequence.prefill_worker is not None  # and memory workers have not all of it
+        return number in self._retained or (sequence.num_scheduled >= length and not comes)
 
     def _pages(self, tokens: list[int], stop: int) -> Iterator[Page]:
         """Those that are whole in the first ``stop`` tokens."""

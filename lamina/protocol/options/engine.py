@@ -103,8 +103,7 @@ class BatchingOptions(Options, frozen=True, kw_only=True):
     enable_prefix_caching: Annotated[
         bool | None,
         "keep the KV of finished requests while nobody needs its blocks, for prompts that begin with the same tokens; "
-        "unset = yes, unless prefill workers compute the prompts, or the model is a torch.nn.Module, whose weights may "
-        "change",
+        "unset = yes, unless there are prefill workers, or the model is a torch.nn.Module, whose weights may change",
     ] = None
     preemption_mode: Annotated[
         str,

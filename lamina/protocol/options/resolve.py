@@ -199,10 +199,6 @@ def _check_weights(config: EngineConfig) -> None:
 
 
 def _check_prefixes(config: EngineConfig) -> None:
-    if config.batching.enable_prefix_caching and config.topology.prefill_workers:
-        raise ValueError(
-            "--enable-prefix-caching: prefill workers compute whole prompts: leave it out, or --prefill-workers"
-        )
     _check_overflow(config)
     tier = config.tier
     if config.batching.preemption_mode == "swap" and not tier.medium:
@@ -210,7 +206,7 @@ def _check_prefixes(config: EngineConfig) -> None:
             "--preemption-mode swap keeps KV beside the pool: say where, by --kv-offloading-size or --kv-store-dir, or "
             "leave it out"
         )
-    if tier.medium and not config.keeps_prefixes:
+    if tier.medium and (config.topology.prefill_workers or not config.keeps_prefixes):
         cause = "--prefill-workers" if config.topology.prefill_workers else "--no-enable-prefix-caching"
         raise ValueError(f"{tier.flag} has what --enable-prefix-caching finds: leave it out, or {cause}")
     unlike = {"--deterministic": config.model.deterministic, "--context-overflow truncate": config.overflow.truncates}

@@ -1,0 +1,149 @@
+"""What the Conductor foresees, what a running engine does, and what the simulation says of the same requests.
+
+Prompts come by chance to an engine with prefill workers, of real processes on emulated devices (the workers sleep for
+the time of their GEMMs and attention). The laws that the engine has learned are given to the simulation, which is
+played the same arrivals. Prints a JSON line and what it says; --write appends it to perf/results/bench_conductor.jsonl.
+
+    python perf/bench_conductor.py --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import msgspec
+from bench_prefill import SHAPE
+from common import cpu_pressure, record
+from reference_model import make
+
+from lamina import LLM, SamplingParams
+from lamina.emulate import VARIABLE, DeviceTimes
+from lamina.engine.conductor import Conductor, ConductorRules, KnownPrompt
+from lamina.engine.conductor.directory import Directory
+from lamina.engine.conductor.estimate import PrefillFit
+from lamina.engine.conductor.overload import DecodePool, Limits
+from lamina.engine.engine import Engine
+from lamina.request import OverloadedError
+from lamina.sim.pools.run import PoolTruth, SimulatedPools, TracedPrompt
+
+SMALL = {**SHAPE, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # devices' time counts, not ours
+WARM = (200, 1600, 400, 800, 1200, 300, 1000, 600)  # tokens of prompts by which the laws are learned
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--prefill-workers", type=int, default=2)
+    parser.add_argument("--busy", type=float, default=0.85, help="of the prefill workers' time, that prompts ask for")
+    parser.add_argument("--row-us", type=float, default=400.0, help="of each row of a prompt in a slice")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--answer", type=int, default=16, help="tokens of each")
+    parser.add_argument("--slo-ttft", type=float, default=6.0, help="seconds to the first token")
+    parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--write", action="store_true", help="append to perf/results")
+    args = parser.parse_args()
+    os.environ[VARIABLE] = msgspec.json.encode(
+        DeviceTimes(slice_s=(0.002,), prefill_row_s=args.row_us / 1e6, attention_s=0.002)
+    ).decode()
+    with tempfile.TemporaryDirectory() as folder:
+        path = make(Path(folder) / "model", "bfloat16", {**SMALL, "num_hidden_layers": args.layers}, max_len=4096)
+        with LLM(
+            str(path), attention="emulate", prefill_workers=args.prefill_workers, prefill_chunk=args.chunk,
+            max_num_seqs=64, compute_threads=1, memory_workers=1,
+        ) as llm:  # fmt: skip
+            figures = measure(llm.engine, args)
+    print(record("bench_conductor", vars(args), figures, write=args.write))
+    for name in ("served", "simulated"):
+        mean, middle, refused = (figures[f"{name}_{what}"] for what in ("mean_s", "p50_s", "refused"))
+        print(f"{name:10} first token after {mean:.2f} s in the mean, {middle:.2f} in the median; refused {refused}")
+    print(f"foreseen: off by {figures['expected_off']:.3f} of the real time in the median")
+
+
+def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
+    """Both runs, in numbers."""
+    rules = ConductorRules(policy="auto", limits=Limits(ttft_s=args.slo_ttft))
+    engine.promises.promise(rules)
+    for tokens in WARM:
+        _serve(engine, [(0.0, tokens)], 2)
+    law = engine.promises.conductor.fit.law
+    rng, at, comes = random.Random(args.seed), 0.0, list[tuple[float, int]]()
+    for _ in range(args.requests):
+        tokens = rng.randint(200, 1600)
+        comes.append((at, tokens))
+        at += rng.expovariate(args.busy * args.prefill_workers / law.seconds(900))
+    before = engine.promises.counts()
+    served = _serve(engine, comes, args.answer)
+    counts = engine.promises.counts()
+    assert before is not None
+    assert counts is not None
+    simulated = _simulated(engine, comes, rules, args)
+    return {
+        **_told("served", [s[1] for s in served]),
+        **_told("simulated", simulated),
+        "expected_off": median(abs(e - t) / t for e, t in served if t < math.inf),
+        "same_verdict": sum((a[1] < math.inf) == (b < math.inf) for a, b in zip(served, simulated, strict=True)),
+        "law": engine.promises.conductor.fit.law._asdict(),
+        "cpu_pressure_avg10": cpu_pressure(),
+    }
+
+
+def _told(name: str, times: list[float]) -> dict[str, Any]:
+    came = [t for t in times if t < math.inf]
+    return {f"{name}_mean_s": fmean(came), f"{name}_p50_s": median(came), f"{name}_refused": len(times) - len(came)}
+
+
+def _serve(engine: Engine, comes: list[tuple[float, int]], answer: int) -> list[tuple[float, float]]:
+    """Of each request the seconds to its first token, as foreseen and as it was; infinite for who was refused."""
+    params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
+    begun, left = time.monotonic(), list(enumerate(comes))
+    times = [(math.inf, math.inf)] * len(comes)
+    numbers, expected = dict[int, int](), dict[int, float]()
+    while left or engine.has_work:
+        while left and begun + left[0][1][0] <= time.monotonic():
+            number, (_, tokens) = left.pop(0)
+            now = time.monotonic()
+            foreseen = engine.promises.conductor.choose(KnownPrompt(tokens), now).ttft_s
+            try:
+                request = engine.add([7 + number % 200] * tokens, params)
+            except OverloadedError:
+                continue
+            numbers[request], expected[request] = number, foreseen
+        if not engine.has_work:
+            time.sleep(max(0.0, begun + left[0][1][0] - time.monotonic()) if left else 0.0)
+            continue
+        for output in engine.step():
+            first = output.times.first_token_s
+            if first is not None:
+                real = first - output.times.arrival_s
+                times[numbers[output.request_id]] = expected[output.request_id], real
+    engine.settle()
+    return times
+
+
+def _simulated(
+    engine: Engine, comes: list[tuple[float, int]], rules: ConductorRules, args: argparse.Namespace
+) -> list[float]:
+    conductor, workers = engine.promises.conductor, args.prefill_workers
+    law, step = conductor.fit.law, conductor.decoding.law
+    one = Conductor(
+        rules=rules, directory=Directory(workers, 1), fit=PrefillFit(law), tokens_per_s=1.0,
+        decoding=DecodePool(1, step, conductor.decoding.decode_s), num_workers=workers,
+    )  # fmt: skip
+    pools = SimulatedPools(one, PoolTruth(law, 1.0, 1, step))
+    pools.run([TracedPrompt(at, KnownPrompt(tokens), args.answer) for at, tokens in comes])
+    print("refused in the simulation:", dict(Counter(r.refused for r in pools.requests if r.refused)))
+    return [math.inf if r.refused else r.ttft_s for r in pools.requests]
+
+
+if __name__ == "__main__":
+    main()
