@@ -70,10 +70,10 @@ class Prefill:
         if self._workers:
             self.promises.decodes(sequence)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether some worker can take a prompt."""
-        return any(len(w.prompts) < self.PROMPTS for w in self._workers)
+    def holds_back(self, sequence: Sequence) -> bool:
+        """Whether a sequence waits for its worker alone, and others need not wait behind it."""
+        some = any(len(w.prompts) < self.PROMPTS for w in self._workers)
+        return some and self.promises.is_booked(sequence) and not self.has_room_for(sequence)
 
     def has_room_for(self, sequence: Sequence) -> bool:
         """Whether the worker of a sequence can take its prompt."""

@@ -94,6 +94,10 @@ class Promises:
             self._booked[sequence] = _Booking(choice, now, choice.ttft_s)
         return self._booked[sequence].choice.worker
 
+    def is_booked(self, sequence: Sequence) -> bool:
+        """Whether a worker is to compute its prompt."""
+        return sequence in self._booked
+
     def begun(self, sequence: Sequence) -> float:
         """The worker of a booked sequence computes its prompt from now on, which is returned."""
         now = self._clock()

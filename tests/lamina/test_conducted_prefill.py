@@ -51,8 +51,11 @@ def test_a_prompt_goes_where_it_is_done_first() -> None:
     for sequence in waiting[:4]:
         assert prefill.has_room_for(sequence)
         prefill.add(sequence)
-    assert prefill.has_room
+    assert prefill.holds_back(waiting[4])
     assert not prefill.has_room_for(waiting[4])
+    for number in (5, 6, 7):
+        given(prefill, number, 100)
+    assert not prefill.holds_back(waiting[4]), "nobody has room for whoever is behind it"
 
 
 def test_what_prompts_take_is_learned_and_counts() -> None:

@@ -133,6 +133,9 @@ class Newcomers:
         aside = list[Sequence]()  # they wait for KV that others load
         while waiting and len(_running(batches)) < self._max_num_seqs:
             sequence = waiting[0]
+            if self._prefill.holds_back(sequence):
+                aside.append(waiting.popleft())
+                continue
             ways = self._ways(sequence, batches, alone=not _running(batches))
             if not ways:
                 break
@@ -141,7 +144,7 @@ class Newcomers:
             elsewhere = self._prefill.wants(sequence, hit.length if hit else 0)
             if elsewhere:  # from its first token on
                 ways, hit = [None] if ways != ASIDE else ways, None
-            if ways == ASIDE or (elsewhere and self._waits_for_worker(sequence)):
+            if ways == ASIDE:
                 aside.append(waiting.popleft())
                 continue
             begun = hit.length if hit else 0
@@ -149,7 +152,7 @@ class Newcomers:
             able = [i for i, count in enumerate(counts) if loads_some or count > 0]
             if isinstance(sequence, Shadow):
                 able = [i for i in able if sequence.of in batches[i].running]
-            if not able or sequence.num_drawing or (elsewhere and not self._prefill.has_room):
+            if not able or sequence.num_drawing or (elsewhere and not self._prefill.has_room_for(sequence)):
                 break  # a preempted one whose last token is still being drawn waits
             to = min(able, key=loads.__getitem__)
             for way in ways:
@@ -171,10 +174,6 @@ class Newcomers:
         waiting.extendleft(reversed(aside))
         if self._tier:
             batches[0].ops += self._tier.ahead.tell([*waiting], self._to_load)
-
-    def _waits_for_worker(self, sequence: Sequence) -> bool:
-        """While another prefill worker has room for those behind it."""
-        return self._prefill.has_room and not self._prefill.has_room_for(sequence)
 
     def _nobody_fits(self, first: Sequence) -> bool:
         """Whether the first one that waits, and so all behind it, surely wait on, while others run: a quick look."""
