@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
-from .engine.conversations.ranges import joined
+from .engine.conversations.ranges import ranges_of
 from .engine.conversations.sessions import SessionFacts, SessionName
 from .engine.conversations.terms import PLAIN, KVTerms
 from .engine.conversations.turns import said_in, said_of
@@ -301,7 +301,7 @@ class LLM:
 def _terms(session_id: str | None, kv_discard: Sequence[tuple[int, int]]) -> KVTerms:
     """Of the one prompt of a call."""
     session = None if session_id is None else SessionName(b"", session_id)
-    return KVTerms(session=session, discard=joined((int(first), int(stop)) for first, stop in kv_discard))
+    return KVTerms(session=session, discard=ranges_of(kv_discard))
 
 
 class _Use:

@@ -151,12 +151,12 @@ class ComputeWorker:
                 self._due[step.plan.batch, step.plan.step] = due
             if self._replica == 0:
                 self._pool.announce(step.plan)
-            if step.tokens:
+            turns = [i for i in range(last + 1 if step.tokens else 1) if step.plan.replica_of(i) == self._replica]
+            if step.tokens and turns:
                 self._pool.prepare(step.plan)
-            for index in range(last + 1 if step.tokens else 1):
-                if step.plan.replica_of(index) == self._replica:
-                    ahead = (new.round, index) if index < last else (new.round + 1, 0)
-                    heapq.heappush(self._turns, (Turn(*ahead, step.plan.batch, begins=index == 0), step))
+            for index in turns:
+                ahead = (new.round, index) if index < last else (new.round + 1, 0)
+                heapq.heappush(self._turns, (Turn(*ahead, step.plan.batch, begins=index == 0), step))
 
     @torch.inference_mode()
     def turn(self) -> StepDone | None:

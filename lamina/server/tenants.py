@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hmac
 
-from lamina.engine.conversations.ranges import joined
+from lamina.engine.conversations.ranges import ranges_of
 from lamina.engine.conversations.sessions import SessionName
 from lamina.engine.conversations.terms import KVTerms
 from lamina.kv.keys import SALT_BYTES
@@ -41,4 +41,4 @@ def terms_of(key_id: bytes, salt: bytes, session: SessionName | None, body: Samp
     kin = hmac.digest(key_id, b"kin" + key.encode(errors="surrogatepass"), "sha256") if key else b""
     asked = (body.prompt_cache_retention, options.ttl if options else None)
     retention_s = max(RETENTIONS_S.get(each or "", 0.0) for each in asked)
-    return KVTerms(salt, session, kin, retention_s, joined((first, stop) for first, stop in body.kv_discard or ()))
+    return KVTerms(salt, session, kin, retention_s, ranges_of(body.kv_discard or ()))

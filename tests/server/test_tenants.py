@@ -73,6 +73,8 @@ def test_what_a_body_says_of_its_cache_is_told() -> None:
         {"prompt_cache_options": {"ttl": "1h"}},
         {"prompt_cache_options": {"tl": 1}},
         {"kv_discard": [[1]]},
+        {"kv_discard": [[128, 384], [300, 200]]},
+        {"kv_discard": [[0, 1 << 70]]},
     ):
         assert ask("POST", "/v1/completions", service, json={**TEXT, **bad}, headers=headers).status_code == 400
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 Ranges = tuple[tuple[int, int], ...]  # first and stop of each, in order, and none touches another
+
+
+def ranges_of(pairs: Sequence[Sequence[int]]) -> Ranges:
+    """Ranges as a caller names them, joined. Raises ValueError for one that is no first and a stop behind it."""
+    for pair in pairs:
+        if len(pair) != 2 or not 0 <= pair[0] < pair[1]:
+            raise ValueError(
+                f"kv_discard: {list(pair)} is no range of tokens, as [128, 256] is: a first one, a stop behind it"
+            )
+    return joined((int(first), int(stop)) for first, stop in pairs)
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:

@@ -35,6 +35,9 @@ class ZeroMedium:
     def expect(self, turn: int, keys: Sequence[bytes]) -> None:
         """Nothing is nearer than it is."""
 
+    def prolong(self, keys: Iterable[bytes], seconds: float) -> None:
+        """Nothing gives way."""
+
     def copied(self, key: bytes, *, yes: bool) -> None:
         """Nobody gives way."""
 

@@ -247,8 +247,7 @@ def _check_sparsity(config: EngineConfig) -> None:
         raise ValueError(f"{name} leaves nothing for a session to go on with: leave out --context-overflow truncate")
     if kv.kv_error_budget and config.tier.medium:
         raise ValueError(
-            f"--kv-error-budget {kv.kv_error_budget} is not for KV that is loaded: leave out --kv-offloading-size and "
-            f"--kv-store-dir"
+            f"--kv-error-budget {kv.kv_error_budget} is not for KV that is loaded: leave out {config.tier.flag}"
         )
     if not kv.selects:
         return

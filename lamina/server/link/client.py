@@ -158,19 +158,18 @@ class EngineClient:
     ) -> int:
         """Queue a prompt; its deltas go to ``feed`` under the key returned. ``key``: None = one of this client's own,
         and then never one from elsewhere. ``heard``: of its completions, from another server's engine; None = it is
-        new. Raises
-        EngineGoneError.
+        new. Raises EngineGoneError.
         """
         if self.failure is not None:
             raise EngineGoneError(self.failure)
         if key is None:
             key, self._next_key = self._next_key, self._next_key + 1
         hearing = Hearing(prompt, self.seeded(params), terms, accepted=heard is not None)
-        self._live[key] = new = _OpenPrompt(feed, meter, hearing)
         for delta in heard or ():
-            new.hearing.take(delta)
+            hearing.take(delta)
         if self._is_ready:
-            self._send(new.hearing.ask(key))
+            self._send(hearing.ask(key))
+        self._live[key] = _OpenPrompt(feed, meter, hearing)  # never one that cannot be sent: each engine is asked anew
         return key
 
     def cancel(self, key: int) -> None:

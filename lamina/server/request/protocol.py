@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from lamina.engine.conversations.ranges import ranges_of
+
 
 def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value  # 1.0 is an integer in JSON
@@ -27,7 +29,12 @@ def _not_of_tools(role: str) -> str:
     return role
 
 
-Int = Annotated[int, BeforeValidator(_whole)]
+def _ranges(pairs: list[list[int]]) -> list[list[int]]:
+    ranges_of(pairs)
+    return pairs
+
+
+Int = Annotated[int, BeforeValidator(_whole), Field(ge=-(1 << 63), le=(1 << 63) - 1)]  # as messages carry
 Bool = Annotated[bool, BeforeValidator(_truth)]
 
 
@@ -68,7 +75,7 @@ class Sampling(Strict):
     include_stop_str_in_output: Bool | None = None
     skip_special_tokens: Bool | None = None
     ignore_eos: Bool | None = None
-    seed: Int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
+    seed: Int | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
@@ -85,7 +92,7 @@ class Sampling(Strict):
     truncation_side: Literal["left", "right"] | None = None  # which end goes; default: left
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     session_id: str | None = None  # the next turn of that session
-    kv_discard: list[Annotated[list[Int], Field(min_length=2, max_length=2)]] | None = Field(None, max_length=64)
+    kv_discard: Annotated[list[list[Int]], Field(max_length=64), AfterValidator(_ranges)] | None = None
     prompt_cache_key: str | None = Field(None, max_length=1024)  # begins where others with this key did, if it can
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None  # how long KV is kept at least
     prompt_cache_options: PromptCacheOptions | None = None
