@@ -23,7 +23,7 @@ from lamina.sim.play import is_broken
 from lamina.sim.whole.run import check_fleet, play_fleet, smaller_fleet
 from lamina.sim.whole.scenario import fleet_scenario
 
-SEEDS, PARTS = 8, 4
+SEEDS, PARTS = 6, 3
 Mistake = Callable[[pytest.MonkeyPatch], None]
 
 
