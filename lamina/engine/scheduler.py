@@ -100,8 +100,10 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without rows that are not finished: a cancelled one stays in line until the next round."""
-        return sum(not s.finished for s in self.waiting)
+        """Sequences without rows that are not finished: a cancelled one stays in line until the next round. Shadows are
+        nobody's.
+        """
+        return sum(not s.finished and not isinstance(s, Shadow) for s in self.waiting)
 
     @property
     def num_running(self) -> int:
@@ -110,7 +112,7 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         """Of those that run: a finished one leaves with the next round."""
-        return sum(not s.finished for s in self._running)
+        return sum(not s.finished and not isinstance(s, Shadow) for s in self._running)
 
     @property
     def _running(self) -> list[Sequence]:

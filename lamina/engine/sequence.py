@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lamina.kv.sparsity import BlockScores
 from lamina.protocol.placement import FIRST, Place
@@ -172,7 +172,8 @@ class Shadow(Sequence):
 
     def __init__(self, of: Sequence) -> None:
         output = CompletionOutput(-1)
-        super().__init__(-1, of.params, 0, of.prompt, output, of.max_len, of.stop_tokens, of.salt)
+        params = replace(of.params, prompt_logprobs=None, logprobs=None)  # nobody reads them
+        super().__init__(-1, params, 0, of.prompt, output, of.max_len, of.stop_tokens, of.salt)
         self.of, self.tokens, self.outlived = of, of.tokens, True
         self._attempt = of.num_preemptions
 

@@ -65,22 +65,6 @@ class ErrorWatch:
         return mean_at_least(self.kl, variance, self.tokens, MOST_KL, risk)
 
 
-def rate_at_least(hits: int, tries: int, risk: float) -> float:
-    """What a rate is at least, of which ``hits`` of ``tries`` were seen; more often wrong than ``risk`` it is not."""
-    if not hits:
-        return 0.0
-    low, high = 0.0, hits / tries
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if chance(hits, tries, middle) < risk else (low, middle)
-    return low
-
-
-def rate_at_most(hits: int, tries: int, risk: float) -> float:
-    """The same from above."""
-    return 1.0 - rate_at_least(tries - hits, tries, risk)
-
-
 def mean_at_least(mean: float, variance: float, count: int, most: float, risk: float) -> float:
     """What the mean of numbers in 0 .. ``most`` is at least, of which ``count`` have this mean and sample variance."""
     share = math.log(2.0 / risk)
@@ -88,7 +72,9 @@ def mean_at_least(mean: float, variance: float, count: int, most: float, risk: f
 
 
 def chance(hits: int, tries: int, rate: float) -> float:
-    """Of at least so many hits. It is below a risk just where ``rate_at_least`` is above ``rate``."""
+    """Of at least so many hits, where each try is one at ``rate``: the least rate that is not refuted at a risk (Clopper
+    and Pearson) is the one whose chance is that risk.
+    """
     if rate <= 0.0 or rate >= 1.0:
         return float(rate >= 1.0 or hits <= 0)
     ways = math.lgamma(tries + 1) - math.lgamma(hits + 1) - math.lgamma(tries - hits + 1)

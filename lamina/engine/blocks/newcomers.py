@@ -118,13 +118,13 @@ class Newcomers:
 
     def admit(self, waiting: deque[Sequence], batches: Several[Batch]) -> None:
         """Deal waiting sequences to the batches while there is room for all of their known tokens; the first that does
-        not fit holds up those behind it, so that nobody starves. Each goes to the batch that reads least, of those
+        not fit holds up those behind it, so that nobody starves, but for a shadow, which nobody waits for. Each goes to the batch that reads least, of those
         whose next chunk has room for tokens of it: so all chunks are filled. Blocks of sequences that have ended or
         were preempted count from the next round on.
         """
         self._prefixes.awaited = [s.session for s in waiting if s.session is not None]
         running = _running(batches)
-        if running and waiting and self._nobody_fits(waiting[0]):
+        if running and waiting and not isinstance(waiting[0], Shadow) and self._nobody_fits(waiting[0]):
             return
         wanted = [self._cuts.wanted(batch) for batch in batches]
         budgets = [self._cuts.chunk - sum(c for c in w.values() if c > 1) for w in wanted]
@@ -138,6 +138,8 @@ class Newcomers:
                 continue
             ways = self._ways(sequence, batches, alone=not _running(batches))
             if not ways:
+                if self._passes(waiting, aside):
+                    continue
                 break
             loads_some = isinstance(ways[0], Load)
             hit = next((way for way in ways if isinstance(way, Hit)), None)
@@ -153,6 +155,8 @@ class Newcomers:
             if isinstance(sequence, Shadow):
                 able = [i for i in able if sequence.of in batches[i].running]
             if not able or sequence.num_drawing or (elsewhere and not self._prefill.has_room_for(sequence)):
+                if self._passes(waiting, aside):
+                    continue
                 break  # a preempted one whose last token is still being drawn waits
             to = min(able, key=loads.__getitem__)
             for way in ways:
@@ -160,6 +164,8 @@ class Newcomers:
                 if fit is not None:
                     break
             if fit is None:
+                if self._passes(waiting, aside):
+                    continue
                 break
             left = less(left, fit.blocks)
             loads[to] += sequence.num_promised
@@ -174,6 +180,14 @@ class Newcomers:
         waiting.extendleft(reversed(aside))
         if self._tier:
             batches[0].ops += self._tier.ahead.tell([*waiting], self._to_load)
+
+    @staticmethod
+    def _passes(waiting: deque[Sequence], aside: list[Sequence]) -> bool:
+        """Whether the first one is a shadow: then it is put aside, and those behind it need not wait."""
+        if not isinstance(waiting[0], Shadow):
+            return False
+        aside.append(waiting.popleft())
+        return True
 
     def _nobody_fits(self, first: Sequence) -> bool:
         """Whether the first one that waits, and so all behind it, surely wait on, while others run: a quick look."""

@@ -45,13 +45,15 @@ class Relief:
             number = next((n for n in oldest if relieves(self._ledger.own_blocks(n))), oldest[0])
             batch.ops.append(self._prefixes.evict(number))
             return None
-        victim = next((s for s in reversed(batch.running) if helps(s)), batch.running[-1])
+        newest = batch.running[::-1]  # and shadows before all others, whose answers depend on when they give way
+        newest.sort(key=lambda s: not isinstance(s, Shadow))
+        victim = next(filter(helps, newest), batch.running[-1])
         if victim.num_prefilling or victim.num_loading:
             picked.popitem()
             return None
         picked.pop(victim, None)
         self.preempt(batch, victim)
-        if isinstance(victim, Shadow):  # before the one that it follows, which is older
+        if isinstance(victim, Shadow):
             victim.finish("abort")
             return None
         return victim

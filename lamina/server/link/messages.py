@@ -166,7 +166,8 @@ def add_up(held: Delta, new: Delta) -> None:
     if held.logprobs is not None and new.logprobs is not None:
         held.logprobs += new.logprobs
     held.finish_reason, held.stop_reason = new.finish_reason, new.stop_reason
-    held.times, held.blame, held.rebuilt, held.refusal = new.times, new.blame, new.rebuilt, new.refusal
+    held.times, held.blame, held.refusal = new.times, new.blame, new.refusal
+    held.rebuilt |= new.rebuilt  # also where a later engine does not know of it
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
