@@ -209,14 +209,14 @@ def test_expected_pages_give_way_last(opener: Opener) -> None:
 
 
 def test_prolonged_pages_give_way_behind_others(opener: Opener) -> None:
-    """Also those that were not there yet; and where all are prolonged, there is room for new ones all the same."""
+    """And where all are prolonged, there is room for new ones all the same."""
     medium = opener(policy="lru")
     data = {Atom(0, 0): bytes(64 << 10)}
-    medium.prolong([numbered(1), numbered(4)], 1e5)
-    medium.prolong([numbered(4)], 1.0)
-    for number in range(4):
+    for number in range(5):
         put(medium, page(0, key=numbered(number)), data)
-    given, number = list[bytes](), 4
+    medium.prolong([numbered(1), numbered(4), numbered(999)], 1e5)
+    medium.prolong([numbered(4)], 1.0)
+    given, number = list[bytes](), 5
     while len(given) < 12:
         given += put(medium, page(0, key=numbered(number)), data)
         number += 1
@@ -224,8 +224,8 @@ def test_prolonged_pages_give_way_behind_others(opener: Opener) -> None:
     assert given[:4] == [numbered(n) for n in (0, 2, 3, 5)]
     medium.prolong(map(numbered, range(number)), 1e5)
     while not {numbered(1), numbered(4)} <= set(given):
-        medium.prolong([numbered(number)], 1e5)
         given += put(medium, page(0, key=numbered(number)), data)
+        medium.prolong([numbered(number)], 1e5)
         number += 1
         assert number < 200
 

@@ -125,8 +125,8 @@ class Medium(Protocol):
         ...
 
     def prolong(self, keys: Iterable[bytes], seconds: float) -> None:
-        """These pages, those too that are still to come, are not given up for so many seconds from now on, as long as
-        others can be, nor for their age. An earlier word that reaches further stays. Raises MediumError.
+        """These pages are not given up for so many seconds from now on, as long as others can be, nor for their age. An
+        earlier word that reaches further stays; those that are not there are none. Raises MediumError.
         """
         ...
 

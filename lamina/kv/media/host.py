@@ -119,13 +119,17 @@ class HostMedium:
     def prolong(self, keys: Iterable[bytes], seconds: float) -> None:
         """Have these pages give way behind others for so many seconds."""
         with self._lock:
-            self._open()
-            end = self._clock() + seconds
+            lying, end = self._open(), self._clock() + seconds
             for key in keys:
-                if self._until.get(key, 0.0) < end:
+                if key in lying and self._until.get(key, 0.0) < end:
                     self._until[key] = end
                     heappush(self._ends, (end, key))
                     self._tier.rank_again([key])
+
+    def prolonged_s(self, key: bytes) -> float:
+        """For how many seconds a page is still prolonged."""
+        with self._lock:
+            return max(0.0, self._until.get(key, 0.0) - self._clock())
 
     def _pass(self) -> None:
         """Pages whose time has passed go as others do."""

@@ -208,7 +208,7 @@ class Layered:
 
     def _demote(self, key: bytes) -> list[bytes]:
         """Move a page from memory to the disk. Keys of pages that are nowhere any more."""
-        given = list[bytes]()
+        given, left_s = list[bytes](), self._memory.prolonged_s(key)
         try:
             page, atoms = self._memory.take(key)
             held = None if key in self._dirty else self._disk.held(key)
@@ -216,6 +216,8 @@ class Layered:
                 given += self._disk.reserve(sum(map(len, atoms.values())))
                 if key not in given or key not in self._split:  # else its other part has given way: it is not whole
                     self._disk.write(page, atoms)
+                    if left_s:
+                        self._disk.prolong([key], left_s)
                     given = [each for each in given if each != key]
         except MediumError:
             given.append(key)

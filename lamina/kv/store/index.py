@@ -154,17 +154,19 @@ class PageIndex:
             self._db.executemany("DELETE FROM pages WHERE identity = ? AND key = ?", [(identity, key) for key in keys])
 
     def prolong(self, identity: bytes, keys: Iterable[bytes], now_s: int, until_s: int) -> None:
-        """Until then these pages are ``prolonged``, be they here or not. ``now_s``: as of ``expire``."""
+        """Until then those of these pages that are here are ``prolonged``. ``now_s``: as of ``expire``."""
         with self._change():
-            self._db.execute("DELETE FROM prolonged WHERE until <= ?", (now_s,))
+            self._db.execute("DELETE FROM prolonged_pages WHERE until <= ?", (now_s,))
             self._db.executemany(
-                "INSERT INTO prolonged VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET until = max(until, excluded.until)",
-                [(identity, key, until_s) for key in keys],
+                "INSERT INTO prolonged_pages SELECT id, ? FROM pages WHERE identity = ? AND key = ?"
+                " ON CONFLICT DO UPDATE SET until = max(until, excluded.until)",
+                [(until_s, identity, key) for key in keys],
             )
 
     def prolonged(self, now_s: int) -> set[bytes]:
         """Keys of pages of any identity, of those that may give way behind others only."""
-        return {key for (key,) in self._rows("SELECT key FROM prolonged WHERE until > ?", now_s)}  # type: ignore[misc]
+        query = "SELECT key FROM pages JOIN prolonged_pages ON page = id WHERE until > ?"
+        return {key for (key,) in self._rows(query, now_s)}  # type: ignore[misc]
 
     def expire(self, now_s: int, ttl_s: float) -> list[bytes]:
         """Give up pages of all identities that nobody has used for ``ttl_s`` seconds, as far as earlier calls can tell,
@@ -176,8 +178,8 @@ class PageIndex:
             if last is None:
                 return []
             self._db.execute("DELETE FROM ages WHERE tick < ?", (last,))
-            prolonged = "SELECT 1 FROM prolonged o WHERE o.identity = p.identity AND o.key = p.key AND o.until > ?"
-            query = f"DELETE FROM pages AS p WHERE used <= ? AND NOT EXISTS ({prolonged}) RETURNING key"
+            prolonged = "SELECT page FROM prolonged_pages WHERE until > ?"
+            query = f"DELETE FROM pages WHERE used <= ? AND id NOT IN ({prolonged}) RETURNING key"
             gone = self._db.execute(query, (last, now_s)).fetchall()
             return [row[0] for row in gone]
 

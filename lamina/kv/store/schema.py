@@ -35,11 +35,10 @@ CREATE TABLE clock (now INTEGER NOT NULL);
 INSERT INTO clock VALUES (0);
 """
 AGES = "CREATE TABLE IF NOT EXISTS ages (at INTEGER PRIMARY KEY, tick INTEGER NOT NULL)"  # of the clock, by second
-PROLONGED = """
-CREATE TABLE IF NOT EXISTS prolonged (
-    identity BLOB NOT NULL, key BLOB NOT NULL, until INTEGER NOT NULL, PRIMARY KEY (identity, key)
-) WITHOUT ROWID
-"""
+PROLONGED = (  # pages, as long as they are there
+    "CREATE TABLE IF NOT EXISTS prolonged_pages (page INTEGER PRIMARY KEY REFERENCES pages (id) ON DELETE CASCADE,"
+    " until INTEGER NOT NULL)"
+)
 PAGE = "key, number, tokens, tenant, source, chunk, build, ranks"
 RECORD = "id, segment, at, size, encrypted, salt, atoms"
 _ATOM = struct.Struct(f"<III{TAG_BYTES}s")  # layer, head, bytes, tag
