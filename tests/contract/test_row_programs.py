@@ -520,3 +520,22 @@ def test_chunks_that_are_too_many_are_refused() -> None:
     assert max(registers_of(sums(16))) == 15
     with pytest.raises(UnsupportedError):
         registers_of(sums(17))
+
+
+def test_operators_that_look_alike_are_not_taken_for_each_other() -> None:
+    """Equal ones are looked at once; a dtype, a shape or a constant makes another one."""
+    taken, graph = row_program.OperatorsTaken(), torch.fx.Graph()
+
+    def add(dtype: torch.dtype, size: int, **constants: int) -> bool:
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.zeros(2, size, dtype=dtype)
+        node = graph.call_function(torch.ops.aten.add.Tensor, (x, x), constants)
+        node.meta["val"] = x.meta["val"]
+        return taken.takes(node)
+
+    for _ in range(2):
+        assert add(torch.float32, 3)
+        assert not add(torch.int64, 3), "integers do not move"
+        assert add(torch.float32, 4)
+        assert not add(torch.float32, 3, alpha=2), "an option that no rule has"
+    assert len(taken._known) == 4
