@@ -29,7 +29,7 @@ from .prefill import Prefill
 from .rounds.leap import Leaps, Standing
 from .rounds.pipeline import route
 from .rounds.steps import Round, ScheduledStep, commit, round_of
-from .sequence import Sequence
+from .sequence import Sequence, Shadow
 from .shadows import Shadows
 
 

@@ -72,8 +72,8 @@ def mean_at_least(mean: float, variance: float, count: int, most: float, risk: f
 
 
 def chance(hits: int, tries: int, rate: float) -> float:
-    """Of at least so many hits, where each try is one at ``rate``: the least rate that is not refuted at a risk (Clopper
-    and Pearson) is the one whose chance is that risk.
+    """Of at least so many hits, where each try is one at ``rate``. At the least rate that a risk does not refute
+    (Clopper and Pearson) it is that risk.
     """
     if rate <= 0.0 or rate >= 1.0:
         return float(rate >= 1.0 or hits <= 0)

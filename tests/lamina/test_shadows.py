@@ -137,3 +137,26 @@ def test_a_share_of_sequences_has_a_shadow() -> None:
     dense = make(0, 5, 5)
     dense.dense = True
     assert all(shadows.begin(dense) is None for _ in range(40)), "nothing is to be measured there"
+
+
+def test_where_blocks_run_out_a_shadow_goes_before_a_newer_request() -> None:
+    shadows = Shadows(SELECT, ErrorBudget(shadow=0.5))  # the first one has a shadow, the second one none
+    scheduler = scheduler_of(30, shadows)  # both need 26, all three 39
+    sequences = [make(i, 10, 40) for i in range(2)]
+    run = Run(scheduler, sequences, (False, 0.0))
+    run.to_the_end()
+    assert run.compared > 5, "it was there at first"
+    assert [s.num_preemptions for s in sequences] == [0, 0]
+
+
+def test_a_shadow_without_room_holds_up_nobody() -> None:
+    shadows = Shadows(SELECT, ErrorBudget(shadow=0.5))
+    scheduler = scheduler_of(26, shadows, chunk=128)  # behind 60 tokens there is no room for as many again
+    sequences = [make(0, 60, 8), make(1, 20, 8)]
+    run = Run(scheduler, sequences, (False, 0.0))
+    assert (scheduler.num_waiting, len(scheduler.waiting)) == (2, 3), "shadows are no requests"
+    first = scheduler.schedule()
+    assert sequences[1] in [s for step in first for s in step.parts]
+    run.serve(first)
+    run.to_the_end()
+    assert all(s.finished for s in sequences)

@@ -118,9 +118,9 @@ class Newcomers:
 
     def admit(self, waiting: deque[Sequence], batches: Several[Batch]) -> None:
         """Deal waiting sequences to the batches while there is room for all of their known tokens; the first that does
-        not fit holds up those behind it, so that nobody starves, but for a shadow, which nobody waits for. Each goes to the batch that reads least, of those
-        whose next chunk has room for tokens of it: so all chunks are filled. Blocks of sequences that have ended or
-        were preempted count from the next round on.
+        not fit holds up those behind it, so that nobody starves, but for a shadow, which nobody waits for. Each goes to
+        the batch that reads least, of those whose next chunk has room for tokens of it: so all chunks are filled.
+        Blocks of sequences that have ended or were preempted count from the next round on.
         """
         self._prefixes.awaited = [s.session for s in waiting if s.session is not None]
         running = _running(batches)
