@@ -30,7 +30,7 @@ from .request import Request
 from .rounds.early import EarlyDraws
 from .rounds.steps import ScheduledStep
 from .sequence import Sequence, Shadow
-from .text import Pieces, Spell, TextStream
+from .text import Pieces, Spell, texts_of
 from .timing import Timing
 from .tuning.tuner import Tuner
 from .wire import Clock, Done, ViewChanged, Wire
@@ -95,7 +95,7 @@ class Engine:
         self.check(prompt, params, terms)
         request_id, self._next_request = self._next_request, self._next_request + 1
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        known = self.scheduler.sessions.of(terms.session) if terms.session else None
+        known = self.scheduler.sessions.named(terms.session) if terms.session else None
         given, discarded = prompt, Ranges()
         if self._overflow and params.prompt_logprobs is None and not held:
             before = joined([*(known.discarded if known else ()), *terms.discard])
@@ -103,20 +103,18 @@ class Engine:
             prompt = without(prompt, discarded)
         sequences = [self._sequence(request_id, prompt, params, seed_of(seed, i), i) for i in range(params.n)]
         for sequence in sequences:
-            sequence.held, sequence.session, sequence.discarded, sequence.outlived = held, known, discarded, not kept
+            sequence.held, sequence.discarded, sequence.outlived = held, discarded, not kept
             sequence.given = given if discarded else []
             sequence.kin, sequence.retention_s = terms.kin, terms.retention_s
             sequence.salt, sequence.sparse, sequence.dense = kv_form(terms.salt, params, self.config)
         self.promises.check(sequences, self.scheduler.most_sequences, accepted=accepted)
-        outputs = [s.output for s in sequences]
-        output = RequestOutput(request_id, text, list(given), outputs, RequestTimes(self._clock()))
-        if params.prompt_logprobs is not None:
-            output.prompt_logprobs = [None]
-        include = params.include_stop_str_in_output
-        texts = [
-            TextStream(make_pieces(), params.stop_strings, include_stop=include) if make_pieces else None
-            for _ in sequences
-        ]
+        if terms.session:  # none is made for who is refused
+            for sequence in sequences:
+                sequence.session = self.scheduler.sessions.of(terms.session)
+        outputs, times = [s.output for s in sequences], RequestTimes(self._clock())
+        output = RequestOutput(request_id, text, list(given), outputs, times)
+        output.prompt_logprobs = None if params.prompt_logprobs is None else [None]
+        texts = texts_of(params, make_pieces)
         self._requests[request_id] = request = Request(output, sequences, texts, spell)
         for one in told:
             self._catch_up(request, one)
@@ -389,7 +387,7 @@ class Engine:
                 sequence.num_drawing -= 1  # a row that turned out to be one too many
                 continue
             request.append(sequence, drawn)
-            if sequence.num_outputs == 1 and (refusal := self.promises.refuses_decoding(sequence)):
+            if request.has_begun_with(sequence) and (refusal := self.promises.refuses_decoding(sequence)):
                 request.refuse_late(refusal)
             touched[sequence.request_id] = request
         return self._ended(touched.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lamina.protocol.plan import (
@@ -95,12 +96,16 @@ class Prefill:
                 self._go_on(worker)
             sequence.prefill_worker = None
 
-    def roll_back(self) -> None:
-        """Take all prompts from the workers, in flight or to come. Numbers of steps never go back."""
+    def roll_back(self, ended: Iterable[Sequence] = ()) -> None:
+        """Take all prompts from the workers, in flight or to come; nobody expects those of ``ended`` any more. Numbers
+        of steps never go back.
+        """
         for worker in self._workers:
             worker.prompts.clear()
             worker.in_flight.clear()
             worker.held, worker.computing = NOTHING, None
+        for sequence in ended:
+            self.promises.drop(sequence)
         self.promises.forget()
 
     def next_grant(self, sequence: Sequence) -> Grant | None:

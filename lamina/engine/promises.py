@@ -78,9 +78,9 @@ class Promises:
         if accepted or not self.limited:
             return
         prompt, now, decoding = self._known(sequences[0]), self._clock(), self.conductor.decoding
-        length = int(max(decoding.mean_tokens, len(sequences[0].tokens) + decoding.answer))
-        most, ahead = min(self._max_num_seqs, places(length)), len(self._booked) + len(self._decoding)
-        choice, room_s = self.conductor.choose(prompt, now), decoding.room_s(most, ahead + len(sequences) - 1)
+        own = int(max(decoding.mean_tokens, len(sequences[0].tokens) + decoding.answer)) - prompt.everywhere
+        most, ahead = min(self._max_num_seqs, places(max(1, own))), len(self._booked) + len(self._decoding)
+        choice, room_s = self.conductor.choose(prompt, now), decoding.room_s(most, ahead) if ahead else 0.0
         if (refusal := self.conductor.refuses(prompt, choice, now, room_s)) is not None:
             raise OverloadedError(refusal)
 
@@ -155,7 +155,9 @@ class Promises:
             self.expect(sequence)
 
     def stepped(self, rows: int, stored: float, seconds: float) -> None:
-        """A round of rows that all decode took so long, from its predecessor's end."""
+        """A round of rows that all decode took so long, from its predecessor's end. Without limits nobody asks."""
+        if not self.limited:
+            return
         self._steps.observe(rows, stored, seconds)
         self.conductor.decoding.law = self._steps.law
 

@@ -57,6 +57,10 @@ class Request:
                 sequence.output.blame, sequence.output.refusal = Blame.LOAD, refusal
                 self.end(sequence, "error", words_of(refusal))
 
+    def has_begun_with(self, sequence: Sequence) -> bool:
+        """Whether this one has the first token of all."""
+        return sequence.num_outputs == 1 and not any(s.num_outputs for s in self.sequences if s is not sequence)
+
     def append(self, sequence: Sequence, drawn: Drawn) -> None:
         """Take the token that was drawn for a sequence, or the reason why there is none."""
         output, text = sequence.output, self.texts[sequence.output.index]

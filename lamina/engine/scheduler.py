@@ -275,7 +275,7 @@ class Scheduler:
                     sequence.num_scheduled = min(sequence.num_scheduled, rows.first)
         self._in_flight = []
         Shadows.forget((*self.waiting, *self._running))
-        self.prefill.roll_back()
+        self.prefill.roll_back(s for s in (*self.waiting, *self._running) if s.finished)
         if self.tier:
             self.tier.cancel()
         if self.evictions:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from lamina.models.tokens import OPEN_BYTES as OPEN_BYTES
 from lamina.models.tokens import find_stop, held_back
-from lamina.request import Logprob, Score
+from lamina.request import Logprob, SamplingParams, Score
 
 Spell = Callable[[int, Sequence[int]], str]  # the text of a token behind others
 
@@ -68,3 +68,9 @@ class TextStream:
         self._raw = self._raw[: stop[0] + (len(stop[1]) if self._include_stop else 0)]
         self._ended = True
         return stop[1]
+
+
+def texts_of(params: SamplingParams, make_pieces: Callable[[], Pieces] | None) -> list[TextStream | None]:
+    """Of each completion of a request; None where nobody reads text."""
+    stops, include = params.stop_strings, params.include_stop_str_in_output
+    return [TextStream(make_pieces(), stops, include_stop=include) if make_pieces else None for _ in range(params.n)]

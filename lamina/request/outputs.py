@@ -92,6 +92,11 @@ class CompletionOutput:
             return None
         return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=False))
 
+    @property
+    def went_wrong(self) -> bool:
+        """Whether it has ended by an error, behind which its KV is not to be trusted; who is refused is no error."""
+        return self.finish_reason == "error" and self.refusal is None
+
     def finished(self) -> bool:
         """Whether the completion grows no more."""
         return self.finish_reason is not None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 NAME_BYTES = 64
 EPOCH_SHIFT = 48
+MESSAGE_MOST = (1 << 30) - 64  # payload bytes of one RDMA message behind a header
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,8 @@ class NicEvents:
         return self._pair.events_fd()
 
     def is_over(self) -> bool:
-        self.said = self.said or self._pair.event() or ""
+        if not self.said and (said := self._pair.event()):  # several threads ask: none may lose what another one got
+            self.said = said
         return bool(self.said)
 
 
@@ -81,7 +82,10 @@ class Mlx5Channel(KernelChannel):
         super()._end_waits()
         if self._peer_end is not None:
             return
-        with suppress(CudaError), closing(CudaStream(self._driver)) as stream:
+        with self._launching, suppress(CudaError), ExitStack() as parts:
+            if self._closed:
+                return  # with its memory
+            stream = parts.enter_context(closing(CudaStream(self._driver)))
             at = self._address(
                 self._pinned.view
             )  # the abort word; behind it, in its line, are one of ours and a status

@@ -20,7 +20,7 @@ from contextlib import ExitStack, closing
 
 from lamina.netstack.contract.base import RDMA_DEVICE
 from lamina.netstack.contract.fabric import Fabric, HandshakeError
-from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry
+from lamina.netstack.contract.terms import EPOCH_SHIFT, MESSAGE_MOST, Geometry
 from lamina.netstack.cuda.cuda import DEVICE
 from lamina.netstack.cuda.driver import CudaError, Driver
 from lamina.netstack.cuda.ends import clear_inbox, inbox_bytes
@@ -53,6 +53,8 @@ class KernelWay(NativeWay):
 
     def meeting(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Meeting:
         outbound, inbound = directions(session, listening=listening)
+        if (most := max(outbound.slot_bytes, inbound.slot_bytes)) > MESSAGE_MOST:
+            raise HandshakeError(f"slot_bytes is at most {MESSAGE_MOST} over {self.scheme}, not {most}")
         zero = session.epoch << EPOCH_SHIFT
         with ExitStack() as parts:
             link = self._link(parts, self._place(), outbound, inbound)

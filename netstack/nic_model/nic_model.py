@@ -17,7 +17,7 @@ from time import monotonic
 
 from lamina.netstack.contract.base import BaseFabric
 from lamina.netstack.contract.fabric import CONNECT_S, ChannelError, Fabric
-from lamina.netstack.contract.terms import RECEPTION, Reception, Terms
+from lamina.netstack.contract.terms import MESSAGE_MOST, RECEPTION, Reception, Terms
 from lamina.netstack.meeting.handshake import Hello, PeerSession, offer, run
 from lamina.netstack.meeting.listener import Meeting, StreamListener
 from lamina.netstack.meeting.sockets import dial, open_place
@@ -26,7 +26,6 @@ from .channel import NicModelChannel
 
 MODEL = "LAMINA_NIC_MODEL"
 OLD_MODEL = "LAMINA_MLX5_MODEL"
-SLOT_BYTES_MOST = (1 << 30) - 64  # of one RDMA message, header included
 LOCAL = "127.0.0.1"
 
 
@@ -51,8 +50,8 @@ class NicModelFabric(BaseFabric):
         place = _endpoint(self._address(url))
         hello = Hello(**vars(terms), scheme=self.spoken)
         for geometry in (terms.outbound, terms.inbound):
-            if geometry.slot_bytes > SLOT_BYTES_MOST:
-                raise ValueError(f"{url}: slot_bytes is at most {SLOT_BYTES_MOST} here, not {geometry.slot_bytes}")
+            if geometry.slot_bytes > MESSAGE_MOST:
+                raise ValueError(f"{url}: slot_bytes is at most {MESSAGE_MOST} here, not {geometry.slot_bytes}")
         sock = dial(socket.AF_INET, place, url, timeout_s)
         try:
             session = run(sock, offer(terms.key or self._key, hello), url, deadline=deadline)

@@ -9,8 +9,11 @@ from test_conducted_prefill import Hand
 from lamina.engine.conductor import ConductorRules
 from lamina.engine.conductor.estimate import StepFit
 from lamina.engine.conductor.overload import Limits
+from lamina.engine.prefill import Prefill
 from lamina.engine.promises import Promises
+from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
+from lamina.protocol.blocks.tables import BlockTables
 from lamina.request import OverloadedError
 
 PLENTY = 1000.0
@@ -160,3 +163,31 @@ def test_the_law_of_a_step_is_learned() -> None:
     for rows in range(1, 65):
         fit.observe(rows, 100.0 * rows, 0.01 + 0.001 * rows + 1e-6 * 100 * rows)
     assert fit.law.seconds(128, 12800) == pytest.approx(0.01 + 0.128 + 0.0128, rel=0.05)
+
+
+def test_completions_of_one_request_do_not_wait_for_each_other() -> None:
+    """Nor does a prompt that fills the pool, where nobody is before it: an idle server would refuse it for ever."""
+    clock = Hand()
+    promises = promising(clock, places=4, ttft_s=2.0)
+    computed(promises, clock, one := make(0, 50, 5), 0.001)
+    clock.now += 20.0
+    one.finish("length")
+    promises.drop(one)
+    promises.check([make(number, 50, 5) for number in range(1, 9)], lambda length: PLENTY)
+    assert taken(promises, make(20, 50, 5), room=0.5)
+    assert not taken(promises, make(21, 50, 5), room=0.5)
+
+
+def test_a_loss_leaves_no_promise_of_who_has_ended() -> None:
+    ledger, clock = BlockTables([0], [100], 4), Hand()
+    promises = promising(clock, workers=2, ttft_s=100.0)
+    scheduler = Scheduler(ledger, max_num_seqs=8, prefill_chunk=8, num_batches=1, prefill=Prefill(2, 8, 1, promises))
+    for number in range(3):
+        scheduler.add(make(number, 50, 5))
+    scheduler.schedule()
+    assert promises.conductor.num_waiting == 3
+    (batch,) = scheduler.batches
+    batch.running[0].finish("abort")
+    scheduler.roll_back([], lambda keep: keep.length)
+    assert promises.conductor.num_waiting == 2
+    assert sum(promises.is_booked(s) for s in scheduler.waiting) == 2

@@ -26,7 +26,8 @@ void pair_dealloc(PyObject* object) {
   free_object(object);
 }
 
-// With the GIL throughout: whoever closes it and whoever asks take turns.
+// With the GIL, but while it connects, which the thread that has made it does: whoever closes it and whoever asks take
+// turns.
 bool is_open(const KernelPair* self) {
   if (!self->end->is_open()) PyErr_SetString(PyExc_ValueError, "the queue pair was closed");
   return self->end->is_open();

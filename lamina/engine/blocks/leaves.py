@@ -72,7 +72,7 @@ class Leaves:
         """
         if self._tier is None:
             return []
-        if sequence.output.finish_reason == "error" and not sequence.outlived:
+        if sequence.output.went_wrong and not sequence.outlived:
             return [*self._tier.delete(sequence.id, self._tier.keys_of(sequence, sequence.num_offered))]
         if sequence.discarded or sequence.sparse or sequence.outlived:
             return []

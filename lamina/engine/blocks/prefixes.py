@@ -165,7 +165,7 @@ class Prefixes:
             known = near[-1][0] == len(pages[-1])
         session = sequence.sleeping
         useless = not pages or (known and session is None)
-        failed = sequence.outlived or sequence.output.finish_reason == "error"
+        failed = sequence.outlived or sequence.output.went_wrong
         until = self._clock() + sequence.retention_s if sequence.retention_s and not failed else 0.0
         if useless or failed:
             for number in way[-1].through if way and known and until else ():

@@ -41,7 +41,7 @@ class HostMedium:
         self._expected, rank = Expected(), rank_of(place.policy)
         self._tier = VictimQueue(place.policy, self.size, lambda use: self._expected.rank(use, rank))
         self._until: dict[bytes, float] = {}  # of prolonged pages
-        self._ends: list[tuple[float, bytes]] = []  # a heap; an entry counts if its page still has this end
+        self._ends: list[tuple[float, bytes]] = []  # a heap: when to look at a page, at its end or before
         self._expected.prolonged = self._until
 
     def reserve(self, nbytes: int) -> list[bytes]:
@@ -122,9 +122,12 @@ class HostMedium:
             lying, end = self._open(), self._clock() + seconds
             for key in keys:
                 if key in lying and self._until.get(key, 0.0) < end:
+                    if key not in self._until:  # else its entry is put back where it comes too early
+                        heappush(self._ends, (end, key))
                     self._until[key] = end
-                    heappush(self._ends, (end, key))
                     self._tier.rank_again([key])
+            if len(self._ends) > 2 * len(self._until) + 64:  # most are of pages that are gone
+                self._ends = sorted((end, key) for key, end in self._until.items())
 
     def prolonged_s(self, key: bytes) -> float:
         """For how many seconds a page is still prolonged."""
@@ -134,9 +137,11 @@ class HostMedium:
     def _pass(self) -> None:
         """Pages whose time has passed go as others do."""
         while self._ends and self._ends[0][0] <= self._clock():
-            end, key = heappop(self._ends)
-            if self._until.get(key) == end:
-                del self._until[key]
+            _, key = heappop(self._ends)
+            end = self._until.get(key, 0.0)
+            if end > self._clock():
+                heappush(self._ends, (end, key))
+            elif self._until.pop(key, None) is not None:
                 self._tier.rank_again([key])
 
     def fetch(self, atoms: frozenset[Atom]) -> list[bytes] | None:

@@ -199,7 +199,7 @@ class PromptMeter:
 
     def _finish(self, delta: Delta, now: float) -> None:
         seconds, params, times = self._metrics.seconds, self._params, delta.times
-        if times is None:
+        if times is None or delta.refusal is not None:  # which counts as an abort at its close
             return
         total, first = now - self._arrival_s, self.first_s or 0.0
         seconds["e2e_request_latency_seconds"].observe(total)
