@@ -23,6 +23,7 @@ def native(name: str, *sources: str, flags: Sequence[str] = ()) -> Extension:
             "-fno-wrapv",
             "-Wall",
             "-Wextra",
+            "-Werror=format-security",  # as Debian's Python has it
             "-fvisibility=hidden",
             *flags,
         ],

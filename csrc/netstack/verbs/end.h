@@ -59,6 +59,15 @@ struct Depth {
   std::uint32_t sends, receives, completions;
 };
 
+// What snprintf does; of no values, `words` are taken as they are.
+template <class... Values>
+void put_words(char* to, std::size_t room, const char* words, Values... values) {
+  if constexpr (sizeof...(values) == 0)
+    std::snprintf(to, room, "%s", words);
+  else
+    std::snprintf(to, room, words, values...);
+}
+
 inline const char* words_of(ibv_wc_status status) {
   switch (status) {
     case IBV_WC_WR_FLUSH_ERR: return "the queue pair was already broken";
@@ -207,7 +216,7 @@ class End {
 
   template <class... Values>
   bool fail(const char* format, Values... values) {
-    std::snprintf(fault_, sizeof fault_, format, values...);
+    put_words(fault_, sizeof fault_, format, values...);
     return false;
   }
 

@@ -315,7 +315,7 @@ class Verbs final : public Engine, private Teller::Client {
   template <class... Values>
   void lose(Status how, bool tells, const char* format, Values... values) {
     if (!losing_.exchange(true)) {
-      std::snprintf(why_, sizeof why_, format, values...);
+      put_words(why_, sizeof why_, format, values...);
       over_.store(how, std::memory_order_release);
       char text[kTextBytes + 16];
       std::snprintf(text, sizeof text, "aborted: %s", how == Status::fault ? "broken protocol" : why_);
