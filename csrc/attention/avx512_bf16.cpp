@@ -39,13 +39,6 @@ struct Dot<BFloat16> {
 #include "select.h"
 #include "tally.h"
 #include "task.h"
-#include "transposed.h"
-
-void run_bf16(const Call& call, int64_t number, Scratch& scratch) {
-  const int64_t rows = call.rows->count[call.tasks[number].sequence];
-  if (Transposed::fits(*call.op, rows)) return run<BFloat16, BFloat16, Transposed>(call, number, scratch);
-  run<BFloat16, BFloat16>(call, number, scratch);
-}
 
 bool usable() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -57,7 +50,7 @@ bool usable() {
 
 const Variant kAvx512Bf16 = {"avx512_bf16",
                              usable,
-                             {runs<float>, {run_bf16, run<BFloat16, Int8>, run<BFloat16, Fp8>}, runs<Half>},
+                             {runs<float>, runs<BFloat16>, runs<Half>},
                              merge_partials,
                              {finish<float>, finish<BFloat16>, finish<Half>},
                              {bounds<float>, bounds<BFloat16>, bounds<Half>},

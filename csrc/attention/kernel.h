@@ -7,7 +7,7 @@
 // Bits: what a query gets is one fixed chain of operations over its own tokens, whichever queries are computed beside it:
 // a score sums D in one order, weights are summed by absolute position, o takes one token after the other. Tokens that a
 // query does not see enter with the weight 0, which changes nothing. Which chain it is, the sequence's rows in the step say
-// (amx_bf16.cpp, avx512_bf16.cpp).
+// (amx_bf16.cpp).
 
 using Bits = std::uint16_t;
 struct BFloat16 {

@@ -21,7 +21,25 @@ constexpr std::size_t kOrder[kChains] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 1
 
 std::size_t links(std::size_t k_size) { return (k_size + kDepth - 1) / kDepth; }
 
-#include "avx512_transpose.h"
+// 16 x 16 pairs.
+inline void transpose(const __m512i (&from)[kLanes], __m512i (&to)[kLanes]) {
+  __m512i a[kLanes], b[kLanes];
+  for (std::size_t i = 0; i < kLanes; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(from[i], from[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32(from[i], from[i + 1]);
+  }
+  for (std::size_t i = 0; i < kLanes; i += 4) {
+    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]), b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]), b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+  for (std::size_t j = 0; j < 4; ++j) {
+    const __m512i even = _mm512_shuffle_i32x4(b[j], b[4 + j], 0x88), odd = _mm512_shuffle_i32x4(b[j], b[4 + j], 0xdd);
+    const __m512i even8 = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0x88);
+    const __m512i odd8 = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0xdd);
+    to[j] = _mm512_shuffle_i32x4(even, even8, 0x88), to[8 + j] = _mm512_shuffle_i32x4(even, even8, 0xdd);
+    to[4 + j] = _mm512_shuffle_i32x4(odd, odd8, 0x88), to[12 + j] = _mm512_shuffle_i32x4(odd, odd8, 0xdd);
+  }
+}
 
 // `count` rows of a matrix, at most 16 and `ld` apart, as [chain][link][`room`] pairs; of each `room`, the first
 // `written` are, at most 16 of them: 0 where there is no row or no number.
