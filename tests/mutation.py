@@ -70,8 +70,8 @@ GROUPS = {
          "tests/lamina/test_changed_logits.py"),
     ),
     "server": Group(
-        ("lamina/server/link/engine_process.py", "lamina/server/link/client.py", "lamina/server/calls.py",
-         "lamina/server/answer/answers.py", "lamina/server/admission.py"),
+        ("lamina/server/link/engine_process.py", "lamina/server/link/live.py", "lamina/server/link/client.py",
+         "lamina/server/calls.py", "lamina/server/answer/answers.py", "lamina/server/admission.py"),
         ("tests/server/test_link_client.py", "tests/server/test_flow.py", "tests/server/test_exact_limits.py",
          "tests/server/test_loop.py", "tests/server/test_exact_answers.py", "tests/server/test_serve_engine.py",
          "tests/server/test_engine_restarts.py"),

@@ -103,7 +103,7 @@ class Scheduler:
         """Sequences without rows that are not finished: a cancelled one stays in line until the next round. Shadows are
         nobody's.
         """
-        return sum(not s.finished and not isinstance(s, Shadow) for s in self.waiting)
+        return self._asked(self.waiting)
 
     @property
     def num_running(self) -> int:
@@ -112,7 +112,12 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         """Of those that run: a finished one leaves with the next round."""
-        return sum(not s.finished and not isinstance(s, Shadow) for s in self._running)
+        return self._asked(self._running)
+
+    def _asked(self, sequences: Iterable[Sequence]) -> int:
+        if self.shadows is None:
+            return sum(not s.finished for s in sequences)
+        return sum(not s.finished and not isinstance(s, Shadow) for s in sequences)
 
     @property
     def _running(self) -> list[Sequence]:

@@ -64,16 +64,14 @@ class ViewFabric:
         if self._fabric is None:
             raise ValueError(f"{url}: this worker connects to nobody")
         terms, deadline = replace(terms, epoch=self.view), self._clock() + timeout_s
-        attempt_s = ATTEMPT_S
         while True:
             self._check()
             left = deadline - self._clock()
             try:
-                return self._keep(self._fabric.connect(url, terms, timeout_s=min(left, attempt_s)))
+                return self._keep(self._fabric.connect(url, terms, timeout_s=min(left, ATTEMPT_S)))
             except ChannelTimeout:
-                if left <= attempt_s:
+                if left <= ATTEMPT_S:
                     raise
-                attempt_s *= 2  # memory to register may take longer than one
 
     def at(self, door: ViewDoor) -> ViewListener:
         """The listener of ``door`` for peers of this view."""

@@ -295,7 +295,7 @@ def test_a_size_without_room_for_a_sequence_is_refused_in_one_line(llama_path: P
 
 
 def test_a_tier_needs_what_it_is_for(llama_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="^--kv-offloading-size keeps what --enable-prefix-caching finds: .*$"):
+    with pytest.raises(ValueError, match="^--kv-offloading-size has what --enable-prefix-caching finds: .*$"):
         LLM(str(llama_path), kv_offloading_size="1MiB", enable_prefix_caching=False)
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(ValueError, match="^--kv-store-dir .*: chmod 700 .*$"):

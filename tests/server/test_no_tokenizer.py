@@ -18,6 +18,7 @@ from running import MODEL, ROOT
 from lamina import LLM, front
 from lamina.cli.launch import main
 from lamina.config import flat, make_config
+from lamina.engine.promises import Promises
 from lamina.protocol.control import ControlLink
 from lamina.protocol.options.engine import EngineConfig
 from lamina.server.link import engine_process
@@ -77,7 +78,7 @@ def test_it_is_given_up_and_workers_end(
 ) -> None:
     monkeypatch.setattr(module, "Pools", NoPools)
     before, config = NoPools.closed, make_config({"transport": transport, "start_timeout_s": 0.2})
-    monkeypatch.setattr(module, "Engine", lambda *_, **__: SimpleNamespace(config=config))
+    monkeypatch.setattr(module, "Engine", lambda *_, **__: SimpleNamespace(config=config, promises=Promises()))
     with pytest.raises(TimeoutError) as error:
         start_up(module, stuck, config)
     assert str(error.value) == f"{GIVEN_UP} 0.2 s"

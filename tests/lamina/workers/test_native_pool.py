@@ -292,7 +292,7 @@ def test_a_step_is_of_one_pool(connect: Connect) -> None:
     one_pool, _ = one(connect)
     other, _ = one(connect)
     with pytest.raises(ValueError, match="^a step of another pool$"):
-        other._pool.select(one_pool._messages[PLAN.batch])
+        other._pool.select(one_pool._step.native)
 
 
 def test_a_step_of_no_rows_sends_and_awaits_nothing(connect: Connect) -> None:
