@@ -2,25 +2,14 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
+
+#include "bits.h"
 
 namespace lamina::memory_worker {
 
 using Bits = std::uint32_t;
 
 constexpr Bits kSign = 0x80000000u, kInfinity = 0x7f800000u;
-
-inline Bits bits_of(float x) {
-  Bits bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
-inline float float_of(Bits bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
 
 struct BFloat16 {
   std::uint16_t bits;
@@ -36,16 +25,16 @@ struct Fp8Number {
 };
 
 inline float widen(float x) { return x; }
-inline float widen(BFloat16 x) { return float_of(Bits(x.bits) << 16); }
+inline float widen(BFloat16 x) { return from_bits(Bits(x.bits) << 16); }
 inline float widen(Half x) {
   const Bits size = Bits(x.bits & 0x7fff) << 13;
-  const Bits finite = bits_of(float_of(size) * 0x1p112f);  // subnormal ones, too
-  return float_of((size >= 0x7c00u << 13 ? kInfinity | size : finite) | Bits(x.bits & 0x8000) << 16);
+  const Bits finite = to_bits(from_bits(size) * 0x1p112f);  // subnormal ones, too
+  return from_bits((size >= 0x7c00u << 13 ? kInfinity | size : finite) | Bits(x.bits & 0x8000) << 16);
 }
 inline float widen(Int8Number x) { return float(x.value); }
 inline float widen(Fp8Number x) {
   const Bits size = x.bits & 0x7f, sign = Bits(x.bits & 0x80) << 24;
-  return float_of((size == 0x7f ? kInfinity | 1u << 22 : bits_of(float_of(size << 20) * 0x1p120f)) | sign);
+  return from_bits((size == 0x7f ? kInfinity | 1u << 22 : to_bits(from_bits(size << 20) * 0x1p120f)) | sign);
 }
 
 // What `widen` has made of a number, as that again.
@@ -57,12 +46,12 @@ inline float narrow(float x) {
 }
 template <>
 inline BFloat16 narrow(float x) {
-  return {std::uint16_t(bits_of(x) >> 16)};
+  return {std::uint16_t(to_bits(x) >> 16)};
 }
 template <>
 inline Half narrow(float x) {
-  const Bits size = bits_of(x) & ~kSign, sign = bits_of(x) >> 16 & 0x8000;
-  const Bits finite = bits_of(float_of(size) * 0x1p-112f) >> 13;
+  const Bits size = to_bits(x) & ~kSign, sign = to_bits(x) >> 16 & 0x8000;
+  const Bits finite = to_bits(from_bits(size) * 0x1p-112f) >> 13;
   return {std::uint16_t((size >= kInfinity ? 0x7c00u | (size & ~kInfinity) >> 13 : finite) | sign)};
 }
 

@@ -23,10 +23,10 @@ struct Int8 {
 struct Fp8 {
   static constexpr float most = 448;
   static std::uint8_t of(float x) {
-    const Bits all = bits_of(x), size = all & ~kSign;
-    const Bits small = Bits(std::int32_t(to_integer(float_of(size) * 512.0f)));
+    const Bits all = to_bits(x), size = all & ~kSign;
+    const Bits small = Bits(std::int32_t(to_integer(from_bits(size) * 512.0f)));
     const Bits normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120u << 3);
-    return std::uint8_t((size < bits_of(0x1p-6f) ? small : normal) | (all >> 24 & 0x80));
+    return std::uint8_t((size < to_bits(0x1p-6f) ? small : normal) | (all >> 24 & 0x80));
   }
 };
 
@@ -44,9 +44,9 @@ void round_as(const char* from, std::size_t rows, std::size_t dim, char* bytes, 
     std::int32_t largest = 0;  // as integers sizes have the same order, and NaN is above all
     for (std::size_t d = 0; d < dim; d += kPart) {
       const std::size_t count = load(row, d);
-      for (std::size_t i = 0; i < count; ++i) largest = std::max(largest, std::int32_t(bits_of(x[i]) & ~kSign));
+      for (std::size_t i = 0; i < count; ++i) largest = std::max(largest, std::int32_t(to_bits(x[i]) & ~kSign));
     }
-    const float scale = scales[row] = float_of(Bits(largest)) / Form::most;
+    const float scale = scales[row] = from_bits(Bits(largest)) / Form::most;
     for (std::size_t d = 0; d < dim; d += kPart) {
       const std::size_t count = dim > kPart ? load(row, d) : dim;
       auto* to = reinterpret_cast<std::uint8_t*>(bytes) + row * dim + d;

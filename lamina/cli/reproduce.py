@@ -78,7 +78,7 @@ def _figure(args: argparse.Namespace, traces: dict[str, RequestTrace]) -> Figure
 
     if args.figure not in _RUNS:
         return FIGURES[args.figure]()
-    from lamina.planner import figure_runs as runs
+    from lamina.planner.figures import runs
 
     if args.figure == "table4":
         return runs.table4(traces)
@@ -88,7 +88,7 @@ def _figure(args: argparse.Namespace, traces: dict[str, RequestTrace]) -> Figure
 
 
 def _traces(figure: str, folder: str | None) -> dict[str, RequestTrace]:
-    from lamina.planner.figure_runs import TRACES
+    from lamina.planner.figures.runs import TRACES
     from lamina.planner.traces import read_trace
 
     if folder is None:

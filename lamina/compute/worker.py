@@ -56,7 +56,7 @@ class Attention(Protocol):
         ...
 
     def prepare(self, plan: StepPlan) -> None:
-        """Work out beforehand, while memory workers attend another step, what ``select`` of this plan would else."""
+        """The step of ``plan`` will be selected: what that needs is worked out here, while memory workers attend."""
         ...
 
     def select(self, plan: StepPlan) -> None:

@@ -52,11 +52,10 @@ class Relief:
             picked.popitem()
             return None
         picked.pop(victim, None)
-        self.preempt(batch, victim)
         if isinstance(victim, Shadow):
             victim.finish("abort")
-            return None
-        return victim
+        self.preempt(batch, victim)
+        return None if isinstance(victim, Shadow) else victim
 
     def preempt(self, batch: Batch, victim: Sequence) -> None:
         """Its KV is freed with the batch's next plan, or kept beside the pool."""
@@ -68,4 +67,5 @@ class Relief:
         self._prefixes.drop(victim)
         victim.num_preemptions += 1
         victim.restart()
-        self._prefill.expect(victim)
+        if not victim.finished:
+            self._prefill.expect(victim)

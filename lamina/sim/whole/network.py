@@ -12,7 +12,7 @@ import msgspec
 
 from lamina.netstack import Geometry, PeerFault, Terms
 from lamina.netstack.contract.fabric import Slot
-from lamina.netstack.host.loopback_host import Faults, LoopbackChannel, LoopbackFabric, LoopbackLink
+from lamina.netstack.host.loopback_host import LoopbackChannel, LoopbackFabric, LoopbackLink
 from lamina.protocol.control import LinkClosedError
 
 from .baton import Baton, BatonCondition
@@ -36,7 +36,9 @@ class SimFabric(LoopbackFabric):
         return SimLink(outbound, inbound, gpu, self.condition())
 
     def _make(self, link: LoopbackLink, side: int, peer: str, terms: Terms) -> LoopbackChannel:
-        return SimChannel(link, side, peer, terms, self._faults, self._clock, self._delay_s, self._process)
+        channel = SimChannel(link, side, peer, terms, self._faults, self._clock)
+        channel.delay_s, channel.process = self._delay_s, self._process
+        return channel
 
     def die(self) -> None:
         """All channels end, without a word, and nobody listens any more."""
@@ -56,19 +58,9 @@ class SimLink(LoopbackLink):
 class SimChannel(LoopbackChannel):
     """At each call of it something may happen to its process, or to itself."""
 
-    def __init__(
-        self,
-        link: LoopbackLink,
-        side: int,
-        peer: str,
-        terms: Terms,
-        faults: Faults,
-        clock: Callable[[], float],
-        delay_s: Callable[[], float],
-        process: SimProcess | None,
-    ) -> None:
-        super().__init__(link, side, peer, terms, faults, clock)
-        self._delay_s, self._process = delay_s, process
+    _link: SimLink
+    delay_s: Callable[[], float]
+    process: SimProcess | None
 
     def die(self) -> None:
         """As if the process were gone."""
@@ -76,7 +68,7 @@ class SimChannel(LoopbackChannel):
 
     def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
         self._act()
-        self._faults.delay_s = self._delay_s()
+        self._faults.delay_s = self.delay_s()
         seqno = super()._publish(slot, nbytes, tag, source)
         self._act()
         return seqno
@@ -84,13 +76,12 @@ class SimChannel(LoopbackChannel):
     def cut(self) -> None:
         """Both ends notice, and both processes live."""
         with self._changed:
-            if isinstance(self._link, SimLink):
-                self._link.is_cut = True
+            self._link.is_cut = True
             self._changed.notify_all()
 
     def _check(self, operation: str) -> None:
         super()._check(operation)
-        if isinstance(self._link, SimLink) and self._link.is_cut:
+        if self._link.is_cut:
             raise PeerFault(f"{self.peer}: {operation}: the connection was cut")
 
     def _take(self, timeout_s: float) -> tuple[int, bytes, memoryview]:
@@ -99,8 +90,8 @@ class SimChannel(LoopbackChannel):
         return arrival
 
     def _act(self) -> None:
-        if self._process is not None:
-            self._process.act(self)
+        if self.process is not None:
+            self.process.act(self)
 
 
 class SimPipe:

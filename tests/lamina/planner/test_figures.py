@@ -11,7 +11,6 @@ from planned import even
 
 from lamina.planner.cost import BatchLoad
 from lamina.planner.deployment import Deployment, DeviceMemory
-from lamina.planner.figure_runs import figure10, figure11, table4
 from lamina.planner.figures import (
     FIGURES,
     H20,
@@ -29,6 +28,7 @@ from lamina.planner.figures import (
     table3,
     table5,
 )
+from lamina.planner.figures.runs import figure10, figure11, table4
 from lamina.planner.model_facts import paper_models
 from lamina.planner.replay import replay
 from lamina.planner.tables import constants

@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 from lamina.facts.hardware import DEVICES
 from lamina.facts.roofline import min_bandwidth
-
-from .cost import BatchLoad, CostModel, halves
-from .deployment import GIB, Deployment, DeviceMemory
-from .model_facts import ModelFacts, paper_models
-from .plots import Series
-from .tables import baseline, constants, link, price_book
+from lamina.planner.cost import BatchLoad, CostModel, halves
+from lamina.planner.deployment import GIB, Deployment, DeviceMemory
+from lamina.planner.model_facts import ModelFacts, paper_models
+from lamina.planner.plots import Series
+from lamina.planner.tables import baseline, constants, link, price_book
 
 H100, H20 = DEVICES["h100"], DEVICES["h20"]
 SPLITS = {  # table 5: model -> compute and memory devices; homogeneous H100

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import mean
 
-from .cost import BatchLoad
-from .deployment import Deployment, DeviceMemory
-from .figures import GAINS, H20, H100, NO_H20, Figure, Line, best_of, capacities, costs_of, pair
-from .model_facts import paper_models
-from .replay import Replayed, replay
-from .tables import constants, price_book
-from .traces import RequestTrace
+from lamina.planner.cost import BatchLoad
+from lamina.planner.deployment import Deployment, DeviceMemory
+from lamina.planner.model_facts import paper_models
+from lamina.planner.replay import Replayed, replay
+from lamina.planner.tables import constants, price_book
+from lamina.planner.traces import RequestTrace
+
+from . import GAINS, H20, H100, NO_H20, Figure, Line, best_of, capacities, costs_of, pair
 
 # the paper's names of its traces -> the files of those that were published
 TRACES = {
