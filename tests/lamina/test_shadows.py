@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduled import make
 
+from lamina.engine.conductor import ConductorRules
+from lamina.engine.conductor.overload import Limits
 from lamina.engine.rounds.steps import ScheduledStep
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence, Shadow
@@ -142,11 +144,16 @@ def test_a_share_of_sequences_has_a_shadow() -> None:
 def test_where_blocks_run_out_a_shadow_goes_before_a_newer_request() -> None:
     shadows = Shadows(SELECT, ErrorBudget(shadow=0.5))  # the first one has a shadow, the second one none
     scheduler = scheduler_of(30, shadows)  # both need 26, all three 39
+    promises = scheduler.prefill.promises
+    promises.promise(ConductorRules(limits=Limits(ttft_s=1e6)))
     sequences = [make(i, 10, 40) for i in range(2)]
     run = Run(scheduler, sequences, (False, 0.0))
     run.to_the_end()
     assert run.compared > 5, "it was there at first"
     assert [s.num_preemptions for s in sequences] == [0, 0]
+    counts = promises.counts()
+    assert counts is not None
+    assert counts.prompts == 2, "nobody expects a shadow that has given way"
 
 
 def test_a_shadow_without_room_holds_up_nobody() -> None:

@@ -72,6 +72,18 @@ class Cuts(NamedTuple):
         return wanted
 
 
+@dataclass
+class _Offer:
+    """What a round has for newcomers: by batch, the prompt tokens that its chunk still takes, and what its attention
+    reads; and the blocks that are left.
+    """
+
+    batches: Several[Batch]
+    budgets: list[int]
+    loads: list[int]
+    left: list[int]
+
+
 def deal(running: Iterable[Sequence], num_batches: int) -> list[Batch]:
     """The longest sequences first, each to the batch whose attention reads least. No round is in flight, so no batch
     has operations left, and those that decode know all their tokens; prefill workers go on meanwhile.
@@ -128,65 +140,60 @@ class Newcomers:
             return
         wanted = [self._cuts.wanted(batch) for batch in batches]
         budgets = [self._cuts.chunk - sum(c for c in w.values() if c > 1) for w in wanted]
-        loads = [b.load for b in batches]
         left = self._room.left(running, {s: c for w in wanted for s, c in w.items()})
+        here = _Offer(batches, budgets, [b.load for b in batches], left)
         aside = list[Sequence]()  # they wait for KV that others load
         while waiting and len(_running(batches)) < self._max_num_seqs:
-            sequence = waiting[0]
-            if self._prefill.holds_back(sequence):
-                aside.append(waiting.popleft())
-                continue
-            ways = self._ways(sequence, batches, alone=not _running(batches))
-            if not ways:
-                if self._passes(waiting, aside):
-                    continue
+            begins = self._begin(waiting[0], here)
+            if begins is None and not isinstance(waiting[0], Shadow):
                 break
-            loads_some = isinstance(ways[0], Load)
-            hit = next((way for way in ways if isinstance(way, Hit)), None)
-            elsewhere = self._prefill.wants(sequence, hit.length if hit else 0)
-            if elsewhere:  # from its first token on
-                ways, hit = [None] if ways != ASIDE else ways, None
-            if ways == ASIDE:
-                aside.append(waiting.popleft())
-                continue
-            begun = hit.length if hit else 0
-            counts = [self._cuts.piece(sequence.num_promised - begun, budget, begun) for budget in budgets]
-            able = [i for i, count in enumerate(counts) if loads_some or count > 0]
-            if isinstance(sequence, Shadow):
-                able = [i for i in able if sequence.of in batches[i].running]
-            if not able or sequence.num_drawing or (elsewhere and not self._prefill.has_room_for(sequence)):
-                if self._passes(waiting, aside):
-                    continue
-                break  # a preempted one whose last token is still being drawn waits
-            to = min(able, key=loads.__getitem__)
-            for way in ways:
-                fit, left = self._make_way(batches, batches[to], sequence, way, left)
-                if fit is not None:
-                    break
-            if fit is None:
-                if self._passes(waiting, aside):
-                    continue
-                break
-            left = less(left, fit.blocks)
-            loads[to] += sequence.num_promised
-            self._join(batches, batches[to], waiting.popleft(), fit)
-            if elsewhere:
-                self._prefill.add(sequence)
-            else:
-                self._prefill.pass_over(sequence)
-            if not elsewhere and not sequence.num_loading:
-                missing = sequence.num_promised - sequence.num_scheduled
-                budgets[to] -= self._cuts.piece(missing, budgets[to], sequence.num_scheduled)
+            sequence = waiting.popleft()
+            if not begins:
+                aside.append(sequence)
         waiting.extendleft(reversed(aside))
         if self._tier:
             batches[0].ops += self._tier.ahead.tell([*waiting], self._to_load)
 
-    @staticmethod
-    def _passes(waiting: deque[Sequence], aside: list[Sequence]) -> bool:
-        """Whether the first one is a shadow: then it is put aside, and those behind it need not wait."""
-        if not isinstance(waiting[0], Shadow):
+    def _begin(self, sequence: Sequence, here: _Offer) -> bool | None:
+        """Have the first of the waiting sequences join a batch, if it can. False: it waits on, and those behind it need
+        not wait for it; None: it does not fit.
+        """
+        if self._prefill.holds_back(sequence):
             return False
-        aside.append(waiting.popleft())
+        ways = self._ways(sequence, here.batches, alone=not _running(here.batches))
+        if not ways:
+            return None
+        loads_some = isinstance(ways[0], Load)
+        hit = next((way for way in ways if isinstance(way, Hit)), None)
+        elsewhere = self._prefill.wants(sequence, hit.length if hit else 0)
+        if ways == ASIDE:
+            return False
+        if elsewhere:  # from its first token on
+            ways, hit = [None], None
+        begun = hit.length if hit else 0
+        counts = [self._cuts.piece(sequence.num_promised - begun, budget, begun) for budget in here.budgets]
+        able = [i for i, count in enumerate(counts) if loads_some or count > 0]
+        if isinstance(sequence, Shadow):
+            able = [i for i in able if sequence.of in here.batches[i].running]
+        if not able or sequence.num_drawing or (elsewhere and not self._prefill.has_room_for(sequence)):
+            return None  # a preempted one whose last token is still being drawn waits
+        to = min(able, key=here.loads.__getitem__)
+        for way in ways:
+            fit, here.left = self._make_way(here.batches, here.batches[to], sequence, way, here.left)
+            if fit is not None:
+                break
+        else:
+            return None
+        here.left = less(here.left, fit.blocks)
+        here.loads[to] += sequence.num_promised
+        self._join(here.batches, here.batches[to], sequence, fit)
+        if elsewhere:
+            self._prefill.add(sequence)
+            return True
+        self._prefill.pass_over(sequence)
+        if not sequence.num_loading:
+            missing = sequence.num_promised - sequence.num_scheduled
+            here.budgets[to] -= self._cuts.piece(missing, here.budgets[to], sequence.num_scheduled)
         return True
 
     def _nobody_fits(self, first: Sequence) -> bool:
