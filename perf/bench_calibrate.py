@@ -43,7 +43,7 @@ SHAPE = {
     "num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 4096,
 }  # fmt: skip
-CHUNK, TURN_STEPS, PARTS = 96, 8, 4
+CHUNK, TURN_STEPS, PARTS, TAIL_STEPS = 96, 8, 4, 12
 OPTIONS: dict[str, Any] = {
     "transport": "shm", "compute_threads": 1, "memory_threads": 1, "memory_workers": 1, "prefill_chunk": CHUNK,
     "max_num_seqs": 32, "max_model_len": 2560, "enable_prefix_caching": False, "kv_memory": "1GiB",
@@ -115,9 +115,11 @@ def steps_of_turns(turns: int) -> int:
 
 
 def record_tail(llm: LLM) -> None:
-    """Answers of several lengths: so steps of 8 down to 1 rows are recorded, too."""
+    """Answers of several lengths: so steps of 8 down to 1 rows are recorded, too. Of each so many that the median is not
+    that of the first ones behind an end, which take longer.
+    """
     rounds = RECORDED.sequences * -(-RECORDED.prompt // CHUNK)
-    asks = [TracedRequest(0.0, RECORDED.prompt, rounds + 4 + 4 * i) for i in range(RECORDED.sequences)]
+    asks = [TracedRequest(0.0, RECORDED.prompt, rounds + TAIL_STEPS * (1 + i)) for i in range(RECORDED.sequences)]
     drive(llm.engine, time.monotonic, asks, time.sleep, together=True)
 
 
