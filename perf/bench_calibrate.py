@@ -115,8 +115,8 @@ def steps_of_turns(turns: int) -> int:
 
 
 def record_tail(llm: LLM) -> None:
-    """Answers of several lengths: so steps of 8 down to 1 rows are recorded, too. Of each so many that the median is not
-    that of the first ones behind an end, which take longer.
+    """Answers of several lengths: so steps of 8 down to 1 rows are recorded, too. Of each so many that the first ones
+    behind an end, which take longer, are not the median.
     """
     rounds = RECORDED.sequences * -(-RECORDED.prompt // CHUNK)
     asks = [TracedRequest(0.0, RECORDED.prompt, rounds + TAIL_STEPS * (1 + i)) for i in range(RECORDED.sequences)]
