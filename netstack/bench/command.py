@@ -9,20 +9,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from time import perf_counter, process_time
+from typing import Any
 
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric
 from lamina.netstack.contract.key import KEY, KEY_FILE, cluster_key
 from lamina.netstack.contract.terms import Reception, Terms
 from lamina.netstack.schemes import RENAMED, SCHEMES, WRAPPERS, check_scheme, open
 
-from .job import TIMEOUT_S, Job, Measured, Size, parse_size, receive, send
-from .patterns import DRIVERS, PATTERNS, client_of
+from .facts import machine
+from .job import BYTES_MAX, TIMEOUT_S, WINDOW_MAX, Job, Measured, Size, parse_size, receive, send
+from .patterns import DRIVERS, PATTERNS, WINDOWED, client_of
 from .server import local_servers, serve, watch_life_line
 
 SIZES = "8,64,256,1KiB,4KiB,16KiB,64KiB,256KiB,1MiB"
@@ -43,16 +48,20 @@ class BenchPlan:
     warm_up: int
     volume: int
     peers: int
-    per_s: float
+    window: int
+    rates: list[float]
     cores: list[int]  # the client's, then the servers'; empty: none is bound
+    samples: str  # file; empty: none is written
 
-    def jobs(self) -> Iterator[Job]:
+    def jobs(self) -> Iterator[tuple[Job, float]]:
+        """Each with the queries a second that are offered; 0: one leaves as soon as the one before is answered."""
         for pattern in self.patterns:
+            window = self.window if pattern in WINDOWED else 1
             for driver in self.drivers:
                 for size in self.sizes if pattern in DRIVERS[driver] else []:
-                    rounds = max(ROUNDS_MIN, min(self.count, self.volume // (2 * size.query)))
-                    warm_up = min(self.warm_up, rounds)
-                    yield Job(pattern, driver, size.query, size.kv, warm_up, rounds)
+                    rounds = max(ROUNDS_MIN, min(self.count, self.volume // size.query // 2) // window)
+                    job = Job(pattern, driver, size.query, size.kv, min(self.warm_up, rounds), rounds, window)
+                    yield from ((job, per_s) for per_s in (self.rates if pattern == "rate" else [0.0]))
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
@@ -60,8 +69,8 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
-def measure(fabric: Fabric, urls: Sequence[str], job: Job, per_s: float) -> dict[str, float]:
-    """Run one job against the servers at ``urls``; times in microseconds, bytes of payload in both directions."""
+def measure(fabric: Fabric, urls: Sequence[str], job: Job, per_s: float) -> tuple[Measured, dict[str, float]]:
+    """Run one job against the servers at ``urls``; figures: microseconds, and bytes of payload in both directions."""
     channels: list[Channel] = []
     try:
         for url in urls:
@@ -77,7 +86,7 @@ def measure(fabric: Fabric, urls: Sequence[str], job: Job, per_s: float) -> dict
     finally:
         for channel in channels:
             channel.close()
-    return summary(measured, job, len(channels)) | {"CPU %": 100 * cpu_s / wall_s}
+    return measured, summary(measured, job, len(channels)) | {"CPU %": 100 * cpu_s / wall_s}
 
 
 def connect(fabric: Fabric, place: str, job: Job) -> Channel:
@@ -89,12 +98,18 @@ def connect(fabric: Fabric, place: str, job: Job) -> Channel:
 def summary(measured: Measured, job: Job, peers: int) -> dict[str, float]:
     ordered = sorted(measured.samples)
     rounds_s = len(ordered) / measured.busy_s
-    nbytes = 2 * job.query + (job.kv if job.pattern == "pair" else 0)
+    payloads = PATTERNS[job.pattern].payloads(job)
     quantiles = {"p50_us": 0.5, "p99_us": 0.99, "p999_us": 0.999, "max_us": 1.0}
     return {name: 1e6 * percentile(ordered, share) for name, share in quantiles.items()} | {
-        "msg/s": rounds_s * PATTERNS[job.pattern][2] * peers,
-        "GB/s": rounds_s * nbytes * peers / 1e9,
+        "msg/s": rounds_s * len(payloads) * peers,
+        "GB/s": rounds_s * sum(payloads) * peers / 1e9,
     }
+
+
+def histogram(samples: Sequence[float]) -> dict[str, int]:
+    """Samples by the least power of two of microseconds that is not below them."""
+    bins = Counter(max(0, math.frexp(1e6 * sample)[1] - (math.frexp(1e6 * sample)[0] == 0.5)) for sample in samples)
+    return {str(1 << bin): bins[bin] for bin in sorted(bins)}
 
 
 @contextlib.contextmanager
@@ -110,19 +125,25 @@ def bound(cores: Sequence[int]) -> Iterator[None]:
 
 
 def run(plan: BenchPlan, key: bytes, connect: Sequence[str], *, as_json: bool) -> None:
+    facts = machine(plan.cores)
     for scheme in plan.transports:
         fabric = open(scheme, key=key)
         try:
             if fabric.in_process:
                 raise ValueError(f"--transport {scheme}: both ends live in one process; nothing crosses to another")
-            peers = plan.peers if "fan" in plan.patterns else 1
+            peers = plan.peers if any(PATTERNS[pattern].fans for pattern in plan.patterns) else 1
             others: list[int | None] = [*plan.cores[1:]] or [None]
             cores = [others[i % len(others)] for i in range(peers)]
             servers = contextlib.nullcontext([*connect]) if connect else local_servers(scheme, key, cores)
             with servers as urls, bound(plan.cores[:1]):
-                for job in plan.jobs():
-                    chosen = urls if job.pattern == "fan" else urls[:1]
-                    report(scheme, job, len(chosen), plan, measure(fabric, chosen, job, plan.per_s), as_json)
+                for job, per_s in plan.jobs():
+                    chosen = urls if PATTERNS[job.pattern].fans else urls[:1]
+                    measured, figures = measure(fabric, chosen, job, per_s)
+                    row = row_of(scheme, job, per_s, len(chosen), plan) | figures
+                    sys.stdout.write((json_line(row, measured, facts) if as_json else table_line(row)) + "\n")
+                    sys.stdout.flush()
+                    if plan.samples:
+                        write_samples(plan.samples, row, measured)
                 end(fabric, urls)
             if reason := getattr(fabric, "reason", ""):
                 sys.stderr.write(f"{reason}\n")
@@ -141,17 +162,36 @@ def end(fabric: Fabric, urls: Sequence[str]) -> None:
         channel.close()
 
 
-def report(scheme: str, job: Job, peers: int, plan: BenchPlan, result: dict[str, float], as_json: bool) -> None:
-    facts: dict[str, object] = {"transport": scheme, "driver": job.driver, "pattern": job.pattern, "size": job.query}
-    if as_json:
-        if job.pattern == "pair":
-            facts["kv"] = job.kv
-        facts |= {"peers": peers, "rounds": job.rounds, "warm_up": job.warm_up, "cores": plan.cores, "verified": True}
-        line = json.dumps(facts | {name: round(value, 3) for name, value in result.items()})
-    else:
-        line = "  ".join([*(f"{v!s:>8}" for v in facts.values()), *(f"{result[c]:>10.4g}" for c in COLUMNS)])
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+def row_of(scheme: str, job: Job, per_s: float, peers: int, plan: BenchPlan) -> dict[str, Any]:
+    """What was measured, by the names of a JSON line."""
+    row: dict[str, Any] = {"transport": scheme, "driver": job.driver, "pattern": job.pattern, "size": job.query}
+    if job.pattern == "pair":
+        row["kv"] = job.kv
+    if job.pattern in WINDOWED:
+        row["window"] = job.window
+    if per_s:
+        row["offered/s"] = per_s
+    return row | {"peers": peers, "rounds": job.rounds, "warm_up": job.warm_up, "cores": plan.cores, "verified": True}
+
+
+def table_line(row: dict[str, Any]) -> str:
+    pattern = f"{row['pattern']}@{row['offered/s']:g}" if "offered/s" in row else row["pattern"]
+    head = f"{row['transport']:>8}  {row['driver']:>8}  {pattern:>12}  {row['size']:>8}"
+    return "  ".join([head, *(f"{row[column]:>10.4g}" for column in COLUMNS)])
+
+
+def json_line(row: dict[str, Any], measured: Measured, facts: dict[str, Any]) -> str:
+    rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
+    return json.dumps(rounded | {"histogram_us": histogram(measured.samples), "machine": facts})
+
+
+def write_samples(path: str, row: dict[str, Any], measured: Measured) -> None:
+    """Append every sample, in the order in which they were taken, in microseconds."""
+    which = {
+        name: row[name] for name in ("transport", "driver", "pattern", "size", "window", "offered/s") if name in row
+    }
+    with Path(path).open("a") as file:
+        file.write(json.dumps(which | {"samples_us": [round(1e6 * sample, 3) for sample in measured.samples]}) + "\n")
 
 
 def listen(scheme: str, address: str, key: bytes, cores: Sequence[int], idle_s: float) -> None:
@@ -199,8 +239,12 @@ def parser() -> argparse.ArgumentParser:
     add("--warm-up", type=int, default=1000, help="rounds before them (default: %(default)s)")
     add("--volume", default="512MiB", help="payload bytes of a measurement; fewer rounds of large messages then "
         "(default: %(default)s)")  # fmt: skip
-    add("--peers", type=int, default=2, help="servers of the pattern fan (default: %(default)s)")
-    add("--rate", type=float, default=10_000.0, metavar="PER_S", help="queries/s of the pattern rate (default: 10000)")
+    add("--peers", type=int, default=2, help="servers of the patterns fan and incast (default: %(default)s)")
+    add("--window", type=int, default=64, help=f"messages that leave before anybody waits, of the patterns "
+        f"{', '.join(WINDOWED)} (default: %(default)s)")  # fmt: skip
+    add("--rate", default="10000", metavar="PER_S[,PER_S...]", help="queries/s that the pattern rate offers; each is a "
+        "measurement (default: %(default)s)")  # fmt: skip
+    add("--samples", default="", metavar="FILE", help="append every sample, in microseconds, as JSON lines")
     add("--cores", default="auto", help="the client's core, then the servers': 0,1; auto: the first of this process; "
         "none: not bound (default: %(default)s)")  # fmt: skip
     add("--json", action="store_true", help="a JSON line for each measurement")
@@ -248,7 +292,7 @@ def drivers_of(args: argparse.Namespace) -> list[str]:
 
 def plan_of(args: argparse.Namespace, transports: list[str]) -> BenchPlan:
     """Raises ValueError that names the flag."""
-    for name in ("count", "peers", "rate", "idle"):
+    for name in ("count", "peers", "idle"):
         if not 0 < getattr(args, name) < 1 << 32:
             raise ValueError(f"--{name} must be above 0, not {getattr(args, name)}")
     if not 0 <= args.warm_up < 1 << 32:
@@ -259,18 +303,37 @@ def plan_of(args: argparse.Namespace, transports: list[str]) -> BenchPlan:
     if strange := set(patterns) - set(known):
         flag = f"--driver {drivers[0]}" if not DEVICES[args.device] else f"--device {args.device}"
         raise ValueError(f"{flag} has no pattern {min(strange)}; choose of {', '.join(known)}")
+    sizes = [parse_size(text) for text in args.sizes.split(",")]
+    most = max(size.query for size in sizes)
+    if not 1 <= args.window <= WINDOW_MAX:
+        raise ValueError(f"--window must be 1 to {WINDOW_MAX}, not {args.window}")
+    if set(patterns) & set(WINDOWED) and args.window * most > BYTES_MAX:
+        raise ValueError(f"--window {args.window}: messages of {most} B are more than 1 GiB together; name fewer")
     return BenchPlan(
         transports=transports,
         patterns=patterns,
         drivers=drivers,
-        sizes=[parse_size(text) for text in args.sizes.split(",")],
+        sizes=sizes,
         count=args.count,
         warm_up=args.warm_up,
         volume=parse_size(args.volume).query,
         peers=args.peers,
-        per_s=args.rate,
+        window=args.window,
+        rates=rates_of(args.rate),
         cores=cores_of(args.cores),
+        samples=args.samples,
     )
+
+
+def rates_of(text: str) -> list[float]:
+    """Raises ValueError for anything but numbers above 0."""
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or not all(0 < rate < 1 << 32 for rate in rates):
+        raise ValueError(f"--rate must be numbers above 0 by comma, not {text!r}")
+    return rates
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -316,8 +379,8 @@ def _main(args: argparse.Namespace) -> int:
         listen(named[0], args.listen, own, plan.cores, args.idle)
         return 0
     if not args.json and plan.transports:
-        head = ("transport", "driver", "pattern", "size")
-        sys.stdout.write("  ".join([*(f"{h:>8}" for h in head), *(f"{c:>10}" for c in COLUMNS)]) + "\n")
+        head = f"{'transport':>8}  {'driver':>8}  {'pattern':>12}  {'size':>8}"
+        sys.stdout.write("  ".join([head, *(f"{c:>10}" for c in COLUMNS)]) + "\n")
     addresses = [a if "://" in a else f"{named[0]}://{a}" for a in (args.connect or "").split(",") if a]
     run(plan, own, addresses, as_json=args.json)
     return 0

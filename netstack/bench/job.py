@@ -14,6 +14,7 @@ SLOTS = 4
 PAYLOADS = 3  # message n carries payload n % 3, so that no slot of a ring of 4 gets the same bytes twice
 BYTES_MAX = 1 << 30
 ROUNDS_MAX = 1 << 32
+WINDOW_MAX = 1024  # slots of an inbox
 CONTROL_BYTES = 512  # the least slot: a job or its outcome fits
 TIMEOUT_S = 10.0  # of every wait
 ITEM_BYTES = 2  # of a shape's elements: bf16
@@ -59,7 +60,8 @@ def parse_size(text: str) -> Size:
 class Job:
     """One measurement, as the client sends it to the server; ``pattern`` "end" stops the server.
 
-    ``driver``: who makes the calls, of ``bench_patterns.DRIVERS``.
+    ``driver``: who makes the calls, of ``patterns.DRIVERS``; ``window``: messages of a round that leave before anybody
+    waits, of a pattern in ``floods``.
     """
 
     pattern: str
@@ -68,18 +70,27 @@ class Job:
     kv: int = 1
     warm_up: int = 0
     rounds: int = 0
+    window: int = 1
 
     def __post_init__(self) -> None:
-        limits = {"query": BYTES_MAX, "kv": BYTES_MAX, "warm_up": ROUNDS_MAX, "rounds": ROUNDS_MAX}
+        limits = {
+            "query": BYTES_MAX,
+            "kv": BYTES_MAX,
+            "warm_up": ROUNDS_MAX,
+            "rounds": ROUNDS_MAX,
+            "window": WINDOW_MAX,
+        }
         for name, most in limits.items():
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value <= most:
                 raise ValueError(f"{name} of a job must be 0..{most}, not {value!r}")
+        if self.window * self.query > BYTES_MAX:
+            raise ValueError(f"a window of {self.window} messages of {self.query} B is more than 1 GiB")
         if type(self.pattern) is not str or type(self.driver) is not str:
             raise ValueError("pattern and driver of a job must be names")
 
     def geometry(self) -> Geometry:
-        return Geometry(slots=SLOTS, slot_bytes=max(self.query, self.kv, CONTROL_BYTES))
+        return Geometry(slots=max(SLOTS, self.window), slot_bytes=max(self.query, self.kv, CONTROL_BYTES))
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -110,9 +121,14 @@ def tag_of(n: int) -> bytes:
 
 def check(arrival: Arrival, n: int, payload: bytes) -> None:
     """Is this message n, with exactly that payload? Raises ValueError."""
+    check_tag(arrival, n)
+    check_bytes(arrival.data, n, payload)
+
+
+def check_tag(arrival: Arrival, n: int) -> None:
+    """Is this message n? Raises ValueError."""
     if int.from_bytes(arrival.tag, "little") != n:
         raise ValueError(f"message {n} was due, tag {arrival.tag.hex()} came")
-    check_bytes(arrival.data, n, payload)
 
 
 def check_bytes(data: memoryview | bytearray, n: int, payload: bytes) -> None:

@@ -5,6 +5,7 @@
     pair     the client puts a query, then keys and values, and waits for the answer
     fan      the client puts a query to every server and waits for all answers
     rate     queries leave at fixed times, however late answers are; the clock runs from the time that was due
+    stream, both, incast  as ``floods`` has them
 
 Every payload and tag is checked: by the client after its clock has stopped, by the server after its answer has left.
 """
@@ -14,9 +15,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 from lamina.netstack.contract.fabric import Arrival, Channel, ChannelTimeout, Fabric, NoResource, Region
 
+from . import floods
 from .job import PAYLOADS, TIMEOUT_S, Job, Measured, Payloads, check, check_bytes, tag_of
 
 
@@ -171,14 +174,37 @@ def _bounce(channel: Channel, job: Job, *, leads: bool) -> bytes:
 Client = Callable[[Fabric, Sequence[Channel], Job, float], Measured]
 Server = Callable[[Fabric, Channel, Job], None]
 
-# pattern -> (what the client does, what the server does, messages of a round with one server)
-PATTERNS: dict[str, tuple[Client, Server, int]] = {
-    "put_lat": (put_lat_client, put_lat_server, 2),
-    "rtt": (fan_client, answer_server, 2),
-    "pair": (pair_client, pair_server, 3),
-    "fan": (fan_client, answer_server, 2),
-    "rate": (rate_client, answer_server, 2),
+
+class Pattern(NamedTuple):
+    """``payloads``: bytes of each message of a round with one server, answers without a payload left out; ``fans``:
+    whether it has several servers.
+    """
+
+    client: Client
+    server: Server
+    payloads: Callable[[Job], list[int]]
+    fans: bool = False
+
+
+def _query_and_answer(job: Job) -> list[int]:
+    return [job.query, job.query]
+
+
+def _window(job: Job) -> list[int]:
+    return [job.query] * job.window
+
+
+PATTERNS: dict[str, Pattern] = {
+    "put_lat": Pattern(put_lat_client, put_lat_server, _query_and_answer),
+    "rtt": Pattern(fan_client, answer_server, _query_and_answer),
+    "pair": Pattern(pair_client, pair_server, lambda job: [job.query, job.kv, job.query]),
+    "fan": Pattern(fan_client, answer_server, _query_and_answer, fans=True),
+    "rate": Pattern(rate_client, answer_server, _query_and_answer),
+    "stream": Pattern(floods.stream_client, floods.stream_server, _window),
+    "both": Pattern(floods.both_client, floods.both_server, lambda job: 2 * _window(job)),
+    "incast": Pattern(floods.incast_client, floods.incast_server, _window, fans=True),
 }
+WINDOWED = ("stream", "both", "incast")
 # driver -> the patterns that it knows: this loop in Python, one in C++, kernels
 DRIVERS: dict[str, tuple[str, ...]] = {"python": tuple(PATTERNS), "native": ("put_lat", "rtt"), "device": ("rtt",)}
 
@@ -201,5 +227,5 @@ def _sides_of(job: Job) -> tuple[Client, Server]:
         from .device import device_client, device_server
 
         return device_client, device_server
-    client, server, _ = PATTERNS[job.pattern]
-    return client, server
+    pattern = PATTERNS[job.pattern]
+    return pattern.client, pattern.server

@@ -20,8 +20,9 @@ from wiring import KEY, ROOT, SOON_S, connect, open_or_skip
 
 from lamina import netstack
 from lamina.netstack.bench import command as bench
+from lamina.netstack.bench.facts import machine
 from lamina.netstack.bench.job import Job, Payloads, check_bytes, parse_size
-from lamina.netstack.bench.patterns import DRIVERS, PATTERNS, Measured, client_of, server_of
+from lamina.netstack.bench.patterns import DRIVERS, PATTERNS, WINDOWED, Measured, client_of, server_of
 
 FIGURES = {"p50_us", "p99_us", "p999_us", "max_us", "msg/s", "GB/s", "CPU %"}
 
@@ -34,22 +35,29 @@ def command(*flags: str, env: dict[str, str] | None = None) -> subprocess.Comple
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
-def test_every_pattern_between_processes(scheme: str) -> None:
+def test_every_pattern_between_processes(scheme: str, tmp_path: Path) -> None:
     open_or_skip(scheme)
     done = command(
         "--transport", scheme, "--pattern", ",".join(PATTERNS), "--sizes", "8,1000,32/8/64x2", "--driver",
-        "python,native", "--count", "40", "--warm-up", "5", "--rate", "2000", "--json",
+        "python,native", "--count", "40", "--warm-up", "5", "--rate", "2000,4000", "--window", "6", "--json",
+        "--samples", str(tmp_path / "samples"),
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 3 * (len(PATTERNS) + len(DRIVERS["native"]))
-    for row in rows:
+    samples = [json.loads(line)["samples_us"] for line in (tmp_path / "samples").read_text().splitlines()]
+    assert len(rows) == len(samples) == 3 * (len(PATTERNS) + 1 + len(DRIVERS["native"]))
+    for row, each in zip(rows, samples, strict=True):
         assert row.keys() >= FIGURES | {"transport", "driver", "pattern", "size"}
         assert 0 < row["p50_us"] <= row["p99_us"] <= row["p999_us"] <= row["max_us"]
-        assert row["peers"] == (2 if row["pattern"] == "fan" else 1)
+        assert row["peers"] == (2 if row["pattern"] in ("fan", "incast") else 1)
         assert row["msg/s"] > 0
         assert row["verified"] is True
+        assert (len(each), max(each)) == (row["rounds"], pytest.approx(row["max_us"], abs=0.002))
+        assert sum(row["histogram_us"].values()) == row["rounds"]
+        assert row["machine"]["kernel"] == os.uname().release
+        assert row.get("window") == (6 if row["pattern"] in WINDOWED else None)
     assert {row["size"] for row in rows} == {8, 1000, 8192}
+    assert {row.get("offered/s") for row in rows} == {None, 2000.0, 4000.0}
 
 
 def test_two_processes_that_only_share_a_key() -> None:
@@ -109,6 +117,9 @@ def test_a_killed_client_leaves_no_server() -> None:
         (["--sizes", "2048MiB"], "1 GiB"),
         (["--count", "0"], "--count"),
         (["--rate", "-1"], "--rate"),
+        (["--rate", "5,many"], "--rate must be numbers above 0 by comma, not '5,many'"),
+        (["--window", "1025"], "--window must be 1 to 1024"),
+        (["--pattern", "stream", "--window", "64", "--sizes", "32MiB"], "--window 64: messages of 33554432 B"),
         (["--cores", "12345"], "--cores: 12345 is not among"),
         (["--cores", "a"], "--cores must be"),
         (["--driver", "native", "--pattern", "fan"], "--driver native has no pattern fan"),
@@ -170,14 +181,63 @@ def test_rates_follow_from_the_samples() -> None:
     assert figures["GB/s"] == pytest.approx(2500 * 4 / 10e-6 / 1e9)
 
 
-@pytest.mark.parametrize("driver", ["python", "native"])
-@pytest.mark.parametrize("pattern", DRIVERS["native"])
+def test_a_window_counts_all_of_its_messages() -> None:
+    measured = Measured([2e-6, 2e-6], 4e-6)
+    for pattern, messages in (("stream", 8), ("both", 16), ("incast", 24)):
+        job = Job(pattern, query=1000, rounds=2, window=8)
+        figures = bench.summary(measured, job, 3 if pattern == "incast" else 1)
+        assert figures["msg/s"] == pytest.approx(messages / 2e-6)
+        assert figures["GB/s"] == pytest.approx(messages * 1000 / 2e-6 / 1e9)
+
+
+@given(samples=st.lists(st.floats(1e-9, 1e3), max_size=50))
+def test_a_histogram_has_each_sample_between_two_powers_of_two(samples: list[float]) -> None:
+    bins = bench.histogram(samples)
+    assert sum(bins.values()) == len(samples)
+    edges = [int(edge) for edge in bins]
+    assert edges == sorted(edges)
+    for edge in edges:
+        inside = [s for s in samples if (edge / 2 < 1e6 * s or edge == 1) and 1e6 * s <= edge]
+        assert len(inside) == bins[str(edge)]
+
+
+def test_facts_of_a_machine_are_those_of_its_kernel(tmp_path: Path) -> None:
+    files = {
+        "proc/cpuinfo": "processor: 0\nmodel name\t: Fast CPU 9000\n",
+        "sys/devices/system/cpu/cpu3/cpufreq/scaling_governor": "powersave\n",
+        "sys/devices/system/cpu/cpu3/node1/x": "",
+        "sys/devices/system/clocksource/clocksource0/current_clocksource": "tsc\n",
+        "sys/class/infiniband/mlx5_0/device/numa_node": "1\n",
+        "sys/class/infiniband/mlx5_0/device/current_link_speed": "32.0 GT/s PCIe\n",
+        "sys/class/infiniband/mlx5_0/device/current_link_width": "16\n",
+        "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
+        "sys/class/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)\n",
+        "sys/class/infiniband/mlx5_0/ports/1/link_layer": "Ethernet\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    facts = machine([3], sys=tmp_path / "sys", proc=tmp_path / "proc")
+    assert facts.pop("clock_step_ns") > 0
+    nic = {"device": "mlx5_0", "numa": "1", "state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link": "Ethernet"}
+    assert facts == {
+        "kernel": os.uname().release, "cpu": "Fast CPU 9000", "governor": "powersave", "numa": "node1", "clock": "tsc",
+        "rdma": [nic | {"pcie": "32.0 GT/s PCIe x16"}],
+    }  # fmt: skip
+    assert machine([3], sys=tmp_path / "none", proc=tmp_path / "none").keys() == {"kernel", "clock_step_ns"}
+
+
+CHECKED = [(pattern, "native") for pattern in DRIVERS["native"]]
+CHECKED += [(pattern, "python") for pattern in PATTERNS if pattern not in ("pair", "rate")]
+
+
+@pytest.mark.parametrize(("pattern", "driver"), CHECKED)
 @pytest.mark.parametrize("wrong_side", ["client", "server"])
 def test_a_wrong_payload_is_noticed_on_either_side(
     pattern: str, driver: str, wrong_side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fabric = open_or_skip("shm")
-    job = Job(pattern, driver, query=100, rounds=9)
+    job = Job(pattern, driver, query=100, rounds=9, window=4)
     a, b = connect(fabric, geometry=job.geometry())
     real, server = Payloads.__init__, threading.current_thread()
 

@@ -1,0 +1,115 @@
+"""Patterns of many messages at once: a window of ``job.window`` messages leaves before anybody waits for an answer.
+
+    stream  the client puts a window, the server answers its last message: bandwidth and message rate one way
+    both    both put a window at the same time: bandwidth both ways
+    incast  every server puts a window to the one client at the same time: how many senders one receiver bears
+
+Who receives copies each message out, as a receive of MPI does, and compares all of the window behind the clock, or
+behind its answer. A sample is the seconds of a whole window, so percentiles are of windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+
+from lamina.netstack.contract.fabric import Channel, Fabric, Region
+
+from .job import PAYLOADS, TIMEOUT_S, Job, Measured, Payloads, check_bytes, check_tag, receive, send, tag_of
+
+
+class FloodSide:
+    """One side's windows: the messages that it puts, and places for those that it copies out."""
+
+    def __init__(self, fabric: Fabric, job: Job, senders: int = 1) -> None:
+        self._payloads, self._payload_bytes = Payloads(job.query), job.query
+        self._regions: list[Region] = [fabric.register(memoryview(payload)) for payload in self._payloads.each]
+        self._window = job.window
+        self._copies = [[bytearray(job.query) for _ in range(job.window)] for _ in range(senders)]
+
+    def put(self, channel: Channel, number: int) -> None:
+        """All messages of round ``number``."""
+        for n in self._numbers(number):
+            slot = channel.reserve(self._payload_bytes, timeout_s=TIMEOUT_S)
+            channel.put_signal(slot, tag_of(n), self._regions[n % PAYLOADS])
+
+    def take(self, channels: Sequence[Channel], number: int) -> None:
+        """All messages of round ``number`` from each of ``channels``, one of each in turns."""
+        for i, n in enumerate(self._numbers(number)):
+            for channel, copies in zip(channels, self._copies, strict=True):
+                arrival = channel.wait_signal(timeout_s=TIMEOUT_S)
+                check_tag(arrival, n)
+                copies[i][:] = arrival.data
+                channel.release(arrival)
+
+    def check(self, number: int) -> None:
+        """Raises ValueError where what was taken in round ``number`` is not what was put."""
+        for copies in self._copies:
+            for n, copy in zip(self._numbers(number), copies, strict=True):
+                check_bytes(copy, n, self._payloads[n])
+
+    def _numbers(self, number: int) -> range:
+        return range(number * self._window, (number + 1) * self._window)
+
+
+def stream_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
+    (channel,) = channels
+    side = FloodSide(fabric, job)
+    samples = []
+    for number in range(job.warm_up + job.rounds):
+        start = perf_counter()
+        side.put(channel, number)
+        receive(channel, TIMEOUT_S)
+        samples.append(perf_counter() - start)
+    return Measured(samples[job.warm_up :], sum(samples[job.warm_up :]))
+
+
+def stream_server(fabric: Fabric, channel: Channel, job: Job) -> None:
+    side = FloodSide(fabric, job)
+    for number in range(job.warm_up + job.rounds):
+        side.take([channel], number)
+        send(channel, b"", TIMEOUT_S)
+        side.check(number)
+
+
+def both_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
+    (channel,) = channels
+    side = FloodSide(fabric, job)
+    samples = []
+    for number in range(job.warm_up + job.rounds):
+        start = perf_counter()
+        side.put(channel, number)
+        side.take([channel], number)
+        receive(channel, TIMEOUT_S)  # the server has all of its own, too
+        samples.append(perf_counter() - start)
+        side.check(number)
+    return Measured(samples[job.warm_up :], sum(samples[job.warm_up :]))
+
+
+def both_server(fabric: Fabric, channel: Channel, job: Job) -> None:
+    side = FloodSide(fabric, job)
+    for number in range(job.warm_up + job.rounds):
+        side.put(channel, number)
+        side.take([channel], number)
+        send(channel, b"", TIMEOUT_S)
+        side.check(number)
+
+
+def incast_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
+    side = FloodSide(fabric, job, len(channels))
+    samples = []
+    for number in range(job.warm_up + job.rounds):
+        start = perf_counter()
+        for channel in channels:
+            send(channel, b"", TIMEOUT_S)
+        side.take(channels, number)
+        samples.append(perf_counter() - start)
+        side.check(number)
+    return Measured(samples[job.warm_up :], sum(samples[job.warm_up :]))
+
+
+def incast_server(fabric: Fabric, channel: Channel, job: Job) -> None:
+    side = FloodSide(fabric, job)
+    for number in range(job.warm_up + job.rounds):
+        receive(channel, TIMEOUT_S)
+        side.put(channel, number)
