@@ -20,7 +20,8 @@ from pathlib import Path
 from .contract.base import RDMA_DEVICE
 from .cuda.driver import NVRTC_SIGNATURES, load, nvrtc_names
 from .host.native import mlx5_fault
-from .rdma.ports import NONE, lack, named, ports
+from .rdma.nearest import gpus, nearest_first
+from .rdma.ports import NONE, Wanted, lack, named, ports
 from .schemes import RENAMED, SCHEMES, check_scheme, open
 
 MEMLOCK_LEAST = 1 << 30
@@ -92,7 +93,7 @@ def rdma_device(machine: Machine) -> Verdict:
         return False, why, fix
     why, _, fix = lack(there, machine.wanted).partition("; ")
     if why:
-        return False, why, fix or "correct it, or unset it for the first active port"
+        return False, why, fix or "correct it, or unset it for the nearest active port"
     described = (f"{p}, {p.link or 'link unknown'}, GIDs {named(p.gids)}" for p in there if p.is_active)
     return True, "; ".join(described), ""
 
@@ -107,6 +108,20 @@ def connectx(machine: Machine) -> Verdict:
     if not cards:
         return False, "no ConnectX", "none in software: the device path needs a ConnectX-6 or newer"
     return None, ", ".join(cards), "hardware-unverified: compare its results with the software NIC's first"
+
+
+def gpu_ports(machine: Machine) -> Verdict:
+    """The port that each GPU takes: the nearest by PCI; those next to several GPUs are dealt among these."""
+    try:
+        wanted = Wanted.parse(machine.wanted)
+    except ValueError as error:
+        return False, str(error), f"correct {RDMA_DEVICE}"
+    fitting = [port for port in ports(machine.root) if port.fits(wanted)]
+    there = gpus(machine.root)
+    if not (fitting and there):
+        return False, f"{len(there)} NVIDIA GPUs, {len(fitting)} ports for queue pairs", "see the other checks"
+    chosen = (f"{gpu}: {(p := nearest_first(fitting, gpu, machine.root)[0]).device}:{p.number}" for gpu in there)
+    return None, ", ".join(chosen), f"compare with `nvidia-smi topo -m`; {RDMA_DEVICE} names another one"
 
 
 def verbs_nodes(machine: Machine) -> Verdict:
@@ -242,6 +257,7 @@ CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
     ("CUDA", ("cuda", *MLX5), cuda),
     ("NVRTC", ("cuda", *MLX5), nvrtc),
     ("GPU memory between processes", ("cuda",), cuda_sharing),
+    ("RDMA port of each GPU", ("mlx5",), gpu_ports),
     ("GPU memory registration", RDMA, gpu_registration),
     ("doorbell page", MLX5, uar_mapping),
     ("ordered delivery", RDMA, ordered_delivery),

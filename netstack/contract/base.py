@@ -13,7 +13,7 @@ from .fabric import TAG_BYTES, Arrival, ChannelStats, Region, Slot
 from .terms import Geometry
 
 KEY_BYTES_MIN = 16
-RDMA_DEVICE = "LAMINA_RDMA_DEVICE"  # NAME, NAME:PORT or NAME:PORT:GID INDEX; default: the first active port
+RDMA_DEVICE = "LAMINA_RDMA_DEVICE"  # NAME, NAME:PORT or NAME:PORT:GID INDEX; default: the nearest active port
 SPIN_S = 50e-6  # about one wake-up of a sleeper on another core; a peer on this core needs it more
 
 

@@ -26,6 +26,7 @@ PINNED, DEVICE, FILE_DESCRIPTOR, READ_WRITE = 1, 1, 1, 3
 HOST_PORTABLE, HOST_MAPPED, HOST_IO_MEMORY = 1, 2, 4
 NON_BLOCKING, RELAXED = 1, 2  # CUstream_flags, CUstreamCaptureMode
 NO_TIMING = 2  # CUevent_flags
+PCI_BYTES = 32  # "0000:81:00.0", its end, and room for longer domains
 Handle = c_void_p
 
 
@@ -51,6 +52,7 @@ SIGNATURES: dict[str, tuple[type | object, ...]] = {
     "cuInit": (c_uint,),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(Handle), c_int),
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
     "cuCtxPushCurrent_v2": (Handle,),
@@ -312,6 +314,13 @@ class Driver:
         value = c_int()
         self._check("cuDeviceGetAttribute", self._library.cuDeviceGetAttribute(byref(value), number, self.device))
         return value.value
+
+    @property
+    def pci_address(self) -> str:
+        """As Linux names the device in /sys, "0000:81:00.0"."""
+        text = ctypes.create_string_buffer(PCI_BYTES)
+        self._check("cuDeviceGetPCIBusId", self._library.cuDeviceGetPCIBusId(text, PCI_BYTES, self.device))
+        return text.value.decode().lower()
 
     def call(self, name: str, *arguments: object) -> None:
         """A function of the driver in our context, which need not be this thread's. Raises CudaError."""

@@ -49,7 +49,7 @@ class KernelWay(NativeWay):
 
     def __init__(self, wanted: str, driver: Driver) -> None:
         self._driver = driver
-        super().__init__(wanted, spin_s=0.0)
+        super().__init__(wanted, spin_s=0.0, gpu=driver.pci_address)
 
     def meeting(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Meeting:
         outbound, inbound = directions(session, listening=listening)

@@ -12,6 +12,7 @@ from lamina.netstack.meeting.listener import Meeting
 from lamina.netstack.meeting.swap import swap
 
 from .card import Card, Route
+from .nearest import nearest_first
 from .ports import KINDS, NONE, Gids, Port, Wanted, lack, partition_index, ports
 from .quality import service
 from .way import STALL_S, inbox_bytes, reaching
@@ -21,13 +22,14 @@ Place = tuple[str, int, int, int, int, int]  # device, port, GID, partition, ser
 
 
 class NativeWay:
-    """The first port that fits ``wanted`` (of LAMINA_RDMA_DEVICE) and opens a queue pair. Each channel opens the device
-    for itself, so that what happens to one is told to that one alone.
+    """The nearest port that fits ``wanted`` (of LAMINA_RDMA_DEVICE) and opens a queue pair; nearest to ``gpu``, a PCI
+    address, else to this process's cores. Each channel opens the device for itself, so that what happens to one is
+    told to that one alone.
     """
 
     scheme = "verbs"
 
-    def __init__(self, wanted: str, spin_s: float) -> None:
+    def __init__(self, wanted: str, spin_s: float, gpu: str = "") -> None:
         self._spin_s = spin_s
         there = _ports()
         if not there:
@@ -39,7 +41,7 @@ class NativeWay:
         except ValueError as error:
             raise ImportError(f"transport {self.scheme!r}: {error}") from error
         tried = []
-        for self._port in (p for p in there if p.fits(self._named)):
+        for self._port in nearest_first([p for p in there if p.fits(self._named)], gpu):
             try:
                 self._partition = partition_index(self._port, self._service.partition)
                 self._try(self._place())

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -194,6 +195,10 @@ CUresult cuGetErrorName(CUresult error, const char** text) {
 CUresult cuDeviceGet(CUdevice* device, int index) {
   *device = 40 + index;
   return index < 2 ? kOkay : kInvalid;
+}
+CUresult cuDeviceGetPCIBusId(char* text, int bytes, CUdevice device) {
+  std::snprintf(text, std::size_t(bytes), "0000:A%d:00.0", device - 40);
+  return kOkay;
 }
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute name, CUdevice) {
   const bool shares = !std::getenv("FAKE_CUDA_SHARES_NOTHING");
