@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -132,17 +133,22 @@ async def _answer(request: Request, body: Sampling, call: Call, shape: Shape) ->
         return await whole(request, call, shape)
     config: ServerConfig = request.app.state.service.config
     if config.promises:
-        await _begun(request, call)
+        await _begun(request, call, config.sse_keep_alive_s)
     options = body.stream_options
     if config.enable_force_include_usage:
         options = StreamOptions(include_usage=True, continuous_usage_stats=True)
     return EventStream(call, shape, options, alive_s=config.sse_keep_alive_s)
 
 
-async def _begun(request: Request, call: Call) -> None:
-    """Wait for the first token of a stream, whose status is 429 where that comes too late."""
+async def _begun(request: Request, call: Call, alive_s: float) -> None:
+    """Wait for the first token of a stream, whose status is 429 where that comes too late; but no longer than
+    ``alive_s``, unless that is 0: a proxy takes a connection for dead that stays silent.
+    """
     try:
-        await until_gone(request.receive, call.begun())
+        async with asyncio.timeout(alive_s or None):
+            await until_gone(request.receive, call.begun())
+    except TimeoutError:
+        pass
     except BaseException:
         call.close()
         raise

@@ -41,10 +41,13 @@ def events(*found: dict[str, Any]) -> bytes:
     return b"".join(f"data: {json.dumps(x, separators=(',', ':'))}\n\n".encode() for x in found) + b"data: [DONE]\n\n"
 
 
-async def spoken(service: Service, **fields: Any) -> list[dict[str, Any]]:
-    """The ASGI messages of an answer, with what differs from one to the next made empty."""
+async def spoken(service: Service, told: list[dict[str, Any]] | None = None, **fields: Any) -> list[dict[str, Any]]:
+    """The ASGI messages of an answer, with what differs from one to the next made empty. ``told``: gets them as they
+    are sent.
+    """
     body = json.dumps({**BODY, **fields}).encode()
-    asked, sent = [{"type": "http.request", "body": body, "more_body": False}], list[dict[str, Any]]()
+    asked = [{"type": "http.request", "body": body, "more_body": False}]
+    sent = list[dict[str, Any]]() if told is None else told
 
     async def receive() -> dict[str, Any]:
         return asked.pop() if asked else await asyncio.Event().wait()  # type: ignore[return-value]

@@ -16,6 +16,7 @@ from test_loop import PARAMS, PROMPT, Bench
 
 from lamina.engine.conductor.overload import Limits
 from lamina.request import Blame, Refusal
+from lamina.server.answer.answers import DONE, KEEP_ALIVE
 from lamina.server.config import ServerConfig
 from lamina.server.link.client import PromptRefusedError
 from lamina.server.link.messages import Add, Refused
@@ -69,6 +70,27 @@ def test_a_stream_that_comes_in_time_is_whole() -> None:
     assert "ab" in text
     assert "cd" in text
     assert text.endswith("data: [DONE]\n\n")
+
+
+def test_a_stream_that_waits_long_is_kept_alive_and_told_of_a_late_refusal() -> None:
+    """Its head has left by then, so the refusal is its last event."""
+    client, sent = Later(), list[dict[str, Any]]()
+    service = make_service(client, slo_tbt="50ms", sse_keep_alive_s=0.01)
+
+    async def work() -> None:
+        asked = asyncio.create_task(spoken(service, sent, stream=True))
+        await until(lambda: len(sent) > 3)
+        client.grow("", finish_reason="error", stop_reason="too late", blame=Blame.LOAD, refusal=LATE)
+        await asked
+
+    run(work())
+    assert sent[0]["status"] == 200
+    *silent, last, done, _ = [part["body"] for part in sent[1:]]
+    assert {KEEP_ALIVE} == set(silent)
+    assert json.loads(last.removeprefix(b"data: ")) == {"error": TOLD}
+    assert done == DONE
+    assert 'reason="ttft_after_prefill"} 1.0' in service.metrics.render(vllm=False).decode()
+    assert service.admission.completions == 0
 
 
 def test_the_engines_loop_refuses_at_the_arrival_and_takes_whom_it_took_before() -> None:
