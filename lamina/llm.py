@@ -11,16 +11,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
+from msgspec import structs
+
 from .engine.conversations.ranges import ranges_of
 from .engine.conversations.sessions import SessionFacts, SessionName
 from .engine.conversations.terms import PLAIN, KVTerms
 from .engine.conversations.turns import said_in, said_of
 from .engine.lockstep import Lockstep
-from .engine.streams import Feed
+from .engine.streams import Asked, Feed
 from .front import Front, metrics_of
 from .models.tokens import apply_chat_template
 from .progress import counting_bar
-from .prompts import Prompt, check_priority, conversation_list, params_list, prompt_list
+from .prompts import Prompt, conversation_list, params_list, priority_list, prompt_list
 from .request import Metric, RequestOutput, SamplingParams
 from .request.unserved import absent, check_arguments
 
@@ -84,16 +86,16 @@ class LLM:
 
         One SamplingParams serves all prompts, a list gives each its own; None: ``get_default_sampling_params``. Ctrl-C
         ends the workers. ``use_tqdm``: a bar of finished prompts on stderr, where that is a terminal; or what makes
-        the bar, called as tqdm. ``priority`` changes nothing, as with vLLM's default scheduling. ``session_id``: the
-        one prompt is the next turn of that session (docs/sessions.md); raises SessionBusyError while another is under
-        way, ValueError where it does not begin with the prompt of the turn before. ``kv_discard``: first and stop of
-        tokens of the one prompt that it is to lose, and its session for ever, where contexts may be truncated.
-        ``others``: arguments of vLLM's, which are taken where they ask for nothing.
+        the bar, called as tqdm. ``priority``: prompts with a lower number come first. ``session_id``: the one prompt is
+        the next turn of that session (docs/sessions.md); raises SessionBusyError while another is under way, ValueError
+        where it does not begin with the prompt of the turn before. ``kv_discard``: first and stop of tokens of the one
+        prompt that it is to lose, and its session for ever, where contexts may be truncated. ``others``: arguments of
+        vLLM's, which are taken where they ask for nothing.
         """
         check_arguments("LLM.generate", others)
         batch = prompt_list(prompts)
-        check_priority(len(batch), priority)
-        return self._generate(batch, sampling_params, use_tqdm, _terms(session_id, kv_discard))
+        priorities = priority_list(len(batch), priority)
+        return self._generate(batch, sampling_params, use_tqdm, _terms(session_id, kv_discard), priorities)
 
     def _generate(
         self,
@@ -101,10 +103,13 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
         terms: KVTerms,
+        priorities: list[int],
         messages: Conversation | None = None,
     ) -> list[RequestOutput]:
+        asked = self._asked(batch, sampling_params, terms, messages)
+        asked = [replace(a, terms=structs.replace(a.terms, priority=p)) for a, p in zip(asked, priorities, strict=True)]
         with (
-            self._stream(batch, sampling_params, finished_only=True, terms=terms, messages=messages) as stream,
+            self._stream(asked, finished_only=True) as stream,
             counting_bar(use_tqdm, len(stream.request_ids), "Processed prompts") as count,
         ):
             finished = {}
@@ -124,7 +129,7 @@ class LLM:
         The requests are queued by this call. While another iterator is read they go on, too; who looks late gets one
         output with all that has grown. Closing the iterator, or dropping it, cancels what is unfinished.
         """
-        return self._stream(prompt_list(prompts), sampling_params, finished_only=False)
+        return self._stream(self._asked(prompt_list(prompts), sampling_params), finished_only=False)
 
     def chat(
         self,
@@ -161,8 +166,8 @@ class LLM:
             options["continue_final_message"] = True
         options |= {k: v for k, v in (("chat_template", chat_template), ("tools", tools)) if v is not None}
         prompts: list[str | list[int]] = [apply_chat_template(self.tokenizer, c, **options) for c in conversations]
-        check_priority(len(prompts), priority)
-        return self._generate(prompts, sampling_params, use_tqdm, _terms(session_id, kv_discard), conversations[0])
+        priorities, terms = priority_list(len(prompts), priority), _terms(session_id, kv_discard)
+        return self._generate(prompts, sampling_params, use_tqdm, terms, priorities, conversations[0])
 
     def lockstep(self, prompts: Sequence[list[int]], max_tokens: int) -> Lockstep:
         """Token ids whose continuations the caller chooses, a token of each at a time, by the logits of all.
@@ -219,15 +224,13 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _stream(
+    def _asked(
         self,
         batch: list[str | list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        *,
-        finished_only: bool,
         terms: KVTerms = PLAIN,
         messages: Conversation | None = None,
-    ) -> Stream:
+    ) -> list[Asked]:
         self._check_open()
         if terms != PLAIN and len(batch) != 1:
             raise ValueError(f"session_id and kv_discard go with one prompt, not {len(batch)}: call it for each")
@@ -237,6 +240,9 @@ class LLM:
         if terms != PLAIN:
             said = said_of(batch[0]) if messages is None else said_in(messages)
             asked = [replace(asked[0], terms=terms, said=said)]
+        return asked
+
+    def _stream(self, asked: list[Asked], *, finished_only: bool) -> Stream:
         feed = Feed(len(asked), finished_only=finished_only)
         with _Use(self):
             self._front.streams.add(asked, feed)

@@ -35,13 +35,14 @@ def params_list(count: int, params: Any) -> list[SamplingParams]:
     return list(params)
 
 
-def check_priority(count: int, priority: Any) -> None:
-    """Raises ValueError for what is neither None, a whole number, nor one for each of ``count`` prompts."""
-    each = [] if priority is None else priority if isinstance(priority, list | tuple) else [priority]
+def priority_list(count: int, priority: Any) -> list[int]:
+    """For each of ``count`` prompts; None is 0. Raises ValueError for what is no whole number, nor one for each."""
+    each = list(priority) if isinstance(priority, list | tuple) else [0 if priority is None else priority] * count
     if not all(isinstance(p, Integral) for p in each):
         raise ValueError(f"priority must be a whole number, or a list with one for each prompt, not {priority!r}")
-    if isinstance(priority, list | tuple) and len(priority) != count:
-        raise ValueError(f"{len(priority)} priorities for {count} prompts: pass one number, or one for each")
+    if len(each) != count:
+        raise ValueError(f"{len(each)} priorities for {count} prompts: pass one number, or one for each")
+    return [int(p) for p in each]
 
 
 def conversation_list(messages: Any) -> list[list[dict[str, Any]]]:

@@ -105,7 +105,7 @@ class Engine:
         for sequence in sequences:
             sequence.held, sequence.discarded, sequence.outlived = held, discarded, not kept
             sequence.given = given if discarded else []
-            sequence.kin, sequence.retention_s = terms.kin, terms.retention_s
+            sequence.kin, sequence.retention_s, sequence.priority = terms.kin, terms.retention_s, terms.priority
             sequence.salt, sequence.sparse, sequence.dense = kv_form(terms.salt, params, self.config)
         self.promises.check(sequences, self.scheduler.most_sequences, accepted=accepted)
         if terms.session:  # none is made for who is refused

@@ -16,7 +16,7 @@ from lamina.protocol.tiers import GateOpened, Transferred
 from .blocks.evictions import Evictions, row_ops
 from .blocks.leaves import Leaves
 from .blocks.ledger import Blocks, Ledger
-from .blocks.newcomers import Batch, Cuts, Newcomers, deal, overtaken, settle
+from .blocks.newcomers import Batch, Cuts, Newcomers, come_back, deal, line_up, overtaken, settle
 from .blocks.prefixes import Prefixes
 from .blocks.relief import Relief
 from .blocks.room import Room, rows_of
@@ -37,9 +37,9 @@ class Scheduler:
     """Schedules rounds: one step of every batch that has something to do. Everybody serves rounds, and the steps of a
     round, in the order given; so the blocks that a plan gives back are free for the next plan.
 
-    First come, first served. A new sequence joins the batch whose attention reads least, and in it the lane whose
-    memory workers read least. The newest sequence of a batch is preempted when KV blocks run out: its blocks are freed,
-    and when there is room again its KV is loaded, or rebuilt from its tokens, so nothing is lost.
+    First come, first served, of one priority. A new sequence joins the batch whose attention reads least, and in it the
+    lane whose memory workers read least. The newest sequence of a batch is preempted when KV blocks run out: its blocks
+    are freed; when there is room again its KV is loaded, or rebuilt from its tokens, so nothing is lost.
 
     Membership of a step is fixed before the tokens of the step before are known. A sequence that turns out to be
     finished thus runs one row too many, whose token is dropped; its blocks are freed by the next plan.
@@ -143,10 +143,10 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence, and its shadow where it gets one."""
-        self.waiting.append(sequence)
+        line_up(self.waiting, sequence)
         self.prefill.expect(sequence)
         if self.shadows and (shadow := self.shadows.begin(sequence)):
-            self.waiting.append(shadow)
+            line_up(self.waiting, shadow)
 
     @property
     def may_run_ahead(self) -> bool:
@@ -301,8 +301,8 @@ class Scheduler:
         return keep
 
     def _begin_anew(self, sequences: Iterable[Sequence]) -> None:
-        """They are all that wait, oldest first."""
-        self.waiting = deque(sorted(sequences, key=lambda s: (s.request_id, s.output.index)))
+        """They are all that wait, oldest first of those with one priority."""
+        self.waiting = deque(sorted(sequences, key=lambda s: (s.priority, s.request_id, s.output.index)))
         for sequence in self.waiting:
             sequence.roll_back(0)
             sequence.restart()
@@ -384,7 +384,7 @@ class Scheduler:
         plan = self._plan(batch, picked)
         while stuck or (picked and not self._ledger.can_apply(plan)):
             if (victim := self._relief.make_room(batch, picked, stuck)) is not None:
-                self.waiting.appendleft(victim)
+                come_back(self.waiting, victim)
                 self.num_preemptions += 1
             plan = self._plan(batch, picked)
         return picked, plan

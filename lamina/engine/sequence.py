@@ -29,6 +29,7 @@ class Sequence:
     stop_tokens: frozenset[int]
     salt: bytes = b""  # it shares KV with sequences of the same salt only
     kin: bytes = b""  # where there is room it begins where others of its kin did
+    priority: int = 0  # who waits with a lower number comes first
     retention_s: float = 0.0  # for which its pages are not given up behind its end, as long as others can be
     discarded: Ranges = ()  # tokens that a longer prompt has lost: it shares KV with its session alone
     given: list[int] = field(default_factory=list)  # that longer prompt, where it has lost some
@@ -174,7 +175,7 @@ class Shadow(Sequence):
         output = CompletionOutput(-1)
         params = replace(of.params, prompt_logprobs=None, logprobs=None)  # nobody reads them
         super().__init__(-1, params, 0, of.prompt, output, of.max_len, of.stop_tokens, of.salt)
-        self.of, self.tokens, self.outlived = of, of.tokens, True
+        self.of, self.tokens, self.outlived, self.priority = of, of.tokens, True, of.priority
         self._attempt = of.num_preemptions
 
     @property

@@ -18,7 +18,7 @@ from lamina.kv.error_budget import ErrorWatch
 from lamina.protocol.control import Drawn
 from lamina.protocol.options.sparsity import ErrorBudget, SparsityOptions
 
-from .blocks.newcomers import Batch
+from .blocks.newcomers import Batch, come_back
 from .blocks.relief import Relief
 from .checks import DENSE
 from .sequence import Sequence, Shadow
@@ -104,7 +104,7 @@ class Shadows:
                 for sequence in [s for s in reversed(batch.running) if self._outdated(s)]:
                     relief.preempt(batch, sequence)
                     self._rebuild(sequence)
-                    waiting.appendleft(sequence)
+                    come_back(waiting, sequence)
         for sequence in (*waiting, *(s for batch in batches for s in batch.running)):
             if isinstance(sequence, Shadow) and sequence.lost:
                 sequence.finish("abort")

@@ -36,9 +36,9 @@ def salt_of(key_id: bytes, cache_salt: str | None) -> bytes:
 
 
 def terms_of(key_id: bytes, salt: bytes, session: SessionName | None, body: Sampling) -> KVTerms:
-    """On which a request's KV is kept. ``key_id``, ``salt``: as of ``salt_of``; ``session``: of which it is a turn."""
+    """On which a request is taken. ``key_id``, ``salt``: as of ``salt_of``; ``session``: of which it is a turn."""
     key, options = body.prompt_cache_key, body.prompt_cache_options
     kin = hmac.digest(key_id, b"kin" + key.encode(errors="surrogatepass"), "sha256") if key else b""
     asked = (body.prompt_cache_retention, options.ttl if options else None)
     retention_s = max(RETENTIONS_S.get(each or "", 0.0) for each in asked)
-    return KVTerms(salt, session, kin, retention_s, ranges_of(body.kv_discard or ()))
+    return KVTerms(salt, session, kin, retention_s, ranges_of(body.kv_discard or ()), body.priority or 0)

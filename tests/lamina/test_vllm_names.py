@@ -162,7 +162,7 @@ def test_what_is_not_here_is_refused_by_name_where_it_asks_for_something(llm: LL
 
 
 @pytest.mark.parametrize("priority", [None, 1, [0, 2], (3, 1)])
-def test_a_priority_changes_nothing(llm: LLM, priority: Any) -> None:
+def test_a_priority_changes_no_token(llm: LLM, priority: Any) -> None:
     found = llm.generate([[1, 2], [3]], SamplingParams(max_tokens=3), priority=priority)
     assert [o.outputs[0].token_ids for o in found] == [continuation([1, 2], 3), continuation([3], 3)]
 

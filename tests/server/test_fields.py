@@ -41,7 +41,7 @@ def refused(path: str, body: dict[str, Any], service: Any = None) -> dict[str, A
         (COMPLETIONS, "reasoning_effort", "high", "reasoning_effort is not supported"),
         (CHAT, "whatever", None, "--allow-unknown-fields"),
         (CHAT, "x" * 5000, 1, "unknown field 'xxx"),
-        (COMPLETIONS, "priority", 1, "priority is not supported by this server: leave it out, or send 0"),
+        ("/tokenize", "priority", 1, "priority is not supported by this server: leave it out, or send 0"),
         (COMPLETIONS, "regex", "a+", "regex is not supported"),
         (COMPLETIONS, "json_schema", "{}", "json_schema is not supported"),
         (COMPLETIONS, "grammar", "root", "grammar is not supported"),

@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from lamina.engine.conversations.sessions import NOWHERE, POOL
@@ -94,6 +95,20 @@ def deal(running: Iterable[Sequence], num_batches: int) -> list[Batch]:
     for batch in batches:
         batch.running.sort(key=lambda s: s.request_id)  # the newest is preempted first
     return batches
+
+
+def line_up(waiting: deque[Sequence], sequence: Sequence) -> None:
+    """Have a new sequence wait, behind those with its priority."""
+    at = len(waiting)
+    while at and waiting[at - 1].priority > sequence.priority:
+        at -= 1
+    waiting.insert(at, sequence)
+
+
+def come_back(waiting: deque[Sequence], sequence: Sequence) -> None:
+    """Have one that ran wait again, before those with its priority."""
+    before = takewhile(lambda s: s.priority < sequence.priority, waiting)
+    waiting.insert(sum(1 for _ in before), sequence)
 
 
 def settle(batches: Several[Batch], kept: Iterable[Keep]) -> list[Sequence]:

@@ -24,7 +24,8 @@ class Relief:
         self._prefixes, self._prefill, self._swaps = prefixes, prefill, swaps
 
     def make_room(self, batch: Batch, picked: dict[Sequence, int], stuck: list[Sequence]) -> Sequence | None:
-        """Give up what is retained; else preempt the newest sequence of ``batch`` whose blocks help, which is returned.
+        """Give up what is retained; else preempt the newest sequence of ``batch`` whose blocks help, of those with the
+        highest number for a priority, which is returned.
         While K and V of that one are on their way, another of ``picked`` waits. ``stuck``: they are preempted first.
         """
         if stuck:
@@ -46,7 +47,7 @@ class Relief:
             batch.ops.append(self._prefixes.evict(number))
             return None
         newest = batch.running[::-1]  # and shadows before all others, whose answers depend on when they give way
-        newest.sort(key=lambda s: not isinstance(s, Shadow))
+        newest.sort(key=lambda s: (not isinstance(s, Shadow), -s.priority))
         victim = next(filter(helps, newest), batch.running[-1])
         if victim.num_prefilling or victim.num_loading:
             picked.popitem()

@@ -45,13 +45,15 @@ class ConductorRules:
 
 class KnownPrompt(NamedTuple):
     """``keys`` of its whole pages, of ``page`` tokens each but the last. The last token is in no match: it draws.
-    ``everywhere``: first tokens that no worker need compute.
+    ``everywhere``: first tokens that no worker need compute. ``priority``: it waits for nobody with a higher number but
+    the one that is being computed.
     """
 
     tokens: int
     keys: Sequence[bytes] = ()
     page: int = 1
     everywhere: int = 0
+    priority: int = 0
 
     def length(self, pages: int) -> int:
         """Tokens of its first so many pages."""
@@ -84,8 +86,8 @@ class Conductor:
         """
         held, ready = self.directory.held(prompt.keys), self.directory.ready(prompt.keys)
         workers = [
-            WorkerMatch(w, line.queue_s(now_s), max(prompt.everywhere, prompt.length(held[w])), prompt.length(ready[w]))
-            for w, line in enumerate(self._lines)
+            WorkerMatch(w, queue_s, max(prompt.everywhere, prompt.length(held[w])), prompt.length(ready[w]))
+            for w, queue_s in enumerate(line.queue_s(now_s, prompt.priority) for line in self._lines)
             if among is None or w in among
         ]
         return self._policy(
@@ -122,7 +124,7 @@ class Conductor:
         if choice.source != NOBODY:
             ready_s = now_s + self._transfer_s(choice.source, choice.moved, now_s)
             self._sends_until[choice.source] = ready_s
-        line.add(BookedPrompt(request, prompt.tokens, choice.prefill_s, ready_s), now_s)
+        line.add(BookedPrompt(request, prompt.tokens, choice.prefill_s, ready_s, prompt.priority), now_s)
         self._booked[request] = choice, prompt
         return self.directory.take(choice.worker, prompt.keys)
 

@@ -4,6 +4,7 @@ clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
@@ -16,31 +17,44 @@ class BookedPrompt:
     tokens: int
     prefill_s: float
     ready_s: float
+    priority: int = 0
     due_s: float = 0.0
 
 
 @dataclass
 class PromptLine:
-    """The prompts that wait for one worker, which computes them one after the other in the order of their arrival."""
+    """The prompts that wait for one worker, which computes them one after the other: those with the lowest number for a
+    priority first, in the order of their arrival.
+    """
 
     prompts: list[BookedPrompt] = field(default_factory=list)
     _begun_s: float | None = None  # of the first
 
-    def queue_s(self, now_s: float) -> float:
-        """Seconds until all prompts are computed. A first prompt that takes longer than foreseen counts as done at any
-        moment.
+    def queue_s(self, now_s: float, priority: float = math.inf) -> float:
+        """Seconds until all prompts are computed that come before a new one with such a priority. A first prompt that
+        takes longer than foreseen counts as done at any moment.
         """
         if not self.prompts:
             return 0.0
         if self.prompts[0].due_s < now_s:
             self._foresee(now_s)
-        return self.prompts[-1].due_s - now_s
+        ahead = self._ahead(priority)
+        return self.prompts[ahead - 1].due_s - now_s if ahead else 0.0
 
     def add(self, prompt: BookedPrompt, now_s: float) -> None:
-        """Put ``prompt`` at the end of the line."""
-        begin = now_s + self.queue_s(now_s)
+        """Put ``prompt`` into the line, behind those with its priority."""
+        begin, ahead = now_s + self.queue_s(now_s, prompt.priority), self._ahead(prompt.priority)
         prompt.due_s = max(begin, prompt.ready_s) + prompt.prefill_s
-        self.prompts.append(prompt)
+        self.prompts.insert(ahead, prompt)
+        if ahead < len(self.prompts) - 1:
+            self._foresee(now_s)
+
+    def _ahead(self, priority: float) -> int:
+        """How many come before a new one with such a priority."""
+        ahead, begun = len(self.prompts), int(self._begun_s is not None)
+        while ahead > begun and self.prompts[ahead - 1].priority > priority:
+            ahead -= 1
+        return ahead
 
     def begun(self, request: Hashable, now_s: float) -> None:
         """This one is being computed from now on, and is the first. Raises KeyError for a request that is not here."""

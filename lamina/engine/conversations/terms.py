@@ -1,4 +1,4 @@
-"""The terms on which a request's KV serves other requests."""
+"""The terms on which a request is taken: whom its KV serves, and when its turn is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class KVTerms(msgspec.Struct, frozen=True):
     """``salt``: it shares KV with requests of the same salt only. ``session``: it is the next turn of that one.
     ``kin``: where there is room it begins where others of its kin did; empty: it has none. ``retention_s``: its pages
     are not given up sooner behind its end, as long as others can be. ``discard``: tokens that it loses, and its session
-    for ever.
+    for ever. ``priority``: those with a lower number come first, whenever they have come.
     """
 
     salt: bytes = b""
@@ -20,6 +20,7 @@ class KVTerms(msgspec.Struct, frozen=True):
     kin: bytes = b""
     retention_s: float = 0.0
     discard: Ranges = ()
+    priority: int = 0
 
 
 PLAIN = KVTerms()

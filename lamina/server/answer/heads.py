@@ -40,6 +40,7 @@ def new_request(
         tokens_as_ids=tokens_as_ids if body.return_tokens_as_token_ids is None else body.return_tokens_as_token_ids,
         token_ids=bool(body.return_token_ids),
         salt=salt,
+        priority=body.priority or 0,
     )
 
 

@@ -45,6 +45,7 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
     tokens_as_ids: bool = False  # log-probabilities name tokens by their numbers
     token_ids: bool = False  # the answer has them too
     salt: bytes = b""  # it shares KV with requests of the same salt only
+    priority: int = 0
 
 
 class Grown(msgspec.Struct, frozen=True, tag="grown"):

@@ -67,7 +67,7 @@ async def _compute(service: Service, entry: Entry) -> bool:
     feed, client = ReplyFeed(), service.client
     ticket = service.admission.enter_again(sum(map(entry.open_of, entry.keys)))
     try:
-        terms = KVTerms(entry.accepted.salt)
+        terms = KVTerms(entry.accepted.salt, priority=entry.accepted.priority)
         for number, key in enumerate(entry.keys):
             if entry.open_of(key):
                 ids, params = entry.prompts[number].ids, entry.params_of(number)

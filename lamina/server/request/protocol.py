@@ -93,6 +93,7 @@ class Sampling(Strict):
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     session_id: str | None = None  # the next turn of that session
     kv_discard: Annotated[list[list[Int]], Field(max_length=64), AfterValidator(_ranges)] | None = None
+    priority: Int | None = None  # lower numbers come first; default: 0
     prompt_cache_key: str | None = Field(None, max_length=1024)  # begins where others with this key did, if it can
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None  # how long KV is kept at least
     prompt_cache_options: PromptCacheOptions | None = None

@@ -61,10 +61,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "return_token_strs": (False,),
     "return_hidden_states": (False,),
-    "priority": (0,),
     "lora_path": ("",),
     "verbosity": ("medium",),
     # of one endpoint, in a request to another
+    "priority": (0,),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
     "best_of": (1,),

@@ -1,0 +1,79 @@
+"""Who waits with a lower number comes first: in the queue, behind a preemption, in the Conductor's forecast."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from fake_wire import make_engine, run
+from scheduled import make
+
+from lamina.engine.blocks.newcomers import come_back, line_up
+from lamina.engine.conductor import KnownPrompt
+from lamina.engine.conductor.choice import WorkerMatch
+from lamina.engine.conductor.lines import BookedPrompt, PromptLine
+from lamina.engine.conversations.terms import KVTerms
+from lamina.engine.promises import Promises
+from lamina.engine.sequence import Sequence
+from lamina.request import SamplingParams
+
+
+def waiting(number: int, priority: int) -> Sequence:
+    sequence = make(number, 4, 4)
+    sequence.priority = priority
+    return sequence
+
+
+def test_the_queue_is_in_the_order_of_priorities_and_then_of_arrival() -> None:
+    line = deque[Sequence]()
+    for number, priority in enumerate((1, 0, 1, -3, 0)):
+        line_up(line, waiting(number, priority))
+    assert [s.request_id for s in line] == [3, 1, 4, 0, 2]
+    come_back(line, waiting(5, 0))
+    come_back(line, waiting(6, 1))
+    come_back(line, waiting(7, 9))
+    assert [s.request_id for s in line] == [3, 5, 1, 4, 6, 0, 2, 7]
+
+
+def test_the_engine_serves_in_that_order() -> None:
+    engine = make_engine(max_num_seqs=1)
+    numbers = [engine.add([n], SamplingParams(max_tokens=3), terms=KVTerms(priority=-n)) for n in range(1, 5)]
+    order = []
+    while engine.has_work:
+        order += [output.request_id for output in engine.step() if output.finished]
+    assert order == numbers[::-1]
+
+
+def test_who_came_first_by_priority_keeps_its_kv() -> None:
+    """Blocks for two of three: the one with the highest number gives way, though it is the oldest."""
+    engine = make_engine(max_num_seqs=8)
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    numbers = [engine.add([5, n], params, terms=KVTerms(priority=p)) for n, p in enumerate((7, 0, 0))]
+    done = run(engine)
+    assert engine.scheduler.num_preemptions > 0
+    assert done[numbers[0]].num_preemptions == engine.scheduler.num_preemptions
+
+
+def test_a_forecast_knows_whom_a_prompt_overtakes() -> None:
+    line = PromptLine()
+    for number, priority in enumerate((1, 1, 0)):
+        line.add(BookedPrompt(number, 100, 2.0, 0.0, priority), 0.0)
+    assert [line.queue_s(0.0, p) for p in (-1, 0, 1)] == [0.0, 2.0, 6.0]
+    assert [p.request for p in line.prompts] == [2, 0, 1]
+    assert [p.due_s for p in line.prompts] == [2.0, 4.0, 6.0]
+    line.begun(0, 0.0)
+    assert [line.queue_s(0.0, p) for p in (-1, 0, 1)] == [2.0, 4.0, 6.0], "who is computed is not overtaken"
+
+
+@pytest.mark.parametrize(("priority", "queue_s"), [(0, 50.0), (-1, 0.0)])
+def test_the_conductor_asks_for_the_line_before_a_prompt(
+    priority: int, queue_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promises = Promises(1)
+    promises.conductor.fit.law = promises.conductor.fit.law._replace(b=1.0)
+    promises.expect(make(0, 50, 5))
+    seen = list[WorkerMatch]()
+    choose = promises.conductor._policy
+    monkeypatch.setattr(promises.conductor, "_policy", lambda asked: seen.extend(asked.workers) or choose(asked))
+    promises.conductor.choose(KnownPrompt(10, priority=priority), 0.0)
+    assert [at.queue_s for at in seen] == [queue_s]
