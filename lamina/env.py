@@ -10,6 +10,7 @@ from lamina.netstack.contract.key import KEY, KEY_FILE
 from lamina.netstack.contract.key import cluster_key as given_key
 
 LEASE_BYTES = "LAMINA_LEASE_BYTES"
+LEASE_METER = "LAMINA_LEASE_METER"
 # name -> what it is for; where a flag says the same, the flag wins
 VARIABLES = {
     KEY: "the key that peers of a cluster share, hexadecimal, 16 bytes or more; default: a fresh one for each run",
@@ -31,6 +32,7 @@ VARIABLES = {
     "LAMINA_LIBNVRTC": "the library that compiles CUDA kernels, where it is not found by its name",
     "LAMINA_CACHE": "folder of captures kept from one start to the next; empty: none; default: ~/.cache/lamina",
     LEASE_BYTES: "set by `lend` for its guests: the most KV memory that one may take",
+    LEASE_METER: "set by `lend` for its guests: a descriptor of what one has read of it",
     "LAMINA_TRIPWIRE": "set by `drill` for its server: the file by which it ends a worker at a message of a kind",
     "LAMINA_BENCH_LIFE_LINE": "set by `bench` for the servers that it starts: a descriptor that ends with it",
 }
@@ -39,6 +41,11 @@ VARIABLES = {
 def lease_bytes(environ: Mapping[str, str] = os.environ) -> int:
     """The most KV memory that this process may take, as it was lent; 0 = it is nobody's guest."""
     return int(environ.get(LEASE_BYTES, 0))
+
+
+def lease_meter(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The descriptor by which this process tells how much it has read; None = it is nobody's guest."""
+    return int(environ[LEASE_METER]) if LEASE_METER in environ else None
 
 
 def cluster_key(environ: Mapping[str, str] = os.environ) -> bytes:

@@ -4,9 +4,10 @@ Instances of 40 blocks each lend and borrow by the shipped policy, on a virtual 
 (lamina.sim.lending). Requests come by chance, most of few blocks, some of more than an instance has. A request goes on
 as fast as its instance does, and that is slower by the part of its data that is on loan, times how much slower a
 creditor's link is. Data of requests that end is freed where it lies. Prints requests a second and the part on loan,
-with and without settlements; --write appends a line for each to perf/results/model_lending.jsonl.
+with and without settlements, and where instead nobody lends who borrows, so that there are no circles; --write appends
+a line for each to perf/results/model_lending.jsonl.
 
-    python perf/model_lending.py --write        # a quarter of a minute of CPU
+    python perf/model_lending.py --write        # half a minute of CPU
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common import record
 
@@ -101,9 +102,13 @@ def main() -> None:
     args = parser.parse_args()
     of = LendingScenario(args.seed, args.instances, cap=40, debtor_cap=40, drift=0.0, delay_s=0.005, beat_s=0.5)
     for slower in (1.0, 3.0):
-        for settles in (False, True):
-            rate, share, settled = LendingTraffic(of, args.arrivals, settles=settles, slower=slower).run()
-            settings = {"arrivals": args.arrivals, "instances": args.instances, "slower": slower, "settles": settles}
+        for settles, one_way in ((False, False), (True, False), (False, True)):
+            played = replace(of, one_way=one_way)
+            rate, share, settled = LendingTraffic(played, args.arrivals, settles=settles, slower=slower).run()
+            settings = {
+                "arrivals": args.arrivals, "instances": args.instances, "seed": args.seed, "slower": slower,
+                "settles": settles, "one_way": one_way,
+            }  # fmt: skip
             result = {"requests_per_s": round(rate, 4), "on_loan": round(share, 4), "settled_blocks": settled}
             print(record("model_lending", settings, result, write=args.write), flush=True)
 

@@ -32,20 +32,22 @@ def share(first: int, instances: int) -> Counter[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10_000, help=f"in shares of {SHARE} (10000)")
+    parser.add_argument("--first", type=int, default=0, help="seed, so that many can be tried in pieces (0)")
     parser.add_argument("--instances", type=int, default=0, help="of each world; 0 = 2 to 8, by the seed")
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
     parser.add_argument("--write", action="store_true", help="append to the results")
     args = parser.parse_args()
     counts: Counter[str] = Counter()
     began = time.monotonic()
-    firsts = range(0, args.seeds, SHARE)
+    firsts = range(args.first, args.first + args.seeds, SHARE)
     with ProcessPoolExecutor(args.jobs) as pool:
         for done, of in enumerate(pool.map(share, firsts, [args.instances] * len(firsts)), 1):
             counts.update(of)
             if done % 20 == 0:
                 print(f"{done * SHARE} seeds in {time.monotonic() - began:.0f} s: {dict(counts)}", flush=True)
     result = {"seeds": len(firsts) * SHARE, "failed": 0, "instances": args.instances or "2 to 8", **counts}
-    print(record("simulate_lending", {"seeds": args.seeds, "instances": args.instances}, result, write=args.write))
+    settings = {"first": args.first, "seeds": args.seeds, "instances": args.instances}
+    print(record("simulate_lending", settings, result, write=args.write))
 
 
 if __name__ == "__main__":

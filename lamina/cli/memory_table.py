@@ -188,7 +188,7 @@ def _memory(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> W
     from lamina.compute.capacity import attention_bytes, choose_kv_bytes
 
     worker = index // config.topology.tensor_parallel_size
-    kv_bytes = config.devices.kv_bytes() or choose_kv_bytes(
+    kv_bytes = config.topology.pool_bytes(config.devices.kv_bytes()) or choose_kv_bytes(
         facts.layers,
         facts.partition,
         worker,

@@ -133,9 +133,11 @@ def _memory_text(model: str, config: EngineConfig) -> str:
     if not any(lent):
         return memory_text(workers, free)
     told = f"  one sequence: {max(lent):,} tokens at home, {sum(lent):,} with what others lend"
-    topology, own = config.topology, config.devices.kv_bytes() * config.topology.memory_workers
-    if topology.borrow and own:
-        told += f", {int(sum(lent) * (1 + topology.borrow_bytes / own)):,} with --borrow {topology.borrow}"
+    topology, asked = config.topology, config.devices.kv_bytes()
+    if topology.on_loan and asked:
+        more = topology.more_bytes(asked) / (asked * topology.memory_workers - topology.lent_bytes(asked))
+        by = f"--borrow {topology.borrow}" if topology.borrow else "what is lent, once it is back"
+        told += f", {int(sum(lent) * (1 + more)):,} with {by}"
     return "\n".join([memory_text(workers, free), told])
 
 

@@ -200,8 +200,8 @@ class ComputeServer(ModelServer):
             else:
                 direct = self._layer_path(kernels=can_be_direct(channel, self.staging)) is LayerPath.DEVICE
                 bounds.append(self._bind_next(links[-1], self._bind(meeting, worker, direct=direct), bounds))
-        own = sum(b.kv_bytes for b in bounds)
-        check_longest(bounds, cut.max_len, start.kv.block_size, own, start.topology.borrow_bytes)
+        own, more = sum(b.kv_bytes for b in bounds), start.topology.more_bytes(start.devices.kv_bytes())
+        check_longest(bounds, cut.max_len, start.kv.block_size, own, more)
         path = self._layer_path(kernels=all(bound.direct for bound in bounds))
         wires = open_wires(connects, bounds, self.staging, start.deadlines.step_timeout_s, path)
         if ring and start.number + 1 < start.topology.replicas:
@@ -238,7 +238,8 @@ class ComputeServer(ModelServer):
 
     def _bind(self, meeting: Connect, worker: int, *, direct: bool = False) -> Bind:
         start, cut = self.start, self._cut
-        asked = meeting.kv_bytes[worker] if meeting.kv_bytes else start.devices.kv_bytes()
+        pool = start.topology.pool_bytes(start.devices.kv_bytes())
+        asked = meeting.kv_bytes[worker] if meeting.kv_bytes else pool
         replicas, prefill_workers = start.topology.replicas, start.topology.prefill_workers
         wanted = partial(
             choose_kv_bytes,

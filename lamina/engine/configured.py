@@ -94,7 +94,7 @@ def scheduler_of(
         swaps=_swaps(config, tier),
         evictions=_evictions(config, info),
         shadows=Shadows(config.kv, budget) if budget else None,
-        homes=topology.memory_workers if topology.borrow else 0,
+        homes=topology.memory_workers if topology.on_loan else 0,
         view=info.view,
     )
     promises.pooled = scheduler.prefixes.length_of

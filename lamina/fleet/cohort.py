@@ -154,7 +154,7 @@ class Cohort:
 
     def may_have(self, count: int, stay: Sequence[int] = ()) -> bool:
         """Whether there may be so many memory workers from now on. ``stay``: of those that there are, in this order."""
-        launcher = None if self._one_process or self._config.topology.borrow else self._launcher
+        launcher = None if self._one_process or self._config.topology.on_loan else self._launcher
         if launcher is not None and stay:
             launcher.keep("memory", stay)
         return launcher is None or launcher.grow("memory", count)

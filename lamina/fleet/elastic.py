@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -70,6 +71,9 @@ class Elastic:
         """``free``: bytes that this host could give to processes."""
         self._config, self._members, self._cohort = config, members, cohort
         self._clock, self._free = clock, free
+        self._more = config.topology.more_bytes(config.devices.kv_bytes())
+        self.moved = Counter[str]()  # bytes of KV, by the reason of changes
+        self._reason = ""  # of the change that was begun last
         self._change: Change | None = None  # asked for, and not under way yet
         self._going: list[int] = []  # memory workers, by that change
         self._leaving: list[Member] = []  # the same of the change that is under way
@@ -87,8 +91,9 @@ class Elastic:
         Raises ValueError where they cannot be, NotInPlaceError.
         """
         topology, binds = self._cohort.topology, self._cohort.binds
-        if topology.borrow:
-            raise ValueError("--borrow: memory workers come and go by what is lent, and nobody scales them beside that")
+        if topology.on_loan:
+            name = "--borrow" if topology.borrow else "--lend"
+            raise ValueError(f"{name}: memory workers come and go by what is lent, and nobody scales them beside that")
         self._check_in_place()
         if count < 1 or count % topology.tensor_parallel_size:
             raise ValueError(
@@ -118,10 +123,16 @@ class Elastic:
         wanted = structs.replace(cohort.topology, memory_workers=len(kv_bytes))
         made = self._binds_of(wanted, 0, bind, 0, 0)
         binds = [structs.replace(each, kv_bytes=n) for each, n in zip(made, kv_bytes, strict=True)]
-        return Change(wanted, [binds], together(bounds_of(binds, wanted.borrow_bytes)))
+        return Change(wanted, [binds], together(bounds_of(binds, self._more)))
 
     def begin(
-        self, change: Change, leaving: Sequence[int] = (), coming: Sequence[Member] = (), *, told: bool = True
+        self,
+        change: Change,
+        leaving: Sequence[int] = (),
+        coming: Sequence[Member] = (),
+        *,
+        told: bool = True,
+        reason: str = "scale",
     ) -> None:
         """Start who is to come; nobody waits for them. ``leaving``: memory workers that go, else the last ones do;
         where as many are to be as there are, others come in their places. ``coming``: who has been started already.
@@ -137,7 +148,7 @@ class Elastic:
         most = len(there) + len(fresh) if count == len(there) else max(count, len(there))
         if not self._cohort.may_have(most):  # who is to go may die, and be replaced, before
             raise NotInPlaceError("its launcher starts no more workers while others run")
-        self._change, self._going, self._told = change, gone, told
+        self._change, self._going, self._told, self._reason = change, gone, told, reason
         self._deadline = self._clock() + self._config.deadlines.start_timeout_s
         try:
             self._coming = dict.fromkeys(coming, "")
@@ -253,6 +264,7 @@ class Elastic:
         """All have met anew."""
         if self._paused_at:
             changed = Changed("", self._clock() - self._paused_at, self._moved_bytes)
+            self.moved[self._reason] += changed.moved_bytes
             log.info("KV has moved: %d bytes, %.3f s", changed.moved_bytes, changed.pause_s)
             self._outcome, self._paused_at = changed if self._told else None, 0.0
 

@@ -31,7 +31,7 @@ class Notices:
                 continue
             try:
                 count = len(self._members.memory)
-                self._elastic.begin(self._elastic.plan(count, [worker]), [worker], told=False)
+                self._elastic.begin(self._elastic.plan(count, [worker]), [worker], told=False, reason="leave")
             except (ValueError, OSError) as error:
                 log.warning("%s is to end, and keeps its KV until it ends: %s", member.name, error)
                 continue

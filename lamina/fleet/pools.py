@@ -74,7 +74,7 @@ class Pools:
         self._expect_nothing()
         try:
             with self._or_end():
-                if config.topology.borrow:  # whose ledger may not be there
+                if config.topology.on_loan:  # whose ledger may not be there
                     from .lending.borrower import open_borrower
 
                     self.borrower = open_borrower(config, self._members, self._cohort, self.elastic)

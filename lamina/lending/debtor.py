@@ -108,6 +108,15 @@ class Debtor:
         """Borrowed, all together."""
         return sum(b.blocks for b in self.loans.values())
 
+    @property
+    def seeks(self) -> bool:
+        """Whether it may get more than it has."""
+        return self.wanted > 0 or self._search is not None
+
+    def blocks_of(self, creditor: str) -> int:
+        """Borrowed of this one."""
+        return sum(b.blocks for b in self.loans.values() if b.creditor == creditor)
+
     def owed_to(self, creditor: str) -> int:
         """Blocks of its leases that go on."""
         return sum(b.blocks for b in self.loans.values() if b.creditor == creditor and not b.recalled)
@@ -150,6 +159,14 @@ class Debtor:
                 if self._settling is not None and self._settling.order.settlement == message.settlement:
                     self._settling = None
         return []
+
+    def ask(self, creditor: str, address: str, blocks: int, now: float) -> list[Outgoing]:
+        """One creditor that it knows, and nobody else: its own. Nothing while it searches for others, or is frozen."""
+        if self._search is not None or self.frozen_until(now):
+            return []
+        self.addresses[creditor] = address
+        self._search = _Search(self._count(), blocks, now, deque([Candidate(creditor, address, blocks)]))
+        return self._next_ask(self._search, now)
 
     def give_back(self, creditor: str, lease: int, left: int) -> list[Outgoing]:
         """Keep ``left`` blocks of a lease; 0 ends it."""

@@ -1,14 +1,21 @@
 """What a memory worker that is on loan does not do for its debtor, who may be anybody that holds the cluster's key: it
-takes no more memory than was lent, keeps nothing outside of its pool, and has no devices.
+takes no more memory than was lent, keeps nothing outside of its pool, and has no devices. It tells its host how much
+it reads.
 
 Whoever is nobody's guest may do all of it.
 """
 
 from __future__ import annotations
 
-from lamina.env import lease_bytes
+import os
+import struct
+import threading
+from collections.abc import Callable
+
+from lamina.env import lease_bytes, lease_meter
 from lamina.netstack import Reception
 
+METER_S = 0.5
 MOST_CHANNELS = 32
 MOST_INBOX_BYTES = 256 << 20  # of a channel, both directions together
 
@@ -30,3 +37,18 @@ def reception(name: str) -> Reception:
     if not lease_bytes():
         return Reception(name=name)
     return Reception(name=name, inbox_bytes=MOST_INBOX_BYTES, channels=MOST_CHANNELS)
+
+
+def tell_reads(stats: Callable[[], dict[str, float]]) -> None:
+    """From now on, on a thread of its own, as long as this process lives: the bytes of K and V that attention has
+    read, a float in the file that its creditor has given. Who is nobody's guest tells nothing.
+    """
+    if (meter := lease_meter()) is None:
+        return
+
+    def tell() -> None:
+        never = threading.Event()
+        while not never.wait(METER_S):
+            os.pwrite(meter, struct.pack("<d", stats()["stored_bytes"]), 0)
+
+    threading.Thread(target=tell, name="lamina-lease-meter", daemon=True).start()

@@ -38,7 +38,7 @@ from lamina.workers.service import WorkerService
 from lamina.workers.surroundings import HERE, Surroundings
 from lamina.workers.view import ViewDoor
 
-from .lease import check_within, reception
+from .lease import check_within, reception, tell_reads
 
 if TYPE_CHECKING:
     from .worker import MemoryWorker
@@ -92,6 +92,7 @@ class MemoryServer:
             if listener is not None:
                 service.link.send(MemoryReady(url=listener.url))
                 worker = Background(self._loaded, "lamina-import").result()
+                tell_reads(worker.stats)
                 self._set_threads()
                 door = ViewDoor(listener)
                 while isinstance(order := service.next(block=True), Connect | Halt | MakeRoom | Recut):

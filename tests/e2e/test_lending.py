@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lamina.config import make_config
 from lamina.fleet.cohort import Cohort
 from lamina.fleet.lending.ledger_service import LedgerService
 from lamina.fleet.lending.lend_service import LendService
+from lamina.fleet.lending.loan_links import LoanLinks
 from lamina.lending.creditor import LendingTerms
 
 KEY = "ab" * 32
@@ -35,12 +37,12 @@ class Lent:
 
     def __init__(self, path: str, stack: ExitStack) -> None:
         self._stack, self._over = stack, threading.Event()
-        self._ledger = LedgerService(HERE, bytes.fromhex(KEY))
-        self._run(self._ledger)
+        self.path, self.ledger = path, LedgerService(HERE, bytes.fromhex(KEY))
+        self._run(self.ledger)
         self.creditors = [self._creditor(name) for name in ("c1", "c2")]
         with LLM(path, transport="loopback", memory_workers=1, kv_memory="8MB", **TINY) as llm:
             self.large = told(llm, [LONG, SHORT])
-        borrowing = {"borrow": "4MiB", "ledger": self._ledger.address, "borrow_wait_s": 30.0}
+        borrowing = {"borrow": "4MiB", "ledger": self.ledger.address, "borrow_wait_s": 30.0}
         self.llm: LLM = stack.enter_context(LLM(path, transport="shm", **SPILL, **borrowing, **TINY))
 
     def _run(self, service: Any) -> None:
@@ -51,7 +53,7 @@ class Lent:
         self._stack.callback(self._over.set)
 
     def _creditor(self, name: str) -> LendService:
-        place = "127.0.0.1", int(self._ledger.address.rpartition(":")[2])
+        place = "127.0.0.1", int(self.ledger.address.rpartition(":")[2])
         service = LendService(HERE, place, bytes.fromhex(KEY), name, 1, LendingTerms(1, 1), threads=1)
         self._run(service)
         return service
@@ -85,6 +87,8 @@ def test_a_prompt_of_more_than_there_is_has_a_large_ones_bits(lent: Lent) -> Non
     guest = stats["memory-2"]
     assert guest["stored_bytes"] > 0, "a creditor attends what it holds"
     assert guest["bytes_sent"] < guest["stored_bytes"] / 4, "and returns results, not K and V"
+    processes = [g for s in lent.creditors for g in s._guests.values()]
+    until(lambda: any(g.read_bytes > 0 for g in processes), "its host does not know how much it reads")
 
 
 @pytest.mark.parametrize("end", ["recalled", "killed"])
@@ -112,6 +116,45 @@ def test_what_is_not_needed_goes_back(lent: Lent) -> None:
         threading.Event().wait(0.02)
     assert all(s.creditor.free == 1 for s in lent.creditors)
     assert told(lent.llm, [SHORT]) == lent.large[1:], "and short ones need none"
+
+
+def until(true: Callable[[], Any], what: str) -> Any:
+    for _ in range(6000):
+        if value := true():
+            return value
+        threading.Event().wait(0.01)
+    pytest.fail(what)
+
+
+def test_what_an_engine_lends_comes_back_as_it_is_needed(lent: Lent) -> None:
+    """Another deployment has its region, two blocks; the prompt that needs it waits until it has been given back."""
+    lending = {"lend": 0.8425, "kv_memory": "1400KB", "ledger": lent.ledger.address}
+    with LLM(lent.path, transport="shm", **{**SPILL, **lending}, **TINY) as llm, ExitStack() as stack:
+        borrower = llm.pools.borrower
+        assert borrower is not None
+        assert borrower._own is not None
+        service = borrower._own.service
+        place = "127.0.0.1", int(lent.ledger.address.rpartition(":")[2])
+        debtor = LoanLinks(place, bytes.fromhex(KEY), "d", socket.gethostname())
+        stack.callback(debtor.close)
+        until(lambda: service.name in lent.ledger._ledger.entries, "it does not tell what it would lend")
+        debtor.want(2)
+        until(lambda: debtor.arrived, "it lends nothing")
+        guest = debtor.arrived.popleft()
+        assert borrower.lent == {"d": 2 << 20}
+
+        def heed() -> None:
+            until(lambda: guest.recalled, "it wants nothing back")
+            debtor.give_back(guest)
+
+        heeding = threading.Thread(target=heed)
+        heeding.start()
+        assert told(llm, [LONG, SHORT]) == lent.large
+        heeding.join()
+        assert set(service.lent) == {service.name}, "what it lacked has come back"
+        until(lambda: (llm.engine.look(), not service.lent)[1], "it keeps what it does not need")
+        debtor.want(1)
+        until(lambda: debtor.arrived, "it is not lent again")
 
 
 def test_without_a_creditor_a_request_ends_in_time(lent: Lent) -> None:
@@ -148,6 +191,11 @@ def test_a_ledger_that_is_not_there_is_one_line_before_anything_starts(
         ({"borrow": "1GB", "ledger": "a:1", "partition": "token"}, "--borrow needs --partition spill"),
         ({"borrow": "1GB", "ledger": "a:1", "memory_workers": 1}, "--borrow needs --memory-workers 2"),
         ({"borrow": "1GB", "ledger": "a:1", "transport": "loopback"}, "--borrow needs --transport shm or tcp"),
+        ({"lend": 0.5}, "--lend needs --ledger"),
+        ({"lend": 1.5, "ledger": "a:1"}, "--lend must be at most 0.9"),
+        ({"lend": 0.5, "ledger": "a:1", "kv_memory": "auto"}, "--lend needs --kv-memory SIZE"),
+        ({"lend": 0.5, "ledger": "a:1", "lend_address": "here"}, "--lend-address must be HOST:PORT"),
+        ({"borrow": "1GB", "ledger": "a:1", "lend_gbps": 8.0}, "--lend-gbps needs --lend"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], words: str) -> None:

@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lease-s", type=float, default=10.0, metavar="S", help="of a loan that is not renewed (10)")
     add("--threads", type=int, default=0, metavar="N", help="of each guest's attention; 0 = all cores (0)")
     add("--lend-cores", type=float, default=math.inf, metavar="N", help="no new loan while guests use more (no limit)")
+    add("--lend-gbps", type=float, default=math.inf, metavar="N",
+        help="no new loan while guests read more gigabits of K and V in a second (no limit)")  # fmt: skip
     add("--dry-run", action="store_true", help="check the flags, say what would be lent, and exit")
 
 
@@ -39,8 +41,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--lease-s must be 1 to 3600 seconds, not {args.lease_s:g}")
     if not 0 <= args.threads <= 1024:
         raise ValueError(f"--threads must be 0 to 1024, not {args.threads}")
-    if not args.lend_cores > 0.0:
-        raise ValueError(f"--lend-cores must be above 0, not {args.lend_cores:g}")
+    for name, value in (("--lend-cores", args.lend_cores), ("--lend-gbps", args.lend_gbps)):
+        if not value > 0.0:
+            raise ValueError(f"{name} must be above 0, not {value:g}")
     free = free_bytes()
     nbytes = parse_size(args.lend_memory, "--lend-memory") if args.lend_memory else int(args.lend * free)
     if nbytes > free:
@@ -57,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     terms = LendingTerms(blocks, min(cap, blocks), args.lease_s, place=args.place or host)
     name = f"lend-{host[:24]}-{secrets.token_hex(4)}"
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
-    service = LendService(at, ledger, key, name, blocks, terms, threads=args.threads, most_cores=args.lend_cores)
+    budget = {"most_cores": args.lend_cores, "most_gbps": args.lend_gbps}
+    service = LendService(at, ledger, key, name, blocks, terms, threads=args.threads, **budget)
     try:
         print(f"{name} lends {blocks} MiB at {service.address}", flush=True)
         service.serve(threading.Event())

@@ -236,7 +236,7 @@ def spawn(
 
 
 def supervised(
-    role: str, sock: socket.socket, keys: bytes, threads: int, **env: str
+    role: str, sock: socket.socket, keys: bytes, threads: int, fds: Sequence[int] = (), **env: str
 ) -> tuple[subprocess.Popen[bytes], int]:
     """A worker's process with its control link to a driver elsewhere, and its life line: that ends with this process,
     however that ends. Raises OSError where this host starts no more processes.
@@ -245,7 +245,7 @@ def supervised(
     with suppress(BrokenPipeError):
         os.write(life_line, keys)
     try:
-        return spawn(role, sock, threads, ["--life-line-fd", str(theirs)], [theirs], **env), life_line
+        return spawn(role, sock, threads, ["--life-line-fd", str(theirs)], [theirs, *fds], **env), life_line
     except OSError:
         os.close(life_line)
         raise

@@ -1,5 +1,6 @@
-"""How an engine borrows: what its scheduler lacks is asked for, what comes joins as one more memory worker, on which no
-sequence begins, and goes again when it is not needed, is wanted back, or is lost.
+"""How an engine borrows, first of what it lends itself (``--lend``): what its scheduler lacks is asked for, what comes
+joins as one more memory worker, on which no sequence begins, and goes again when it is not needed, is wanted
+back, or is lost.
 
 Who comes and goes does so by the same change of the view as an operator's workers (fleet/elastic.py): KV moves, nothing
 is loaded. In the place of a guest that dies a worker of this host stands until the next change, which lets it go.
@@ -26,6 +27,7 @@ from lamina.protocol.options.engine import EngineConfig
 from .lend_service import BLOCK_BYTES
 from .links import key_of, parse_place
 from .loan_links import GuestWorker, LoanLinks
+from .own_lending import OwnLending, overload
 
 if TYPE_CHECKING:
     from lamina.engine.engine import Engine
@@ -42,10 +44,18 @@ class Borrower:
     """``tend`` is for the engine's thread, between steps."""
 
     def __init__(
-        self, config: EngineConfig, members: Members, cohort: Cohort, elastic: Elastic, links: LoanLinks
+        self,
+        config: EngineConfig,
+        members: Members,
+        cohort: Cohort,
+        elastic: Elastic,
+        links: LoanLinks,
+        own: OwnLending | None = None,
     ) -> None:
+        """``own``: what this engine lends itself, of which it borrows first."""
+        self._own = own
         self._members, self._cohort, self._elastic, self._links = members, cohort, elastic, links
-        self._most = config.topology.borrow_bytes // BLOCK_BYTES
+        self._most = config.topology.borrow_bytes // BLOCK_BYTES  # of others
         self._homes, self._wait_s = config.topology.memory_workers, config.launching.borrow_wait_s
         self._engine: Engine | None = None
         self._looked = self._asked = self._stranded = 0.0
@@ -91,15 +101,22 @@ class Borrower:
         if self._elastic.under_way:
             return
         if (gone := next((i for i, m in enumerate(self._members.memory) if self._must_go(i, m)), -1)) >= 0:
-            self._let_go(gone)
+            self._let_go(gone, "recall")
         elif self._links.arrived:
             self._take_in([self._links.arrived.popleft() for _ in range(len(self._links.arrived))])
         else:
             self._ask(now)
 
+    @property
+    def lent(self) -> dict[str, int] | None:
+        """Bytes of this deployment by who has them, itself too; None where it lends none."""
+        return self._own.lent if self._own is not None else None
+
     def close(self) -> None:
-        """Give all back."""
+        """Give all back, and lend nothing more."""
         self._links.close()
+        if self._own is not None:
+            self._own.close()
 
     def _must_go(self, index: int, member: Member) -> bool:
         handle = member.handle
@@ -116,7 +133,7 @@ class Borrower:
                 members.append(self._members.prepare(guest, on_loan=True))
                 with suppress(LinkClosedError):  # its end is noticed as it is to take its place
                     members[-1].link.send(self._cohort.adopt(guest, guest.key))
-            self._elastic.begin(change, coming=members)
+            self._elastic.begin(change, coming=members, reason="borrow")
         except (ValueError, OSError) as error:
             log.warning("what others lend is of no use: %s", error)
             for guest in guests:
@@ -132,26 +149,42 @@ class Borrower:
             return False
         return True
 
-    def _let_go(self, index: int) -> None:
+    def _let_go(self, index: int, reason: str) -> None:
         try:
-            self._elastic.begin(self._elastic.plan_loans([], [index]), [index])
+            self._elastic.begin(self._elastic.plan_loans([], [index]), [index], reason=reason)
         except (ValueError, OSError) as error:
             log.warning("memory worker %d stays: %s", index, error)
 
     def _ask(self, now: float) -> None:
-        """For what the first one in line lacks; what was borrowed and is not needed goes back after a while."""
+        """For what the first one in line lacks, of others once it has all of its own; what was borrowed and is not
+        needed goes back after a while.
+        """
+        assert self._engine is not None
         lacking, guests = self._lacking(), len(self._members.memory) - self._homes
-        there = sum(self._cohort.kv_bytes[0][self._homes :]) // BLOCK_BYTES
-        coming = self._links.borrowed - there
-        self._links.want(min(lacking, self._most - there) if coming <= 0 else 0)
+        if self._own is not None:  # whoever borrows lends nothing: so no debts go round in a circle
+            borrows = "it borrows itself" if lacking or self._links.seeks else ""
+            self._own.needs = borrows or overload(self._engine.promises.counts())
+        coming = self._links.borrowed - sum(self._cohort.kv_bytes[0][self._homes :]) // BLOCK_BYTES
+        wanted = lacking if coming <= 0 else 0
+        if own := min(wanted, self._links.own_left):
+            self._links.reclaim(own)
+        self._links.want(0 if own else min(wanted, self._most - self._links.of_others))
         if lacking or not guests or coming > 0:
             self._unused = None
         elif self._unused is None:
             self._unused = now
         elif now - self._unused > UNUSED_S:
-            self._unused = now
-            if self._fits_without(self._homes + guests - 1):
-                self._let_go(self._homes + guests - 1)
+            self._unused, last = now, self._first_to_go()
+            if self._fits_without(last):
+                self._let_go(last, "return")
+
+    def _first_to_go(self) -> int:
+        """Of the guests: those of others before its own, the last one that came."""
+        handles = [member.handle for member in self._members.memory[self._homes :]]
+        others = [
+            i for i, h in enumerate(handles) if isinstance(h, GuestWorker) and h.loan.creditor != self._links.name
+        ]
+        return self._homes + (others or range(len(handles)))[-1]
 
     def _fits_without(self, index: int) -> bool:
         assert self._engine is not None
@@ -183,7 +216,14 @@ class Borrower:
 
 def open_borrower(config: EngineConfig, members: Members, cohort: Cohort, elastic: Elastic) -> Borrower:
     """Raises ValueError, OSError where there is no ledger, or it refuses this process."""
-    key, host = key_of("--borrow"), socket.gethostname()
+    key, host = key_of("--borrow" if config.topology.borrow else "--lend"), socket.gethostname()
     ledger = parse_place(config.launching.ledger, "--ledger")
     name = f"engine-{host[:16]}-{secrets.token_hex(4)}"
-    return Borrower(config, members, cohort, elastic, LoanLinks(ledger, key, name, host))
+    own = OwnLending(config, ledger, key, name) if config.topology.lend else None
+    try:
+        links = LoanLinks(ledger, key, name, host, own.service if own is not None else None)
+    except BaseException:
+        if own is not None:
+            own.close()
+        raise
+    return Borrower(config, members, cohort, elastic, links, own)

@@ -37,7 +37,7 @@ class LedgerService:
         self._ledger = DebtLedger(silent_s)
         self._settler = Settler(self._ledger, random.Random())
         self._lock = threading.Lock()
-        self._links: dict[str, ControlLink] = {}  # of instances that have said something
+        self._links: dict[str, ControlLink] = {}  # of instances that have asked something
         self._door = LendingDoor(place, key, LEDGER_NAME, ToLedger, self._attend)
         self.address = self._door.address
 
@@ -53,7 +53,6 @@ class LedgerService:
         self._door.close()
 
     def _attend(self, name: str, link: ControlLink) -> None:
-        self._links[name] = link
         try:
             while True:
                 self._hear(name, link, link.recv())
@@ -64,6 +63,8 @@ class LedgerService:
     def _hear(self, name: str, link: ControlLink, message: msgspec.Struct) -> None:
         """What one says of another does not count."""
         now, out = time.monotonic(), list[Outgoing]()
+        if not isinstance(message, Heartbeat):  # orders go to who borrows: a creditor of the same name has its own link
+            self._links[name] = link
         with self._lock:
             if isinstance(message, Heartbeat) and message.name == name:
                 self._ledger.hear(message, now)

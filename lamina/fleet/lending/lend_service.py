@@ -1,5 +1,8 @@
 """A creditor as a process: it lends memory of its host, and runs a memory worker for each lease.
 
+A host that lends all day runs one (`lamina-launch lend`); an engine that serves has one beside it (`--lend`), which it
+borrows of itself as anybody does, but for that its asks come first, and that others give back what it lacks.
+
 A guest has its control link from the debtor, who gives it a key for that lease alone; of the cluster's key it knows
 nothing, and it takes no more than was lent (LAMINA_LEASE_BYTES). Its memory is its process's: when a lease ends, the
 process does, and the kernel gives its pages to nobody before they are wiped. A debtor that is gone is known by its
@@ -11,19 +14,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from lamina.env import LEASE_BYTES
-from lamina.fleet.launchers.local import in_words, supervised
+from lamina.fleet.launchers.local import in_words
 from lamina.lending.creditor import Creditor, LendingTerms
 from lamina.lending.messages import (
     MOST_BLOCKS,
@@ -36,9 +36,9 @@ from lamina.lending.messages import (
     Renew,
     ToCreditor,
 )
-from lamina.netstack.contract.key import KEY, KEY_FILE
 from lamina.protocol.control import ControlLink, LinkClosedError
 
+from .guests import GuestBudget, GuestProcess, start_guest
 from .links import LEDGER_NAME, LendingDoor, Place, open_link
 
 log = logging.getLogger(__name__)
@@ -47,14 +47,6 @@ TICK_S = 0.1
 BEAT_S = 1.0
 CLAIM_S = 10.0  # for a debtor to come for its guest
 END_S = 1.0  # for a guest to end by itself, once its debtor has told it to
-UNKEYED = {KEY: "", KEY_FILE: ""}
-
-
-class GuestProcess(NamedTuple):
-    """A lease's memory worker. ``life_line``: a descriptor that ends with this process."""
-
-    process: subprocess.Popen[bytes]
-    life_line: int
 
 
 def guest_name(lease: int, debtor: str) -> str:
@@ -62,18 +54,10 @@ def guest_name(lease: int, debtor: str) -> str:
     return f"g{lease}:{debtor}"
 
 
-def cpu_seconds(pids: Iterable[int]) -> float:
-    """Of all threads of these processes, since they began; of one that has ended none."""
-    ticks = 0
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 class LendService:
-    """``threads``: of each guest, 0 = as many as there are cores; ``most_cores``: that all guests may use before no new
-    loan is made.
+    """``threads``: of each guest, 0 = as many as there are cores; ``most_cores``, ``most_gbps``: cores that all guests
+    may use, and gigabits of K and V that they may read in a second, before no new loan is made; ``needs``: why else
+    there is to be none now, "" = nothing. ``needs`` is asked on threads of this service.
     """
 
     def __init__(
@@ -87,6 +71,8 @@ class LendService:
         *,
         threads: int = 0,
         most_cores: float = math.inf,
+        most_gbps: float = math.inf,
+        needs: Callable[[], str] = lambda: "",
     ) -> None:
         """Raises OSError where it cannot listen or there is no ledger, ValueError where that refuses."""
         self.name, self._ledger_at, self._key, self._threads = name, ledger, key, threads
@@ -94,9 +80,9 @@ class LendService:
         self._lock = threading.RLock()
         self._guests: dict[int, GuestProcess] = {}
         self._awaited: dict[str, tuple[int, float]] = {}  # by the name of its connection: lease, and until when
-        self._debtors: dict[str, ControlLink] = {}
-        self._beat_at, self._beaten_at = 0.0, time.monotonic()
-        self._most_cores, self._used_s, self._cores = most_cores, 0.0, 0.0
+        self._debtors: dict[str, Callable[[msgspec.Struct], None]] = {}  # how each is told something
+        self._beat_at = 0.0
+        self._needs, self._budget = needs, GuestBudget(most_cores, most_gbps, time.monotonic())
         self.creditor = Creditor(name, blocks, terms, self._busy)
         self._door = LendingDoor(place, key, name, ToCreditor, self._attend, self._claim)
         self.address = self._door.address
@@ -109,7 +95,8 @@ class LendService:
             self._end_overdue(now)
             if now >= self._beat_at:
                 self._beat_at = now + BEAT_S
-                self._measure(now)
+                with self._lock:
+                    self._budget.measure(list(self._guests.values()), now)
                 self._beat(now)
 
     def recall(self, blocks: int) -> None:
@@ -119,6 +106,14 @@ class LendService:
         for debtor, order in orders:
             self._tell(debtor, order)
 
+    @property
+    def lent(self) -> dict[str, int]:
+        """Blocks by debtor."""
+        with self._lock:
+            return {
+                debtor: self.creditor.lent_to(debtor) for debtor in {x.debtor for x in self.creditor.leases.values()}
+            }
+
     def close(self) -> None:
         """End all guests."""
         self._door.close()
@@ -127,14 +122,25 @@ class LendService:
         if self._ledger is not None:
             self._ledger.close()
 
-    def _busy(self) -> str:
-        return f"guests use {self._cores:.1f} of {self._most_cores:g} cores" if self._cores > self._most_cores else ""
+    def reclaim(self, blocks: int) -> bool:
+        """Whether so many are free for this process itself to ask for; else debtors are asked to give them back."""
+        with self._lock:
+            lacking = blocks - self.creditor.free
+        if lacking > 0:
+            self.recall(lacking)
+        return lacking <= 0
 
-    def _measure(self, now: float) -> None:
-        """Cores that guests have used since the last time."""
-        used_s = cpu_seconds([guest.process.pid for guest in list(self._guests.values())])
-        self._cores = max(0.0, used_s - self._used_s) / max(1e-3, now - self._beaten_at)
-        self._used_s, self._beaten_at = used_s, now
+    def attend_own(self, tell: Callable[[msgspec.Struct], None]) -> Callable[[msgspec.Struct], None]:
+        """Be the creditor of this process itself, too, which is answered by ``tell``; returns what hears it. What it
+        borrows has no end but its own.
+        """
+        with self._lock:
+            assert self.name not in self._debtors
+            self._debtors[self.name] = tell
+        return lambda message: self._hear(self.name, tell, message)
+
+    def _busy(self) -> str:
+        return self._needs() or self._budget.above()
 
     # Debtors:
     def _attend(self, name: str, link: ControlLink) -> None:
@@ -142,10 +148,10 @@ class LendService:
         with self._lock:
             if name == self.name or name in self._debtors:  # its own asks have no limit, and no end
                 return
-            self._debtors[name] = link
+            self._debtors[name] = link.send
         try:
             while True:
-                self._hear(name, link, link.recv())
+                self._hear(name, link.send, link.recv())
         finally:
             with self._lock:
                 del self._debtors[name]
@@ -153,7 +159,7 @@ class LendService:
             for lease in leases:
                 self._end(lease)
 
-    def _hear(self, name: str, link: ControlLink, message: Any) -> None:
+    def _hear(self, name: str, tell: Callable[[msgspec.Struct], None], message: Any) -> None:
         now = time.monotonic()
         if getattr(message, "debtor", name) != name:
             raise LinkClosedError(f"{name} speaks for {message.debtor}")
@@ -164,20 +170,20 @@ class LendService:
                     self._awaited[guest_name(answer.lease, name)] = answer.lease, now + CLAIM_S
                     log.info("lease %d: %d MiB to %s", answer.lease, answer.blocks, name)
             if answer is not None:
-                link.send(answer)
+                tell(answer)
         elif isinstance(message, Renew):
             whole = tuple(LeaseLeft(x.lease, MOST_BLOCKS) for x in message.leases)  # a guest gives nothing back in part
             with self._lock:
                 renewed = self.creditor.renew(msgspec.structs.replace(message, leases=whole), now)
-            link.send(renewed)
+            tell(renewed)
         elif isinstance(message, GiveBack) and not message.left.blocks:
             self._end(message.left.lease, debtor=name)
 
     def _tell(self, debtor: str, message: msgspec.Struct) -> None:
-        link = self._debtors.get(debtor)
-        if link is not None:
+        tell = self._debtors.get(debtor)
+        if tell is not None:
             with contextlib.suppress(LinkClosedError):
-                link.send(message)
+                tell(message)
 
     # Guests:
     def _claim(self, name: str, sock: Any, keys: bytes) -> bool:
@@ -187,28 +193,27 @@ class LendService:
             if awaited is None or awaited[0] not in self.creditor.leases:
                 return False
             lease = awaited[0]
-            lent = str(len(self.creditor.leases[lease].blocks) * BLOCK_BYTES)
+            lent = len(self.creditor.leases[lease].blocks) * BLOCK_BYTES
             try:
                 with sock:
-                    env = {**UNKEYED, LEASE_BYTES: lent}
-                    process, life_line = supervised("memory", sock, keys, self._threads, **env)
+                    guest = self._guests[lease] = start_guest(sock, keys, self._threads, lent)
             except OSError:
                 self.creditor.end(lease)
                 raise
-            self._guests[lease] = GuestProcess(process, life_line)
             self.creditor.in_use.add(lease)
-        threading.Thread(target=self._watch, args=(lease, process), name=f"lamina-guest-{lease}", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(lease, guest.process), name=f"lamina-guest-{lease}", daemon=True
+        ).start()
         return True
 
     def _watch(self, lease: int, process: subprocess.Popen[bytes]) -> None:
         fate = in_words(process.wait())
         with self._lock:
-            guest = self._guests.pop(lease, None)
+            if (guest := self._guests.pop(lease, None)) is not None:
+                guest.close()
             debtor = self.creditor.leases[lease].debtor if lease in self.creditor.leases else ""
             if debtor:
                 self.creditor.end(lease)
-        if guest is not None:
-            os.close(guest.life_line)
         log.info("lease %d: its memory worker %s", lease, fate)
         if debtor:
             self._tell(debtor, GuestEnded(lease=lease, fate=fate))

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -26,7 +27,7 @@ from lamina.netstack import ChannelError
 from lamina.protocol.control import ControlLink, LinkClosedError
 from lamina.protocol.sealed import SealedSocket
 
-from .lend_service import BLOCK_BYTES, guest_name
+from .lend_service import BLOCK_BYTES, LendService, guest_name
 from .links import LEDGER_NAME, Place, open_link, parse_place
 
 log = logging.getLogger(__name__)
@@ -62,21 +63,35 @@ class GuestWorker:
         self._links.give_back(self)
 
 
+class InnerLink:
+    """To the creditor of this very process, by calls. ``answer(link, message)`` takes what it says."""
+
+    def __init__(self, own: LendService, answer: Callable[[InnerLink, msgspec.Struct], None]) -> None:
+        self.send = own.attend_own(lambda message: answer(self, message))
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
 class LoanLinks:
     """``arrived``: guests that nobody has taken yet. All methods are safe from any thread, and wait for nobody."""
 
-    def __init__(self, ledger: Place, key: bytes, name: str, place: str = "") -> None:
-        """Raises OSError where there is no ledger, ValueError where that refuses."""
-        self.name, self._ledger_at, self._key = name, ledger, key
+    def __init__(self, ledger: Place, key: bytes, name: str, place: str = "", own: LendService | None = None) -> None:
+        """``own``: the creditor of this very deployment, of the same name. Raises OSError where there is no ledger,
+        ValueError where that refuses.
+        """
+        self.name, self._ledger_at, self._key, self._own = name, ledger, key, own
         self.arrived: deque[GuestWorker] = deque()
         self._lock = threading.RLock()
         self._debtor = Debtor(name, BorrowingTerms(place))
         self._guests: dict[tuple[str, int], GuestWorker] = {}
-        self._inbox: queue.SimpleQueue[tuple[str, ControlLink, Any]] = queue.SimpleQueue()
-        self._links: dict[str, ControlLink] = {}
+        self._inbox: queue.SimpleQueue[tuple[str, ControlLink | InnerLink, Any]] = queue.SimpleQueue()
+        self._links: dict[str, ControlLink | InnerLink] = {}
         self._ledger_tried = 0.0
         self._over = threading.Event()
         self._links[LEDGER] = self._open(LEDGER)
+        if own is not None:
+            self._links[name] = InnerLink(own, lambda link, message: self._inbox.put((name, link, message)))
         self._thread = threading.Thread(target=self._run, name="lamina-loans", daemon=True)
         self._thread.start()
 
@@ -86,10 +101,36 @@ class LoanLinks:
             self._debtor.wanted = blocks
 
     @property
+    def own_left(self) -> int:
+        """Blocks of this deployment's own, lent or free, that it has not asked for."""
+        with self._lock:
+            return 0 if self._own is None else self._own.creditor.size - self._debtor.blocks_of(self.name)
+
+    def reclaim(self, blocks: int) -> None:
+        """Have so many of its own, at once where they are free, else once they are back. Asked again and again."""
+        if self._own is None or not self._own.reclaim(blocks):
+            return
+        with self._lock:
+            out = self._debtor.ask(self.name, self._own.address, blocks, time.monotonic())
+        self._send(out)
+
+    @property
     def borrowed(self) -> int:
         """Blocks."""
         with self._lock:
             return self._debtor.blocks
+
+    @property
+    def of_others(self) -> int:
+        """Blocks that other deployments have lent."""
+        with self._lock:
+            return self._debtor.blocks - self._debtor.blocks_of(self.name)
+
+    @property
+    def seeks(self) -> bool:
+        """Whether it has something of others, or may get something."""
+        with self._lock:
+            return self._debtor.seeks or self.of_others > 0
 
     @property
     def refusals(self) -> int:
@@ -188,7 +229,7 @@ class LoanLinks:
             with suppress(OSError, ValueError, LinkClosedError):  # who does not get it is asked again, or another one
                 self._link_to(to).send(message)
 
-    def _link_to(self, peer: str) -> ControlLink:
+    def _link_to(self, peer: str) -> ControlLink | InnerLink:
         with self._lock:
             link = self._links.get(peer)
         if link is None:

@@ -218,10 +218,21 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
         "multiple of --tensor-parallel-size",
     ] = 0
     spare_memory: Annotated[int, Meta(ge=0), "the same of memory workers"] = 0
-    ledger: Annotated[str, "with --borrow: the ledger of who lends, HOST:PORT of `lamina-launch ledger serve`"] = ""
+    ledger: Annotated[
+        str, "with --borrow or --lend: the ledger of who lends, HOST:PORT of `lamina-launch ledger serve`"
+    ] = ""
     borrow_wait_s: Annotated[
         float, Meta(gt=0.0), "with --borrow: seconds that a request waits for memory that nobody lends; then it fails"
     ] = 60.0
+    lend_address: Annotated[str, "with --lend: where those come who borrow, HOST:PORT; port 0 = any free one"] = (
+        "127.0.0.1:0"
+    )
+    lend_gbps: Annotated[
+        float,
+        Meta(ge=0.0),
+        "with --lend: no new loan while those who borrow have more than so many gigabits of K and V read here in a "
+        "second; 0 = no limit",
+    ] = 0.0
     trace: Annotated[str, "write a Perfetto/Chrome trace of the run to this file, at the end (or set LAMINA_TRACE)"] = (
         ""
     )

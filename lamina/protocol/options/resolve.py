@@ -79,7 +79,7 @@ def check_model(config: EngineConfig, model: ModelLimits) -> int:
             )
     # One sequence takes this for certain: a byte for each element, and no more tokens than the narrowest window has.
     need, workers = model.token_elements * min(max_len, model.window or max_len), topology.memory_workers
-    if 0 < config.devices.kv_bytes() * workers < need - topology.borrow_bytes:
+    if 0 < config.devices.kv_bytes() * workers < need - topology.borrow_bytes:  # what is lent comes back
         on = f"{workers} memory worker{'s' if workers > 1 else ''}"
         raise ValueError(
             f"--kv-memory {config.devices.kv_memory} on {on} cannot hold one sequence of {max_len} tokens, which "
@@ -167,15 +167,20 @@ def _check_spares(config: EngineConfig) -> None:
 
 
 def _check_loans(config: EngineConfig) -> None:
-    topology, launching = config.topology, config.launching
-    if bool(topology.borrow) != bool(launching.ledger):
-        given, other = ("--borrow", "--ledger HOST:PORT") if topology.borrow else ("--ledger", "--borrow SIZE")
+    topology, launching, own = config.topology, config.launching, LaunchOptions()
+    name = "--borrow" if topology.borrow else "--lend"
+    if topology.on_loan != bool(launching.ledger):
+        given, other = (name, "--ledger HOST:PORT") if topology.on_loan else ("--ledger", "--borrow SIZE or --lend")
         raise ValueError(f"{given} needs {other}: say both, or leave it out")
-    if not topology.borrow:
+    for option in ("lend_address", "lend_gbps"):
+        if not topology.lend and getattr(launching, option) != getattr(own, option):
+            raise ValueError(f"{flag(option)} needs --lend FRACTION: say both, or leave it out")
+    if not topology.on_loan:
         return
-    host, _, port = launching.ledger.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit():
-        raise ValueError(f"--ledger must be HOST:PORT, such as 10.0.0.1:7100, not {launching.ledger!r}")
+    for option in ("ledger", "lend_address"):
+        host, _, port = (value := getattr(launching, option)).rpartition(":")
+        if not host or not port.isascii() or not port.isdigit():
+            raise ValueError(f"{flag(option)} must be HOST:PORT, such as 10.0.0.1:7100, not {value!r}")
     wrong = {
         "--partition spill": topology.partition != "spill",
         "--memory-workers 2 or more": topology.memory_workers < 2,
@@ -187,9 +192,10 @@ def _check_loans(config: EngineConfig) -> None:
         "--memory-device cpu": config.devices.memory_device != "cpu",
         "all KV in the pool": bool(config.tier.medium) or config.overflow.truncates,
         "--kv-sparsity none": config.kv.evicts or config.kv.selects,
+        "--kv-memory SIZE, of which it is a part": topology.lend > 0.0 and not config.devices.kv_bytes(),
     }
-    if missing := next((name for name, is_wrong in wrong.items() if is_wrong), ""):
-        raise ValueError(f"--borrow needs {missing}")
+    if missing := next((what for what, is_wrong in wrong.items() if is_wrong), ""):
+        raise ValueError(f"{'--lend' if missing.startswith('--kv-memory') else name} needs {missing}")
 
 
 def _check_weights(config: EngineConfig) -> None:

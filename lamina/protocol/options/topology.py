@@ -68,6 +68,12 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
         "KV memory that may be borrowed from other deployments while there is too little here, at most, such as 8GiB; "
         "with --ledger and --partition spill; empty = none",
     ] = ""
+    lend: Annotated[
+        float,
+        Meta(ge=0.0, le=0.9),
+        "the part of --kv-memory that other deployments may have while it is not needed here, such as 0.25; with "
+        "--ledger and --partition spill; 0 = none",
+    ] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,6 +99,23 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     def borrow_bytes(self) -> int:
         """``borrow`` in bytes. Raises ValueError on anything else than a size."""
         return parse_size(self.borrow, "--borrow") if self.borrow else 0
+
+    @property
+    def on_loan(self) -> bool:
+        """Whether memory workers on loan may come, of other deployments or of what this one lends them."""
+        return bool(self.borrow) or self.lend > 0.0
+
+    def lent_bytes(self, kv_bytes: int) -> int:
+        """Of ``kv_bytes`` on each memory worker, what lies outside of the pool for others to have, all together."""
+        return self.memory_workers * int(self.lend * kv_bytes)
+
+    def pool_bytes(self, kv_bytes: int) -> int:
+        """Of ``kv_bytes`` of a memory worker, its part of the pool."""
+        return kv_bytes - int(self.lend * kv_bytes)
+
+    def more_bytes(self, kv_bytes: int) -> int:
+        """That may come beside the pool, of others or of what is lent, with ``kv_bytes`` on each memory worker."""
+        return self.borrow_bytes + self.lent_bytes(kv_bytes)
 
     @property
     def plans(self) -> bool:

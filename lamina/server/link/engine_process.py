@@ -278,6 +278,8 @@ class _Loop:
             errors=scheduler.shadows.errors if scheduler.shadows else None,
             borrowed=scheduler.borrowed,
             leased=borrower.by_creditor if borrower else None,
+            moved=dict(self._pools.elastic.moved),
+            lent=borrower.lent if borrower else None,
             loan_refusals=borrower.refusals if borrower else 0,
             prefix_queries=scheduler.prefixes.num_queried,
             prefix_hits=scheduler.prefixes.num_hit,

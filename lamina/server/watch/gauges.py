@@ -113,6 +113,16 @@ class EngineGauges(Collector):
             refusals = self._counter("loan_refusals", "creditors that had not what was asked for")
             refusals.add_metric(self._values, state.loan_refusals)
             yield from (leased, refusals)
+        if state.moved:
+            moved = self._counter("moved_bytes", "KV that went from one memory worker to another, by why", "reason")
+            for reason, nbytes in state.moved.items():
+                moved.add_metric([*self._values, reason], nbytes)
+            yield moved
+        if state.lent is not None:
+            lent = self._gauge_of("lent_bytes", "memory of this deployment that others have, or it itself", "debtor")
+            for debtor, nbytes in state.lent.items():
+                lent.add_metric([*self._values, debtor], nbytes)
+            yield lent
 
     def _tiers(self, state: State) -> Iterator[Metric]:
         """Blocks of running sequences where they keep all, and where they lose some."""

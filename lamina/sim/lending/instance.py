@@ -23,15 +23,18 @@ class SimInstance:
         self.name, self.now, self.alive = name, now, True
         self.data = 0  # blocks that it has, wherever
         self.swapped = 0
-        self._recalls, self._rng = of.recalls, rng
+        self._recalls, self._one_way, self._rng = of.recalls, of.one_way, rng
         self._asks = 0
         terms = LendingTerms(of.cap, of.debtor_cap, of.lease_s, of.threshold, place)
-        self.creditor = Creditor(name, of.blocks, terms)
+        self.creditor = Creditor(name, of.blocks, terms, self._busy)
         self.debtor = Debtor(name, BorrowingTerms(place, answer_s=0.5, again_s=0.4))
 
     @property
     def local(self) -> int:
         return self.creditor.lent_to(self.name)
+
+    def _busy(self) -> str:
+        return "it borrows itself" if self._one_way and (self.debtor.seeks or self.debtor.blocks) else ""
 
     def want(self, data: int) -> list[Outgoing]:
         """From now on it has so many blocks of data."""
@@ -78,8 +81,8 @@ class SimInstance:
         self._shrink_home()
         self._grow_home(now)
         self.swapped = self.data - self.local - self.debtor.blocks
-        self.debtor.wanted = self.swapped
-        if self._recalls and self.swapped and self.creditor.lent:
+        self.debtor.wanted = 0 if self._one_way and self.creditor.lent else self.swapped
+        if (self._recalls or self._one_way) and self.swapped and self.creditor.lent:
             held = {lease.number: lease.debtor for lease in self.creditor.leases.values()}
             out += [(held[order.lease], order) for order in self.creditor.recall(self.swapped)]
         return out

@@ -38,6 +38,7 @@ class LendingOracle:
     # Of one instance, whenever something has happened there:
     def instance(self, one: SimInstance, others: Mapping[str, SimInstance]) -> None:
         self._memory(one)
+        self._one_way(one)
         self._data(one)
         self._leases(one, others)
 
@@ -57,6 +58,11 @@ class LendingOracle:
         moved = sum(abs(lent.get(d, 0) - before.get(d, 0)) for d in lent.keys() | before.keys())
         self._changed[one.name] = self._changed.get(one.name, 0) + moved
         self._lent[one.name] = lent
+
+    def _one_way(self, one: SimInstance) -> None:
+        """So there can be no circle of debts."""
+        owes, lent = debts_of(one), self._lent[one.name]
+        assert not (self._of.one_way and owes and lent), f"{one.name} owes {owes}, and lends {lent}"
 
     def _data(self, one: SimInstance) -> None:
         places = one.local, one.debtor.blocks, one.swapped
@@ -110,6 +116,8 @@ class LendingOracle:
         had = sum(len(x.blocks) for x in live if x.debtor == ask.debtor)
         of = self._of
         room = min(of.blocks - used, of.cap - lent, of.debtor_cap - had)
+        if of.one_way and (debts_of(one) or one.debtor.seeks):
+            return False
         return ask.blocks <= room and not one.debtor.frozen_until(now)
 
     def ended(self, creditor: SimInstance, dead: str) -> None:

@@ -13,6 +13,7 @@ class LendingScenario:
     """``loss``, ``twice``: chances of each message; ``delay_s``: of most, ``late_s``: of one in twenty, at most.
     ``crashes``: of instances, ``ledger_crashes``, at times by chance within the first ``wild_s``; then the network is
     good, and most want nothing. ``recalls``: whether instances want lent blocks back when they are short themselves.
+    ``one_way``: whether who borrows lends nothing, and wants its own back first, as engines do.
     ``drift``: of each clock, as a part.
     """
 
@@ -32,6 +33,7 @@ class LendingScenario:
     crashes: int = 0
     ledger_crashes: int = 0
     recalls: bool = False
+    one_way: bool = False
     drift: float = 0.02
     threshold: int = 2
 
@@ -52,6 +54,7 @@ def lending_scenario(seed: int, instances: int = 0) -> LendingScenario:
         ledger_crashes=rng.choice((0, 0, 1, 2)),
         recalls=rng.random() < 0.5,
         threshold=rng.choice((1, 2, 4)),
+        one_way=rng.random() < 0.25,
     )
 
 

@@ -19,8 +19,9 @@ import pytest
 from lamina.cli.launch import main
 from lamina.fleet.launchers import local
 from lamina.fleet.lending import links
+from lamina.fleet.lending.guests import METER, cpu_seconds
 from lamina.fleet.lending.ledger_service import LedgerService
-from lamina.fleet.lending.lend_service import LendService, cpu_seconds
+from lamina.fleet.lending.lend_service import LendService
 from lamina.fleet.lending.links import open_link
 from lamina.fleet.lending.loan_links import GuestWorker, LoanLinks
 from lamina.lending.creditor import LendingTerms
@@ -61,11 +62,9 @@ class Street:
         self._stack.callback(self._over.set)
         return service
 
-    def creditor(self, name: str, blocks: int, most_cores: float = 99.0, **terms: Any) -> LendService:
-        own = LendingTerms(**{"cap": blocks, "debtor_cap": blocks, **terms})
-        service: LendService = self._run(
-            LendService(HERE, self.place, KEY, name, blocks, own, threads=1, most_cores=most_cores)
-        )
+    def creditor(self, name: str, blocks: int, lease_s: float = 10.0, **budget: Any) -> LendService:
+        own = LendingTerms(blocks, blocks, lease_s)
+        service: LendService = self._run(LendService(HERE, self.place, KEY, name, blocks, own, threads=1, **budget))
         until(lambda: name in self.shown(), f"{name} is not known")
         return service
 
@@ -202,6 +201,34 @@ def test_guests_that_use_too_much_of_the_processors_get_no_company(street: Stree
     assert 0.0 < began <= cpu_seconds([os.getpid(), 2**22 + 1])
 
 
+def test_guests_that_read_too_much_get_no_company(street: Street) -> None:
+    """A guest says by its meter what it has read; here the test does."""
+    service, debtor = street.creditor("c", 8, most_gbps=1.0), street.debtor("d")
+    debtor.want(2)
+    guest_of(debtor)
+    (guest,) = until(service._guests.values, "the guest does not start")
+    assert guest.read_bytes == 0.0
+    stop = threading.Event()
+
+    def read() -> None:
+        for number in range(1, 10_000):
+            os.pwrite(guest.meter, METER.pack(number * 1e9), 0)
+            if stop.wait(0.01):
+                return
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    try:
+        until(lambda: street.shown()["c"].free == 0, "the ledger sends others")
+        answer = service.creditor.take(LoanAsk(debtor="e", number=1, blocks=1), time.monotonic())
+        assert isinstance(answer, LoanRefused)
+        assert "Gb/s" in answer.why
+    finally:
+        stop.set()
+        reading.join()
+    until(lambda: street.shown()["c"].free == 6, "it lends no more once they rest")
+
+
 def test_nobody_speaks_for_another(street: Street) -> None:
     service = street.creditor("c", 8)
     at = "127.0.0.1", int(service.address.rpartition(":")[2])
@@ -271,6 +298,7 @@ BAD = {
     "--lend-memory": ["--lend-memory", "900000GiB"],
     "HOST:PORT": ["--address", "nowhere"],
     "--lend-cores must be above 0": ["--lend-cores", "0"],
+    "--lend-gbps must be above 0": ["--lend-gbps", "-1"],
     "--lease-s": ["--lease-s", "0"],
     "there is no ledger at 127.0.0.1:9": ["--ledger", "127.0.0.1:9", "--lend-memory", "2MiB"],
 }

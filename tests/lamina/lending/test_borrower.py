@@ -21,7 +21,9 @@ def borrower(elastic: Any = None) -> Borrower:
     members: Any = SimpleNamespace(memory=[1, 2])
     made = Borrower(make_config(OPTIONS), members, cohort, elastic, SimpleNamespace(arrived=deque()))  # type: ignore[arg-type]
     info = SimpleNamespace(num_blocks=[[32], [32]], windows=[0, 0], stripe=8, block_size=16)
-    engine: Any = SimpleNamespace(info=info, free_blocks=[32, 32], scheduler=SimpleNamespace(waiting=[]))
+    promises = SimpleNamespace(counts=lambda: None)
+    scheduler = SimpleNamespace(waiting=[])
+    engine: Any = SimpleNamespace(info=info, free_blocks=[32, 32], scheduler=scheduler, promises=promises)
     made.attend(engine)
     return made
 
@@ -50,6 +52,24 @@ def test_it_asks_for_whole_stripes(max_len: int, free: tuple[int, int], stripes:
         assert (stripes * 8 + 1) * of_block * SPARE <= lacking <= (stripes * 8 + 1) * of_block * SPARE + 2 * BLOCK_BYTES
 
 
+@pytest.mark.parametrize(
+    ("lacking", "own_left", "of_others", "reclaimed", "wanted"),
+    [(5, 0, 0, [], 5), (5, 3, 0, [3], 0), (5, 8, 0, [5], 0), (100, 0, 4, [], 60), (0, 8, 4, [], 0)],
+)
+def test_its_own_is_asked_for_before_that_of_others(
+    lacking: int, own_left: int, of_others: int, reclaimed: list[int], wanted: int
+) -> None:
+    """Of others it takes --borrow at most, 64 blocks. While it borrows it lends nothing."""
+    one, told, own = borrower(), list[int](), SimpleNamespace(needs="")
+    links: Any = one._links
+    links.own_left, links.of_others, links.borrowed, links.reclaim = own_left, of_others, 0, told.append
+    links.want, links.seeks = told.append, of_others > 0
+    one._own, one._lacking = own, lambda: lacking  # type: ignore[method-assign,assignment]
+    one._ask(0.0)
+    assert told == [*reclaimed, wanted]
+    assert own.needs == ("it borrows itself" if lacking or of_others else "")
+
+
 def test_a_guest_that_is_too_small_goes_back_and_the_others_stay() -> None:
     class Elastic:
         begun: list[list[int]]
@@ -59,7 +79,7 @@ def test_a_guest_that_is_too_small_goes_back_and_the_others_stay() -> None:
                 raise ValueError("it is too small for a stripe")
             return coming
 
-        def begin(self, change: list[int], coming: list[Any]) -> None:
+        def begin(self, change: list[int], coming: list[Any], reason: str) -> None:
             self.begun = [change, [m.nbytes for m in coming]]
 
     class Guest(SimpleNamespace):

@@ -14,6 +14,7 @@ from lamina.lending import debtor, ledger
 from lamina.lending.creditor import Creditor
 from lamina.lending.debtor import Debtor
 from lamina.lending.ledger import DebtLedger, LedgerEntry
+from lamina.sim.lending.instance import SimInstance
 from lamina.sim.lending.scenario import lending_scenario, rough
 from lamina.sim.lending.world import BrokenLendingError, check_lending
 
@@ -96,6 +97,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "who comes first is not served": (Creditor, "_why_not", _turns_away),
     "a freeze does not hold": (Creditor, "freeze", lambda self, until: None),
     "a settlement gives all back": (Debtor, "_settle", _settles_all),
+    "who borrows lends": (SimInstance, "_busy", lambda self: ""),
     "a debtor keeps what has ended": (Debtor, "expire", lambda self, now: []),
 }
 

@@ -1,0 +1,84 @@
+"""The processes of guests, and what they take of a host beside its memory: a guest's compute is a budget, too."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lamina.env import LEASE_BYTES, LEASE_METER
+from lamina.fleet.launchers.local import supervised
+from lamina.netstack.contract.key import KEY, KEY_FILE
+
+UNKEYED = {KEY: "", KEY_FILE: ""}
+METER = struct.Struct("<d")
+
+
+class GuestProcess(NamedTuple):
+    """A lease's memory worker. ``life_line``: a descriptor that ends with this process; ``meter``: of a file in memory
+    (LAMINA_LEASE_METER), in which it says how many bytes of K and V its attention has read.
+    """
+
+    process: subprocess.Popen[bytes]
+    life_line: int
+    meter: int
+
+    @property
+    def read_bytes(self) -> float:
+        """Since its start; of one that has said nothing yet none."""
+        said = os.pread(self.meter, METER.size, 0)
+        return float(METER.unpack(said)[0]) if len(said) == METER.size else 0.0
+
+    def close(self) -> None:
+        """Once the process has ended."""
+        os.close(self.life_line)
+        os.close(self.meter)
+
+
+def start_guest(sock: Any, keys: bytes, threads: int, nbytes: int) -> GuestProcess:
+    """With its control link from a debtor, and ``nbytes`` of KV memory at most. Raises OSError."""
+    meter = os.memfd_create("lamina-lease")
+    try:
+        env = {**UNKEYED, LEASE_BYTES: str(nbytes), LEASE_METER: str(meter)}
+        return GuestProcess(*supervised("memory", sock, keys, threads, [meter], **env), meter)
+    except OSError:
+        os.close(meter)
+        raise
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Of all threads of these processes, since they began; of one that has ended none."""
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class GuestBudget:
+    """What all guests together may take before no new loan is made: cores, and gigabits of K and V read in a second."""
+
+    def __init__(self, most_cores: float, most_gbps: float, now: float) -> None:
+        self._most_cores, self._most_gbps = most_cores, most_gbps
+        self._cores = self._gbps = self._used_s = self._read = 0.0
+        self._measured_at = now
+
+    def measure(self, guests: Sequence[GuestProcess], now: float) -> None:
+        """What they have taken since the last time."""
+        used_s, read = cpu_seconds(g.process.pid for g in guests), sum(g.read_bytes for g in guests)
+        seconds = max(1e-3, now - self._measured_at)
+        self._cores = max(0.0, used_s - self._used_s) / seconds
+        self._gbps = max(0.0, read - self._read) * 8e-9 / seconds
+        self._used_s, self._read, self._measured_at = used_s, read, now
+
+    def above(self) -> str:
+        """What of it is above its limit, in words; "" = nothing."""
+        if self._cores > self._most_cores:
+            return f"guests use {self._cores:.1f} of {self._most_cores:g} cores"
+        if self._gbps > self._most_gbps:
+            return f"guests read {self._gbps:.1f} of {self._most_gbps:g} Gb/s"
+        return ""

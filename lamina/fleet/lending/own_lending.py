@@ -1,0 +1,66 @@
+"""What an engine that serves lends of its own memory (``--lend``): a creditor on threads of its process.
+
+What may be lent lies outside of the engine's pool from the start. The engine borrows of this creditor as others do, and
+before them: what it lacks is recalled of those that have it, and comes back as one more memory worker of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+
+from lamina.engine.promises import PromiseCounts
+from lamina.lending.creditor import LendingTerms
+from lamina.protocol.options.engine import EngineConfig
+
+from .lend_service import BLOCK_BYTES, LendService
+from .links import Place, parse_place
+
+END_S = 1.0  # for its thread
+
+
+class OwnLending:
+    """``needs``: why the engine would have nothing more lent now, "" = it may be."""
+
+    def __init__(self, config: EngineConfig, ledger: Place, key: bytes, name: str) -> None:
+        """Lend from now on. Raises ValueError, OSError where it cannot listen or there is no ledger."""
+        asked, launching = config.devices.kv_bytes(), config.launching
+        blocks = config.topology.lent_bytes(asked) // BLOCK_BYTES
+        if not blocks:
+            raise ValueError(
+                f"--lend {config.topology.lend:g} of --kv-memory {config.devices.kv_memory} is less than 1 MiB on all "
+                f"memory workers together: lend more, or leave it out"
+            )
+        self.needs = ""
+        self.service = LendService(
+            parse_place(launching.lend_address, "--lend-address"),
+            ledger,
+            key,
+            name,
+            blocks,
+            LendingTerms(blocks, blocks, place=socket.gethostname()),
+            threads=config.devices.memory_threads,
+            most_gbps=launching.lend_gbps or math.inf,
+            needs=lambda: self.needs,
+        )
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self.service.serve, args=(self._over,), name="lamina-lend", daemon=True)
+        self._thread.start()
+
+    @property
+    def lent(self) -> dict[str, int]:
+        """Bytes by the deployment that has them."""
+        return {debtor: blocks * BLOCK_BYTES for debtor, blocks in self.service.lent.items()}
+
+    def close(self) -> None:
+        """End all guests. Idempotent."""
+        self._over.set()
+        self.service.close()
+        self._thread.join(END_S)
+
+
+def overload(promised: PromiseCounts | None) -> str:
+    """Whether an engine has more to do than what it promises leaves room for: in words, "" = it has not."""
+    load = max(promised.prefill_load, promised.decode_load) if promised is not None else 0.0
+    return f"its own load is {load:.2f} of what its promises allow" if load > 1.0 else ""
