@@ -44,7 +44,7 @@ class Workers:
         self.stats: dict[str, dict[str, float]] | None = None
         self.called: Any = None
         self.recovering, self.borrower = False, None
-        self.elastic = SimpleNamespace(take_outcome=lambda: None)
+        self.elastic = SimpleNamespace(take_outcome=lambda: None, moved={})
 
     def meanwhile(self, call: Any) -> None:
         self.called = call
