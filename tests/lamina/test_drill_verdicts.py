@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -12,7 +13,18 @@ import torch
 
 from lamina.cli.check.agreement import ERROR_ALLOWED, MARGIN_FACTOR
 from lamina.cli.drill.streams import StreamTold
-from lamina.cli.drill.verdicts import NEAR, PUSHES, StreamFork, error_of, fork_of, is_at_edge, pushed, verdict, words_of
+from lamina.cli.drill.verdicts import (
+    MOST,
+    NEAR,
+    StreamFork,
+    choice_of,
+    error_of,
+    fork_of,
+    is_at_edge,
+    pushed,
+    verdict,
+    words_of,
+)
 from lamina.protocol.control import Adjust, Draw, Penalties
 from lamina.sampling.history import History
 from lamina.sampling.sampler import Sampler
@@ -24,6 +36,7 @@ SAMPLER = Sampler(1)
 LOGITS = torch.randn(TOKENS, VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))
 DRAWN: dict[str, Any] = {"temperature": 0.8}
 BEST: dict[str, Any] = {"temperature": 0.0}
+SHARE: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9}
 TOLD = StreamTold(
     {0: "abc", 1: "de"},
     {0: [1, 2], 1: [3, 4, 5]},
@@ -83,12 +96,12 @@ def test_of_a_stream_without_a_seed_the_length_is_judged() -> None:
 def test_errors_are_of_the_tokens_that_are_the_same() -> None:
     other = replace(TOLD, ids={0: [1, 7], 1: [3, 4, 5]}, scores={0: [("a", -0.5001), ("x", -9.0)]})
     assert error_of(other, TOLD) == pytest.approx(0.0001)
-    assert fork_of(other, TOLD) == StreamFork(0, 2, 7)
+    assert fork_of(other, TOLD) == StreamFork(0, 1, 2, 7)
     assert fork_of(replace(TOLD, ids={0: [1, 2], 1: [3]}), TOLD) is None
 
 
 def test_no_more_is_a_tie_than_check_allows() -> None:
-    assert (max(PUSHES), NEAR) == (MARGIN_FACTOR, ERROR_ALLOWED)
+    assert (MOST, NEAR) == (MARGIN_FACTOR, ERROR_ALLOWED)
 
 
 def tell(body: dict[str, Any], noisy: int = 0, first: int | None = None) -> StreamTold:
@@ -106,7 +119,7 @@ def tell(body: dict[str, Any], noisy: int = 0, first: int | None = None) -> Stre
             sequence=0,
             temperature=body["temperature"],
             top_k=0,
-            top_p=1.0,
+            top_p=body.get("top_p", 1.0),
             seed=body["seed"],
             index=index,
             logprobs=0,
@@ -119,7 +132,7 @@ def tell(body: dict[str, Any], noisy: int = 0, first: int | None = None) -> Stre
     return StreamTold({0: " ".join(map(str, ids))}, {0: ids}, {0: scores}, {0: "length"}, TOKENS, "")
 
 
-@pytest.mark.parametrize("kind", [DRAWN, BEST], ids=["drawn", "best"])
+@pytest.mark.parametrize("kind", [DRAWN, BEST, SHARE], ids=["drawn", "best", "share"])
 def test_where_rounding_decides_it_is_an_edge(kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if not kind["temperature"]:  # the two best are nearly as good
         ties = LOGITS.clone()
@@ -144,7 +157,42 @@ def test_where_rounding_decides_it_is_an_edge(kind: dict[str, Any], monkeypatch:
     assert parted > 3
 
 
-@pytest.mark.parametrize("kind", [DRAWN, BEST], ids=["drawn", "best"])
+@pytest.mark.parametrize("other", [6, 4])
+def test_the_other_token_may_have_a_far_smaller_share_than_pushes_move(other: int) -> None:
+    """So that pushes of fixed sizes pass it by: it is looked for between too little and too much."""
+    begins, share = 4.37 * NOISE, 1e-3 * NOISE
+
+    def read(body: dict[str, Any]) -> StreamTold:
+        by = max(map(abs, body.get("logit_bias", {"0": 0.0}).values()))
+        token = 5 if by < begins else other if by < begins + share else 2 * other - 5
+        return StreamTold({0: ""}, {0: [1, token, 3]}, {}, {0: "length"}, 3, "")
+
+    wanted, told = read(DRAWN), read({"logit_bias": {"0": begins}})
+    assert (wanted.ids, told.ids) == ({0: [1, 5, 3]}, {0: [1, other, 3]})
+    assert is_at_edge(told, wanted, DRAWN, NOISE, read)
+    assert not is_at_edge(told, wanted, DRAWN, NOISE / 3, read), "so much is none of rounding"
+    assert not is_at_edge(replace(told, ids={0: [1, other, 4]}), wanted, DRAWN, NOISE, read)
+
+
+def test_choices_part_each_for_itself() -> None:
+    each = ((b, tell(b, TOKENS), tell(b)) for b in ({**DRAWN, "seed": seed} for seed in range(250)))
+    (first, *one), (second, *other) = islice((x for x in each if fork_of(*x[1:])), 2)
+
+    def both(each: list[StreamTold]) -> StreamTold:
+        parts = [[getattr(x, name)[0] for x in each] for name in ("texts", "ids", "scores", "reasons")]
+        return StreamTold(*(dict(enumerate(part)) for part in parts), 2 * TOKENS, "")  # type: ignore[arg-type]
+
+    def read(body: dict[str, Any]) -> StreamTold:
+        return both([tell({**body, "seed": of["seed"]}) for of in (first, second)])
+
+    told, wanted = both([one[0], other[0]]), both([one[1], other[1]])
+    assert choice_of(told, 1).ids == {1: other[0].ids[0]}
+    assert is_at_edge(told, wanted, DRAWN, NOISE, read)
+    assert not is_at_edge(both([one[0], replace(other[0], texts={0: ""})]), wanted, DRAWN, NOISE, read)
+    assert not is_at_edge(both([replace(one[1], texts={0: ""}), other[0]]), wanted, DRAWN, NOISE, read)
+
+
+@pytest.mark.parametrize("kind", [DRAWN, BEST, SHARE], ids=["drawn", "best", "share"])
 def test_where_it_does_not_it_is_wrong(kind: dict[str, Any]) -> None:
     edges = 0
     for seed in range(40):
@@ -158,6 +206,6 @@ def test_where_it_does_not_it_is_wrong(kind: dict[str, Any]) -> None:
 
 
 def test_the_other_token_is_pushed_alone_where_the_best_is_taken() -> None:
-    assert pushed(BEST, StreamFork(0, 7, 2), 0.5)["logit_bias"] == {"2": 0.5}
-    assert pushed(DRAWN, StreamFork(0, 1, 3), 0.5)["logit_bias"] == {"0": -0.5, "1": -0.5, "2": -0.5}
-    assert pushed(DRAWN, StreamFork(0, 3, 1), 0.5)["logit_bias"] == {"0": 0.5, "1": 0.5}
+    assert pushed(BEST, StreamFork(0, 0, 7, 2), 0.5)["logit_bias"] == {"2": 0.5}
+    assert pushed(DRAWN, StreamFork(0, 0, 1, 3), 0.5)["logit_bias"] == {"0": -0.5, "1": -0.5, "2": -0.5}
+    assert pushed(DRAWN, StreamFork(0, 0, 3, 1), 0.5)["logit_bias"] == {"0": 0.5, "1": 0.5}

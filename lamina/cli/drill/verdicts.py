@@ -15,15 +15,17 @@ from typing import Any, NamedTuple
 from .streams import StreamTold
 
 NEAR = 0.01  # of log-probabilities: a larger error is none of rounding
-# Of the largest error of a log-probability: what logits are pushed by, the least first. The last is what
-# lamina.cli.check.agreement allows between two that are a tie.
-PUSHES = 1.0, 3.0, 10.0
+# Of the largest error of a log-probability: what logits are pushed by, at most. It is what lamina.cli.check.agreement
+# allows between two that are a tie.
+MOST = 10.0
+LOOKS = 20  # at a push that is neither too much nor too little
 
 
 class StreamFork(NamedTuple):
-    """Where two streams part: choice, and the tokens there."""
+    """Where two streams part: choice, number of the token, and the tokens there."""
 
     choice: int
+    place: int
     token: int
     other: int
 
@@ -58,9 +60,9 @@ def _near(scores: Mapping[int, Sequence[tuple[str, float]]], wanted: Mapping[int
 def fork_of(told: StreamTold, wanted: StreamTold) -> StreamFork | None:
     """The first choice in which they part; None where each is at most longer."""
     for choice in sorted(wanted.ids):
-        for token, other in zip(wanted.ids[choice], told.ids.get(choice, []), strict=False):
+        for place, (token, other) in enumerate(zip(wanted.ids[choice], told.ids.get(choice, []), strict=False)):
             if token != other:
-                return StreamFork(choice, token, other)
+                return StreamFork(choice, place, token, other)
     return None
 
 
@@ -71,9 +73,7 @@ def words_of(told: StreamTold, wanted: StreamTold) -> str:
     fork = fork_of(told, wanted)
     if fork is None:
         return f"{told.tokens} tokens, ended by {told.reasons}, in place of {wanted.tokens}, by {wanted.reasons}"
-    pairs = zip(wanted.ids[fork.choice], told.ids[fork.choice], strict=False)
-    at = next(i for i, (token, other) in enumerate(pairs) if token != other)
-    return f"token {at} of choice {fork.choice} is {fork.other} in place of {fork.token}"
+    return f"token {fork.place} of choice {fork.choice} is {fork.other} in place of {fork.token}"
 
 
 def error_of(told: StreamTold, wanted: StreamTold) -> float:
@@ -91,7 +91,8 @@ def error_of(told: StreamTold, wanted: StreamTold) -> float:
 
 def pushed(body: Mapping[str, Any], fork: StreamFork, by: float) -> dict[str, Any]:
     """The request of a stream, with logits that are pushed by so much towards the other token: where the best one is
-    taken that one alone; else all of its side gain, as tokens have their shares in the order of their numbers.
+    taken that one alone; else all on its side of the place where the number falls, as tokens have their shares in the
+    order of their numbers.
     """
     token, other = fork.token, fork.other
     if not body["temperature"]:
@@ -103,6 +104,13 @@ def pushed(body: Mapping[str, Any], fork: StreamFork, by: float) -> dict[str, An
     return {**body, "logit_bias": {str(t): x for t, x in bias.items()}}
 
 
+def choice_of(told: StreamTold, choice: int) -> StreamTold:
+    """As if a stream had that one alone."""
+    parts: list[dict[int, Any]] = [told.texts, told.ids, told.scores, told.reasons]
+    texts, ids, scores, reasons = ({k: v for k, v in part.items() if k == choice} for part in parts)
+    return StreamTold(texts, ids, scores, reasons, sum(map(len, ids.values())), told.error, told.times, told.id)
+
+
 def is_at_edge(
     told: StreamTold,
     wanted: StreamTold,
@@ -110,8 +118,47 @@ def is_at_edge(
     error: float,
     read: Callable[[dict[str, Any]], StreamTold],
 ) -> bool:
-    """Whether the streams part at an edge. ``error``: of log-probabilities; ``read``: what an undisturbed run tells."""
-    fork = fork_of(told, wanted)
-    if fork is None or error > NEAR:
+    """Whether the streams part at edges alone, each choice for itself. ``error``: of log-probabilities; ``read``: what
+    an undisturbed run tells.
+    """
+    choices = [(choice_of(told, i), choice_of(wanted, i)) for i in sorted(wanted.ids)]
+    parted = [(one, fork_of(one, same)) for one, same in choices if verdict(one, same) != "right"]
+    if not parted or error > NEAR:
         return False
-    return any(verdict(told, read(pushed(body, fork, factor * error))) == "right" for factor in PUSHES)
+    return all(fork is not None and _some_push_tells(one, fork, body, MOST * error, read) for one, fork in parted)
+
+
+def _some_push_tells(
+    one: StreamTold,
+    fork: StreamFork,
+    body: Mapping[str, Any],
+    most: float,
+    read: Callable[[dict[str, Any]], StreamTold],
+) -> bool:
+    """Whether a push of ``most``, or less, has an undisturbed run tell the same. The share of the other token may be
+    far smaller than a push moves the shares before it: so it is looked for between pushes that are too much and those
+    that are too little.
+    """
+    low, by, high = 0.0, most, most
+    for _ in range(LOOKS):
+        trial = choice_of(read(pushed(body, fork, by)), fork.choice)
+        if verdict(one, trial) == "right":
+            return True
+        if _is_too_little(fork, trial.ids.get(fork.choice, []), bool(body["temperature"])):
+            if by == most:
+                return False
+            low = by
+        else:
+            high = by
+        by = (low + high) / 2
+    return False
+
+
+def _is_too_little(fork: StreamFork, ids: Sequence[int], drawn: bool) -> bool:
+    """Whether the token at the fork is still short of the other one. Where it is that one, what follows has moved."""
+    if len(ids) <= fork.place:
+        return False
+    there, token, other = ids[fork.place], fork.token, fork.other
+    if not drawn:
+        return there == token
+    return there < other if other > token else there > other
