@@ -19,16 +19,19 @@ from common import record
 from lamina.sim.run import check, check_restart
 from lamina.sim.scenario import planned, scenario
 from lamina.sim.whole.run import check_fleet
-from lamina.sim.whole.scenario import fleet_scenario
+from lamina.sim.whole.scenario import fleet_scenario, planned_fleet
 
 SHARE = 50
 
 
 def fleet_share(first: int) -> Counter[str]:
-    """Of ``SHARE`` seeds."""
+    """Of ``SHARE`` seeds, of which every other one has what the others lack: engines that die, memory workers that come
+    and go, two ranks, stripes.
+    """
     counts: Counter[str] = Counter()
     for seed in range(first, first + SHARE):
-        counts.update(check_fleet(fleet_scenario(seed))._asdict())
+        of = fleet_scenario(seed) if seed % 2 == 0 else planned_fleet(seed)
+        counts.update(check_fleet(of)._asdict())
     return counts
 
 

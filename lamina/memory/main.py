@@ -185,7 +185,7 @@ class MemoryServer:
         peers that have gone on; a MakeRoom begins beside it, and the worker goes on serving.
         """
         if isinstance(message, MakeRoom):
-            Background(partial(self._prepare, message.bind), "lamina-prepare")
+            self._around.beside(partial(self._prepare, message.bind), "lamina-prepare")
         if isinstance(message, Connect | Halt):
             self._called = message.view
             if self._worker is not None:

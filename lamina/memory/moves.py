@@ -12,7 +12,7 @@ import enum
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -66,12 +66,15 @@ class _StripPart(NamedTuple):
 class Mover:
     """Of one worker, for one Recut. ``old``: the store that it gives from, ``new``: the one that it fills."""
 
-    def __init__(self, order: Recut, old: Store | None, new: Store | None) -> None:
+    def __init__(
+        self, order: Recut, old: Store | None, new: Store | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Raises ProtocolError where there is no KV that is to be given."""
         store = old or new
         if store is None or (order.me in order.sources and old is None):
             raise ProtocolError("a memory worker without KV is to give some")
         self._order, self._store, self._old, self._new = order, store, old, new
+        self._clock = clock
         windows = [layer_window(shape) for shape in store.bind.layers]
         self._strips = Strips(order.before, order.after, windows, order.keep, store.bind.kv.block_size)
         self._links: dict[int, Channel] = {}
@@ -132,7 +135,7 @@ class Mover:
         for peer, runs in out.items():
             if runs:
                 due[peer].append(stored)
-        moved_at, moved = time.monotonic(), True
+        moved_at, moved = self._clock(), True
         while any(out.values()) or any(due.values()):
             wait_s, moved = 0.0 if moved else LOOK_S, False
             for peer, channel in self._links.items():
@@ -141,7 +144,7 @@ class Mover:
                 if peer in confirm and not any(isinstance(x, _StripPart) for x in due[peer]):
                     confirm.discard(peer)
                     out[peer].append(stored)
-            now = time.monotonic()
+            now = self._clock()
             moved_at = now if moved else moved_at
             if now - moved_at > self._order.timeout_s:
                 silent = [self._order.peers[p].name for p in self._links if due[p] or out[p]]

@@ -197,7 +197,7 @@ class MemoryWorker:
             new = Store(order.bind, self.device, self._share, slabs=self._slabs, given=self._slabs.nbytes + given)
             new.tables.reconcile(order.keep, moved=True)
             self._meter.add("stores", 1)
-        mover = Mover(order, old, new)
+        mover = Mover(order, old, new, self._clock)
         mover.meet(view, door)
         for layer in range(mover.num_layers):
             if new is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lamina.engine.engine import Engine
 from lamina.protocol.blocks.tables import BlockTables
@@ -16,6 +16,14 @@ from .scenario import Arriving, params_of
 
 MOST_STEPS = 2_000
 Of = TypeVar("Of")  # a kind of scenario
+
+
+class SoFar(NamedTuple):
+    """A completion, as far as its reader has it."""
+
+    tokens: list[int]
+    text: str
+    reason: str | None  # of its end
 
 
 class ScenarioError(AssertionError):
@@ -55,7 +63,7 @@ class Play:
         self._left = in_order(asks)
         self._asked: dict[int, tuple[int, Arriving]] = {}  # by request: its place, and what it is
         self._outputs: dict[int, RequestOutput] = {}
-        self._seen: dict[tuple[int, int], tuple[list[int], str]] = {}
+        self._seen: dict[tuple[int, int], SoFar] = {}  # by request and completion
         self.steps = 0
 
     def take_steps(self, most: int) -> bool:
@@ -105,10 +113,10 @@ class Play:
             self._outputs[output.request_id] = output
             for one in output.outputs:
                 key = output.request_id, one.index
-                tokens, text = self._seen.get(key, ([], ""))
+                tokens, text, _ = self._seen.get(key, SoFar([], "", None))
                 assert one.token_ids[: len(tokens)] == tokens, "tokens that were told are others now"
                 assert one.text.startswith(text), "text that was told is another one now"
-                self._seen[key] = list(one.token_ids), one.text
+                self._seen[key] = SoFar(list(one.token_ids), one.text, one.finish_reason)
 
     def _check_tables(self, memory: Iterable[tuple[int, BlockTables]], holders: Sequence[Sequence[int]]) -> None:
         """At rest memory workers, by their numbers, hold what the ledger says. ``holders``: of each group of layers."""

@@ -49,12 +49,12 @@ def check_restart(of: Scenario) -> bool:
     """Play a part of ``of``; then another engine goes on with what readers have by then. Whether some request had begun
     by then. Raises ScenarioError.
     """
-    seeded, calm = with_seeds(of), _EnginePlay(replace(of, faults=(), changes=()))
+    seeded, calm = with_seeds(of), EnginePlay(replace(of, faults=(), changes=()))
     wanted = calm.run()
     try:
-        before = _EnginePlay(seeded)
+        before = EnginePlay(seeded)
         before.take_steps(random.Random(of.seed).randint(1, calm.steps))
-        after = _EnginePlay(replace(seeded, faults=()))
+        after = EnginePlay(replace(seeded, faults=()))
         begun = after.go_on_from(before)
         for ask, answer, same in zip(of.asks, after.run().requests, wanted.requests, strict=True):
             if ask.cancel_s is None:
@@ -75,7 +75,7 @@ def with_seeds(of: Scenario) -> Scenario:
 
 def play(of: Scenario) -> Played:
     """To the end. Raises AssertionError, and whatever goes wrong."""
-    return _EnginePlay(of).run()
+    return EnginePlay(of).run()
 
 
 def smaller(of: Scenario) -> Scenario:
@@ -83,7 +83,9 @@ def smaller(of: Scenario) -> Scenario:
     return least(of, ("faults", "changes", "asks"), lambda less: is_broken(check, less))
 
 
-class _EnginePlay(Play):
+class EnginePlay(Play):
+    """One engine over modelled workers."""
+
     def __init__(self, of: Scenario) -> None:
         clock = VirtualClock()
         self._of, self._wire = of, SimWire(of, clock)
@@ -111,7 +113,7 @@ class _EnginePlay(Play):
         wire, preemptions = self._wire, engine.scheduler.num_preemptions
         return Played(answers, wire.losses, preemptions, wire.elastic.changes)
 
-    def go_on_from(self, before: _EnginePlay) -> bool:
+    def go_on_from(self, before: EnginePlay) -> bool:
         """With the requests of an engine that has died, as far as readers have them. Whether some had begun."""
         self._left, begun = before._left, False
         for request, (place, ask) in before._asked.items():

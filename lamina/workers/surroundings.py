@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lamina import netstack
+from lamina.background import Background
 from lamina.netstack import Fabric
 
 
@@ -18,12 +19,14 @@ def start_thread(work: Callable[[], None], name: str) -> None:
 
 
 class Surroundings(NamedTuple):
-    """``clock``: seconds that only grow. ``start``: a thread by what it does and its name. ``queue``: a new one, with
-    ``put(message)`` and ``get(block)``, which raises queue.Empty. ``open_fabric``: as netstack.open.
+    """``clock``: seconds that only grow. ``start``: a thread by what it does and its name; ``beside``: the same, of
+    what must not delay anybody. ``queue``: a new one, with ``put(message)`` and ``get(block)``, which raises
+    queue.Empty. ``open_fabric``: as netstack.open.
     """
 
     clock: Callable[[], float] = time.monotonic
     start: Callable[[Callable[[], None], str], None] = start_thread
+    beside: Callable[[Callable[[], None], str], object] = Background
     queue: Callable[[], Any] = queue.SimpleQueue
     open_fabric: Callable[..., Fabric] = netstack.open
 

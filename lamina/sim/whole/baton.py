@@ -16,6 +16,7 @@ from lamina.sim.clock import VirtualClock
 FOREVER = float("inf")
 GIVE_UP = 0.1  # of waits that would be none, others get the baton first
 END_S = 60.0  # virtual seconds for all threads to end by themselves
+HELD_S = 120.0  # of real time, for who holds the baton to give it on
 
 
 class Slain(BaseException):
@@ -70,6 +71,7 @@ class Baton:
         self.clock, self._rng = clock, rng
         self._driver = self._holder = Strand("driver", LongLife())
         self._strands = [self._driver]
+        self._given = 0  # how often
         self._failures: list[BaseException] = []
 
     def start(self, work: Callable[[], None], name: str, life: Life) -> None:
@@ -113,8 +115,8 @@ class Baton:
             self._hand_on(self._driver, check=False)
 
     def _live(self, strand: Strand, work: Callable[[], None]) -> None:
-        strand.turn.acquire()
         try:
+            self._await(strand)
             if not strand.life.ended:
                 work()
         except Slain:
@@ -123,20 +125,33 @@ class Baton:
             self._failures.append(error)
         finally:
             self._strands.remove(strand)
-            self._give(self._next())
+            if self._holder is strand:
+                self._give(self._next())
 
     def _hand_on(self, strand: Strand, *, check: bool = True) -> None:
         """Give the baton on, and take it again."""
         other = self._next()
         if other is not strand:
             self._give(other)
-            strand.turn.acquire()
+            self._await(strand)
         if check:
             self._check(strand)
 
     def _give(self, strand: Strand) -> None:
-        self._holder = strand
+        self._holder, self._given = strand, self._given + 1
         strand.turn.release()
+
+    def _await(self, strand: Strand) -> None:
+        """The turn of a thread. Where nobody gives the baton on any more, the driver says who holds it; others end."""
+        given = self._given
+        while not strand.turn.acquire(timeout=HELD_S):
+            if given == self._given and strand is self._driver:
+                raise AssertionError(
+                    f"{self._holder.name} waits for what is none of the simulation's, or goes on and on"
+                )
+            if given == self._given:
+                raise Slain
+            given = self._given
 
     def _check(self, strand: Strand) -> None:
         if strand.life.ended:

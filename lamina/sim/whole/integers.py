@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lamina.attention.spec import AttentionSpec
+from lamina.collective import Joining
 from lamina.converter.graph import RowTensor
 from lamina.protocol.plan import LayerShape
 from lamina.sim.model import EOS, VOCAB
@@ -34,11 +35,17 @@ def token_bytes(kv_heads: int) -> int:
 
 
 class _Factors(NamedTuple):
-    """Of one layer."""
+    """Of one layer, by KV head."""
 
-    v: Tensor  # [KV_HEADS * V_DIM]: what makes the numbers in V
+    v: Tensor  # [KV_HEADS, V_DIM]: what makes the numbers in V
     at: Tensor  # [KV_HEADS]: which position is asked for
-    o: Tensor  # [2 * KV_HEADS * V_DIM]: what O adds
+    o: Tensor  # [2, KV_HEADS, V_DIM]: what O adds
+
+    def of_rank(self, rank: int, size: int) -> _Factors:
+        """A rank's own heads."""
+        count = KV_HEADS // size
+        first = rank * count
+        return _Factors(*(x.narrow(x.dim() - at, first, count) for x, at in zip(self, (2, 1, 2), strict=True)))
 
 
 def _factors(layer: int) -> _Factors:
@@ -47,27 +54,34 @@ def _factors(layer: int) -> _Factors:
     def some(count: int, most: int) -> Tensor:
         return torch.tensor([rng.randrange(1, most) for _ in range(count)])
 
-    return _Factors(some(KV_HEADS * V_DIM, PRIME), some(KV_HEADS, PRIME), some(2 * KV_HEADS * V_DIM, 1 << 20))
+    v, at, o = some(KV_HEADS * V_DIM, PRIME), some(KV_HEADS, PRIME), some(2 * KV_HEADS * V_DIM, 1 << 20)
+    return _Factors(v.view(KV_HEADS, V_DIM), at, o.view(2, KV_HEADS, V_DIM))
 
 
 class IntegerModel:
     """A SlicedProgram, as far as a compute worker uses one, and what is known of a loaded model. ``windows``: of the
-    layers.
+    layers. With several ranks each has its KV heads, and its part of the logits.
     """
 
     vocab_size, eos_token_ids, weight_bytes = VOCAB, (EOS,), 0
+    group: Joining | None = None  # the other ranks
 
-    def __init__(self, windows: Sequence[int]) -> None:
+    def __init__(self, windows: Sequence[int], rank: int = 0, size: int = 1) -> None:
         self.windows = [windows[layer % len(windows)] for layer in range(LAYERS)]
+        self._rank, self._size, self._heads = rank, size, KV_HEADS // size
         self.layers = [
-            LayerShape(2 * KV_HEADS, KV_HEADS, BITS, V_DIM, AttentionSpec(scale=1.0, window=w).encode())
+            LayerShape(2 * self._heads, self._heads, BITS, V_DIM, AttentionSpec(scale=1.0, window=w).encode())
             for w in self.windows
         ]
         self.slices: list[Any] = [self._first, *(self._middle(layer) for layer in range(LAYERS - 1)), self._last]
         carried = tuple(RowTensor(name, (1,), NUMBERS) for name in ("state", "position"))
         self.cuts = [_IntegerCut(carried)] * LAYERS
-        self._of = [_factors(layer) for layer in range(LAYERS)]
+        self._of = [_factors(layer).of_rank(rank, size) for layer in range(LAYERS)]
         self._bit = 2 ** torch.arange(BITS)
+
+    def of_rank(self, rank: int, size: int) -> IntegerModel:
+        """A rank's part of it; its slices meet those of others in ``group``."""
+        return IntegerModel(self.windows, rank, size)
 
     @property
     def config(self) -> IntegerModel:
@@ -99,8 +113,9 @@ class IntegerModel:
         return run
 
     def _last(self, x: Tensor, positions: Tensor, o: Tensor) -> tuple[Tensor]:
-        token = self._absorb(LAYERS - 1, x, positions, o) % VOCAB
-        return (torch.zeros(len(x), 1, VOCAB).scatter_(2, token.unsqueeze(2), 10.0),)
+        token, width = self._absorb(LAYERS - 1, x, positions, o) % VOCAB, -(-VOCAB // self._size)
+        logits = torch.zeros(len(x), 1, width * self._size).scatter_(2, token.unsqueeze(2), 10.0)
+        return (logits[..., self._rank * width :][..., :width],)
 
     def _seen(self, layer: int, positions: Tensor) -> Tensor:
         window = self.windows[layer]
@@ -108,12 +123,12 @@ class IntegerModel:
 
     def _send(self, layer: int, x: Tensor, positions: Tensor, send: Any) -> tuple[Tensor, ...]:
         of, rows, seen = self._of[layer], len(x), self._seen(layer, positions)
-        asked = positions - (x * of.at % PRIME) % seen  # [R, KV_HEADS]
-        q = torch.zeros(rows, KV_HEADS, 2, BITS)
+        asked = positions - (x * of.at % PRIME) % seen  # [R, heads]
+        q = torch.zeros(rows, self._heads, 2, BITS)
         q[:, :, 1] = self._code(asked) * LOUD
-        send.q(layer, q.view(rows, 2 * KV_HEADS, 1, BITS))
-        k = self._code(positions).expand(rows, KV_HEADS, BITS).unsqueeze(2)
-        v = (x * of.v % PRIME % LARGEST).to(torch.float32).view(rows, KV_HEADS, 1, V_DIM)
+        send.q(layer, q.view(rows, 2 * self._heads, 1, BITS))
+        k = self._code(positions).expand(rows, self._heads, BITS).unsqueeze(2)
+        v = (x.unsqueeze(2) * of.v % PRIME % LARGEST).to(torch.float32).unsqueeze(2)
         send.kv(layer, k.contiguous(), v)
         return x, positions
 
@@ -122,10 +137,13 @@ class IntegerModel:
         return ((positions.unsqueeze(2) & self._bit) > 0).to(torch.float32) * 2 - 1
 
     def _absorb(self, layer: int, x: Tensor, positions: Tensor, o: Tensor) -> Tensor:
-        both = o.view(len(x), KV_HEADS, 2, V_DIM).to(torch.float64)
-        sums = both[:, :, 0].flatten(1) * self._seen(layer, positions)
-        whole = torch.cat([sums, both[:, :, 1].flatten(1)], 1).round().to(NUMBERS)
-        return ((x * 48_271) % PRIME + (whole * self._of[layer].o).sum(1, keepdim=True)) % PRIME
+        both = o.view(len(x), self._heads, 2, V_DIM).to(torch.float64)
+        sums = both[:, :, 0] * self._seen(layer, positions).unsqueeze(2)
+        whole = torch.stack([sums, both[:, :, 1]], 1).round().to(NUMBERS)  # [R, 2, heads, V_DIM]
+        added = (whole * self._of[layer].o).sum((1, 2, 3)).unsqueeze(1)
+        if self.group is not None:
+            added = self.group.all_reduce(added)
+        return ((x * 48_271) % PRIME + added) % PRIME
 
 
 class _IntegerCut(NamedTuple):

@@ -18,7 +18,7 @@ from lamina.protocol.control import LinkClosedError
 from .baton import Baton, BatonCondition
 
 if TYPE_CHECKING:
-    from .process import SimProcess
+    from .process import SimDriver, SimProcess
 
 GONE = "the peer's process is gone"
 _ENCODER = msgspec.msgpack.Encoder()
@@ -120,9 +120,9 @@ class SimControl:
     """One end of a control link; see ControlLink."""
 
     def __init__(
-        self, baton: Baton, messages: Any, ways: tuple[SimPipe, SimPipe], process: SimProcess | None = None
+        self, baton: Baton, messages: Any, ways: tuple[SimPipe, SimPipe], process: SimProcess | SimDriver
     ) -> None:
-        """``messages``: those that it takes. ``ways``: to here, and to the other end. ``process``: as of SimFabric."""
+        """``messages``: those that it takes. ``ways``: to here, and to the other end. ``process``: which has it."""
         self._baton, self._process = baton, process
         self._decoder = msgspec.msgpack.Decoder(messages)
         self._in, self._out = ways
@@ -160,5 +160,4 @@ class SimControl:
             self._out.put(None)
 
     def _act(self) -> None:
-        if self._process is not None:
-            self._process.act()
+        self._process.act()

@@ -5,7 +5,7 @@ them, and has their control links.
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -36,6 +36,36 @@ DIES, STOPS, CUT = "dies", "stops", "cut"  # what may happen to a process, and t
 Strikes = Mapping[tuple[Place, int], str]  # by the place, and the number of the call of its processes
 
 
+GONE_S = 10.0  # for workers to follow their driver
+
+
+class EngineDied(BaseException):
+    """The driver's process was killed. No Exception, so that nobody handles it."""
+
+
+class SimDriver:
+    """The driver's process. Each call of its control links counts, from ``begin`` on: it is killed at one of them."""
+
+    def __init__(self, dies_at: int) -> None:
+        """``dies_at``: the number of that call; 0 = it lives."""
+        self._dies_at, self._calls, self._counts = dies_at, 0, False
+
+    @property
+    def dead(self) -> bool:
+        """Whether it was killed."""
+        return 0 < self._dies_at <= self._calls
+
+    def begin(self, *, counts: bool = True) -> None:
+        """From here on calls count, or none does."""
+        self._counts = counts
+
+    def act(self) -> None:
+        """A call. Raises EngineDied at its last one, and at whatever is called behind that."""
+        self._calls += self._counts
+        if self.dead:
+            raise EngineDied
+
+
 class _Integers(ModelServer):
     """What loads: nothing but the model of integers."""
 
@@ -43,15 +73,17 @@ class _Integers(ModelServer):
 
     def cut(self) -> CutModel:
         """In slices it is already."""
-        model = self.module
+        model = self.module.of_rank(self.start.rank, self.start.topology.tensor_parallel_size)
         max_len = sequence_limit(self.start.model.max_model_len, 1 << BITS)
         partition = self._partition(model.layers, max_len)
         backend = gemm.get("torch", 1)
         return CutModel(model, model, model.layers, torch.float32, max_len, partition, backend)
 
     def runnable(self, cut: CutModel, group: Any = None) -> IntegerModel:
-        """As it is."""
-        return self.module
+        """As it is, but for the other ranks that its slices meet."""
+        model: IntegerModel = cut.program
+        model.group = group
+        return model
 
 
 class IntegerComputeServer(_Integers, ComputeServer):
@@ -77,7 +109,7 @@ class SimProcess:
         to, back = (SimPipe(host.baton, host.delay_s) for _ in range(2))
         messages = FROM_DRIVER if role == "memory" else MESSAGES
         self._link = SimControl(host.baton, messages, (to, back), self)
-        self.control = SimControl(host.baton, FROM_WORKERS, (back, to))  # the driver's end
+        self.control = SimControl(host.baton, FROM_WORKERS, (back, to), host.driver)  # the driver's end
         self.start(self._serve, f"{role}-{index}")
 
     @property
@@ -139,7 +171,8 @@ class SimProcess:
         except LinkClosedError:
             self._end("exited with status 0")
             return
-        around = Surroundings(self._host.baton.clock, self.start, partial(BatonQueue, self._host.baton), self.open)
+        baton = self._host.baton
+        around = Surroundings(baton.clock, self.start, self.start, partial(BatonQueue, baton), self.open)
         if isinstance(start, StartMemory):
             self.server = MemoryServer(self._link, start, around)  # type: ignore[arg-type]
         elif isinstance(start, StartCompute):
@@ -154,26 +187,48 @@ class SimHost:
 
     key = KEY
 
-    def __init__(self, baton: Baton, rng: random.Random, model: IntegerModel, hits: Strikes) -> None:
+    def __init__(
+        self, baton: Baton, rng: random.Random, model: IntegerModel, hits: Strikes, deaths: Sequence[int] = ()
+    ) -> None:
+        """``deaths``: of one driver after the other, the calls at which they are killed."""
         self.baton, self.model, self._rng, self._hits = baton, model, rng, hits
-        self._calls: Counter[Place] | None = None  # once all have started
+        self._deaths = deque(deaths)
+        self.driver = SimDriver(self._deaths.popleft() if deaths else 0)
+        self._calls = Counter[Place]()
+        self._hitting = False  # as long as all have started
         self.processes: list[SimProcess] = []
         self.hits = Counter[str]()  # that came, by what happened
         self.cuts = 0  # of them, those of channels
 
     def begin(self) -> None:
         """From here on calls count, and processes are hit."""
-        self._calls = Counter()
+        self._hitting = True
+        self.driver.begin()
 
     def end(self) -> None:
         """Nobody is hit any more, and who was stopped goes on."""
-        self._calls = None
+        self._hitting = False
+        self.driver.begin(counts=False)
         for process in self.processes:
             process.stopped = False
 
+    def bury(self) -> None:
+        """The driver was killed: its links end, its workers follow, and another one begins. Raises AssertionError where
+        somebody stays.
+        """
+        self._hitting = False
+        for process in self.processes:
+            process.control.close()
+            if process.stopped:
+                process.kill()
+        left = self.baton.wait(lambda: all(p.ended for p in self.processes), GONE_S)
+        assert left, f"without a driver: {', '.join(p.role for p in self.processes if not p.ended)}"
+        self.driver = SimDriver(self._deaths.popleft() if self._deaths else 0)
+        self.driver.begin()
+
     def hit_of(self, process: SimProcess) -> str:
         """What happens at the call that a process makes; "" = nothing."""
-        if self._calls is None:
+        if not self._hitting:
             return ""
         place = process.role, process.index
         self._calls[place] += 1
@@ -221,6 +276,7 @@ class SimHost:
         return process.control
 
     def wait(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
+        self.driver.act()
         ends: list[Any] = list(links)
         if any(link.closed for link in ends):
             raise ValueError("a link was closed here")

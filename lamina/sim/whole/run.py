@@ -6,28 +6,30 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pprint import pformat
 from typing import Any, NamedTuple
 
 from lamina.config import make_config
+from lamina.engine.configured import check_room
 from lamina.engine.engine import Engine
 from lamina.engine.wire import ViewChanged
 from lamina.fleet.pools import Pools
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.plan import Keep
-from lamina.request import RequestOutput
+from lamina.request import Told
 from lamina.sim.clock import VirtualClock
-from lamina.sim.model import EOS
-from lamina.sim.play import MOST_STEPS, Play, ScenarioError, is_broken, least
-from lamina.sim.scenario import BLOCK, MAX_LEN, Arriving
+from lamina.sim.model import EOS, Letters, letters
+from lamina.sim.play import MOST_STEPS, Play, ScenarioError, SoFar, is_broken, least
+from lamina.sim.scenario import BLOCK, MAX_LEN, Arriving, params_of
 
 from .baton import Baton
 from .integers import IntegerModel
-from .process import DIES, STOPS, SimHost
-from .scenario import FleetScenario, fleet_scenario
+from .process import DIES, STOPS, EngineDied, SimHost
+from .scenario import FleetScenario, fleet_scenario, planned_fleet
 
 REST_S = 1.0  # for all that is on its way to come
-MOST_S = 40.0  # of a scenario, on its clock
+MOST_S = 40.0  # of an engine, on the clock
 OPTIONS: dict[str, Any] = {
     "transport": "shm",
     "block_size": BLOCK,
@@ -48,6 +50,8 @@ class FleetPlayed(NamedTuple):
     tokens: int
     preemptions: int
     seconds: float
+    engines: int  # that died
+    changes: int  # of memory workers, by plan
 
 
 def check_fleet(of: FleetScenario) -> FleetPlayed:
@@ -72,13 +76,18 @@ def play_fleet(of: FleetScenario) -> FleetPlayed:
 
 def smaller_fleet(of: FleetScenario) -> FleetScenario:
     """A part of a broken scenario that is broken too."""
-    return least(of, ("hits", "asks"), lambda less: is_broken(check_fleet, less))
+    return least(of, ("hits", "asks", "changes", "deaths"), lambda less: is_broken(check_fleet, less))
 
 
 class _WatchedPools(Pools):
     """Tells when all have met anew."""
 
     met: Callable[[], None] | None = None
+
+    @property
+    def memory(self) -> list[Any]:
+        """The processes of memory workers, by number."""
+        return [member.handle for member in self._members.memory]
 
     def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
         answer = super().resume(keep)
@@ -90,15 +99,29 @@ class _WatchedPools(Pools):
 class _FleetPlay(Play):
     def __init__(self, of: FleetScenario, baton: Baton, rng: random.Random) -> None:
         self._of, self._baton, self._model = of, baton, IntegerModel(of.windows)
-        self._host = SimHost(baton, rng, self._model, {(hit.place, hit.call): hit.how for hit in of.hits})
-        config, host = make_config({**OPTIONS, **of.options}), self._host
-        self._pools = _WatchedPools("integers", config, clock=baton.clock, links=host, launch=host.launch)
-        super().__init__(of.asks, Engine(self._pools, config, baton.clock), baton.clock)
+        hits = {(hit.place, hit.call): hit.how for hit in of.hits}
+        self._host = SimHost(baton, rng, self._model, hits, of.deaths)
+        self._options = {**OPTIONS, **of.options}
+        self._changes, self._changed, self._engines = list(of.changes), 0, 0
+        self._ended: dict[int, list[SoFar]] = {}  # by place: what engines before this one have finished
+        super().__init__(of.asks, self._open(), baton.clock)
+
+    def _open(self) -> Engine:
+        """An engine, with its workers. Raises EngineDied."""
+        config, host = make_config(self._options), self._host
+        self._pools = _WatchedPools("integers", config, clock=host.baton.clock, links=host, launch=host.launch)
+        engine = Engine(self._pools, config, host.baton.clock)
         self._pools.met = self._check_rest
         host.begin()
+        return engine
 
     def run(self) -> FleetPlayed:
-        assert self.take_steps(MOST_STEPS), "nothing comes to its end"
+        while True:
+            try:
+                assert self.take_steps(MOST_STEPS), "nothing comes to its end"
+                break
+            except EngineDied:
+                self._go_on()
         engine, view = self._engine, -1
         self._host.end()
         while view != engine.scheduler.view:  # who has died unnoticed is replaced
@@ -111,60 +134,104 @@ class _FleetPlay(Play):
         self._check_rest()
         self._check_all_is_free()
         self._check_view()
+        if not (self._engines or self._of.changes):  # by which others end, too
+            self._check_who_is_left()
+        preemptions = engine.scheduler.num_preemptions
+        engine.close()
+        for request, (place, _) in self._asked.items():
+            self._ended[place] = list(self._heard(request).values())
+        tokens = sum(self._check_answer(self._of.asks[place], seen) for place, seen in self._ended.items())
+        assert len(self._ended) == len(self._of.asks), "a request without an answer"
+        hits, cuts = self._host.hits, self._host.cuts
+        return FleetPlayed(hits[DIES], hits[STOPS], cuts, view, tokens, preemptions, self._clock.now, self._engines,
+                           self._changed)  # fmt: skip
+
+    def _check_who_is_left(self) -> None:
         replaced = {*self._host.processes} - {*self._host.at_work}
         unhurt = [p.role for p in replaced if not p.was_hit]
         assert len(unhurt) <= self._host.cuts, f"workers were replaced that had not been hit: {unhurt}"
         assert "memory" not in unhurt, "a memory worker was replaced behind the cut of a channel"
-        preemptions = engine.scheduler.num_preemptions
-        engine.close()
-        tokens = sum(self._check_answer(ask, self._outputs.get(r)) for r, (_, ask) in self._asked.items())
-        hits = self._host.hits
-        return FleetPlayed(hits[DIES], hits[STOPS], self._host.cuts, view, tokens, preemptions, self._clock.now)
+
+    def _go_on(self) -> None:
+        """The engine has died: another one goes on with what readers have, as a server's does."""
+        while True:
+            self._engines += 1
+            self._options["memory_workers"] = len(self._pools.memory)
+            self._host.bury()
+            with suppress(EngineDied):  # so does the next one, perhaps, as it starts
+                self._engine = self._open()
+                break
+        heard = [(place, ask, self._heard(request)) for request, (place, ask) in self._asked.items()]
+        self._asked, self._outputs, self._seen = {}, {}, {}
+        for place, ask, seen in heard:
+            if len(seen) == ask.params["n"] and all(one.reason for one in seen.values()):
+                self._ended[place] = list(seen.values())
+                continue
+            told = [
+                Told(index=i, tokens=list(one.tokens), chars=len(one.text), ended=bool(one.reason))
+                for i, one in seen.items()
+            ]
+            again = self._engine.add(list(ask.prompt), params_of(ask), make_pieces=Letters, told=told, accepted=True)
+            self._asked[again] = place, ask
+            self._seen |= {(again, i): one for i, one in seen.items()}
+
+    def _heard(self, request: int) -> dict[int, SoFar]:
+        """Of its completions, by their numbers."""
+        return {i: seen for (r, i), seen in sorted(self._seen.items()) if r == request}
+
+    def _look_round(self) -> None:
+        """Changes, one at a time; what would need KV to be computed again is refused, as the server does."""
+        engine, elastic = self._engine, self._pools.elastic
+        outcome = elastic.take_outcome()
+        self._changed += outcome is not None and not outcome.error
+        while self._changes and self._changes[0].at_s <= self._clock.now and not elastic.under_way:
+            asked = self._changes.pop(0)
+            with suppress(ValueError):
+                change = elastic.plan(asked.workers)
+                check_room(engine.scheduler, engine.info, change.capacity)
+                elastic.begin(change, asked.leaving)
 
     def _wait_until(self, at_s: float) -> None:
         self._baton.sleep(at_s - self._clock.now)
 
     def _check_view(self) -> None:
-        assert self._clock.now < MOST_S, f"it has taken {self._clock.now:.0f} s"
+        assert self._clock.now < MOST_S * (1 + self._engines), f"it has taken {self._clock.now:.0f} s"
 
     def _check_rest(self) -> None:
         """Nothing is on its way."""
-        processes = [self._host.now("memory", w) for w in range(self._of.options["memory_workers"])]
-        stores = [process.memory._store for process in processes]
+        stores = [process.memory._store for process in self._pools.memory]
         tables = [(w, store.tables) for w, store in enumerate(stores) if store is not None]
         assert len(tables) == len(stores), "a memory worker has no store"
         self._check_tables(tables, self._engine.info.holders)
 
-    def _check_answer(self, ask: Arriving, output: RequestOutput | None) -> int:
+    def _check_answer(self, ask: Arriving, answer: Sequence[SoFar]) -> int:
         """Exactly its tokens; so many there are."""
         if ask.cancel_s is not None:
             return 0
-        assert output is not None, "a request without an answer"
-        assert output.finished, "a request that has not ended"
-        most = min(ask.params["max_tokens"], MAX_LEN - len(ask.prompt))
-        for one in output.outputs:
-            ended = one.token_ids[-1:] == [EOS] and not ask.params["ignore_eos"]
-            assert one.finish_reason == ("stop" if ended else "length")
-            assert len(one.token_ids) == most or ended, f"{len(one.token_ids)} tokens in place of {most}"
-            assert self._model.right(ask.prompt, one.token_ids), f"{one.token_ids} behind {ask.prompt} are not right"
-        return sum(len(one.token_ids) for one in output.outputs)
+        assert len(answer) == ask.params["n"], "a completion without an answer"
+        most = min(ask.params["max_tokens"], self._options["max_model_len"] - len(ask.prompt))
+        for tokens, text, reason in answer:
+            ended = tokens[-1:] == [EOS] and not ask.params["ignore_eos"]
+            assert reason == ("stop" if ended else "length"), f"it has ended by {reason}"
+            assert len(tokens) == most or ended, f"{len(tokens)} tokens in place of {most}"
+            assert text == letters(tokens[:-1] if ended else tokens), "its text is none of its tokens"
+            assert self._model.right(ask.prompt, tokens), f"{tokens} behind {ask.prompt} are not right"
+        return sum(len(seen.tokens) for seen in answer)
 
 
 def main(first: int = 0, count: int = 200) -> None:
     """Play ``count`` seeds. A broken one is made small, printed and raised."""
     total: Counter[str] = Counter()
     for seed in range(first, first + count):
-        of = fleet_scenario(seed)
-        try:
-            played = check_fleet(of)
-        except ScenarioError:
-            check_fleet(smaller_fleet(of))
-            raise
-        total.update(played._asdict())
-    counts = ", ".join(
-        f"{total[name]} {name}" for name in ("deaths", "stops", "cuts", "views", "tokens", "preemptions")
-    )
-    sys.stdout.write(f"{count} scenarios from {first} on: {counts}, nothing wrong\n")
+        for of in (fleet_scenario(seed), planned_fleet(seed)):
+            try:
+                played = check_fleet(of)
+            except ScenarioError:
+                check_fleet(smaller_fleet(of))
+                raise
+            total.update(played._asdict())
+    counts = ", ".join(f"{total[name]} {name}" for name in FleetPlayed._fields if name != "seconds")
+    sys.stdout.write(f"{2 * count} scenarios from {first} on: {counts}, nothing wrong\n")
 
 
 if __name__ == "__main__":

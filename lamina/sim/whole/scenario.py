@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lamina.sim.model import EOS
@@ -15,6 +15,8 @@ from .process import CUT, DIES, STOPS, Place
 LAST_CALLS = 40, 120, 400  # at which somebody is hit
 HOWS = DIES, DIES, DIES, STOPS, CUT
 SOON_CALL = 60
+LAST_DEATHS = 60, 200, 600  # calls at which an engine dies
+LONG = 200  # tokens of a context, of which more than one chunk of attention.merge is had
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,18 @@ class Strike:
 
 
 @dataclass(frozen=True)
+class FleetChange:
+    """At a time somebody asks for so many memory workers. ``leaving``: who goes, else the last ones do."""
+
+    at_s: float
+    workers: int
+    leaving: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class FleetScenario:
     """``seed``: also of who runs when, and of the times of messages. ``options``: of the engine. ``windows``: of the
-    model's layers.
+    model's layers. ``deaths``: of one engine after the other, the calls of its links at which it dies.
     """
 
     seed: int
@@ -39,6 +50,8 @@ class FleetScenario:
     windows: tuple[int, ...]
     asks: tuple[Arriving, ...] = ()
     hits: tuple[Strike, ...] = ()
+    changes: tuple[FleetChange, ...] = ()
+    deaths: tuple[int, ...] = ()
 
 
 def fleet_scenario(seed: int) -> FleetScenario:
@@ -56,15 +69,59 @@ def fleet_scenario(seed: int) -> FleetScenario:
         "partition": partition,
         "prefill_chunk": rng.choice(CHUNKS),
         "max_num_seqs": rng.randint(2, 5),
-        "kv_memory": str(blocks * LAYERS * BLOCK * token_bytes(heads)),
+        "kv_memory": _memory(blocks, heads),
         "seed": seed,
     }
     options["enable_prefix_caching"] = not options["prefill_workers"] and rng.random() < 0.5
-    places = [("compute", i) for i in range(max(1, batches - 1))]
-    places += [("memory", i) for i in range(workers)]
-    places += [("prefill", i) for i in range(options["prefill_workers"])]
     asks = alike(seed, tuple(_ask(rng) for _ in range(rng.randint(1, 6))))
-    return FleetScenario(seed, options, windows, asks, _hits(rng, places))
+    return FleetScenario(seed, options, windows, asks, _hits(rng, _places(options)))
+
+
+def planned_fleet(seed: int) -> FleetScenario:
+    """The scenario of ``seed``, with what it lacks: engines that die, memory workers that come and go, two ranks, and
+    sequences in stripes.
+    """
+    of, rng = fleet_scenario(seed), random.Random(f"planned {seed}")
+    options, asks, hits = dict(of.options), of.asks, of.hits
+    kind = rng.choice(("ranks", "stripes", "", ""))
+    if kind == "stripes":
+        options |= {"partition": "token", "memory_workers": rng.randint(2, 3), "max_model_len": LONG}
+        options |= {"prefill_chunk": 32, "kv_memory": _memory(-(-LONG // BLOCK) + 60, KV_HEADS)}
+        asks = tuple(replace(ask, prompt=_long(rng, ask.prompt)) for ask in asks[:3])
+    elif kind == "ranks":
+        workers = rng.choice((2, 4))
+        options |= {"tensor_parallel_size": 2, "collective": "mesh", "memory_workers": workers}
+        options |= {"partition": "head" if workers == 2 else "request", "prefill_workers": 0}
+        options["kv_memory"] = _memory(-(-MAX_LEN // BLOCK) + 60, 1)
+    if kind:
+        hits = _hits(rng, _places(options))
+    changes = list[FleetChange]()
+    there, step = options["memory_workers"], 2 if kind == "ranks" else 1
+    for at_s in sorted(rng.uniform(0.0, 0.3) for _ in range(rng.choice((0, 1, 2)))):
+        workers = step * rng.randint(1, 4 // step)
+        leaving = tuple(rng.sample(range(there), there - workers)) if workers < there and step == 1 else ()
+        changes.append(FleetChange(at_s, workers, leaving))
+        there = workers
+    count = rng.choice((1, 1, 2)) if not changes or rng.random() < 0.5 else 0
+    deaths = tuple(rng.randint(1, rng.choice(LAST_DEATHS)) for _ in range(count))
+    return replace(of, options=options, asks=asks, hits=hits, changes=tuple(changes), deaths=deaths)
+
+
+def _memory(blocks: int, heads: int) -> str:
+    return str(blocks * LAYERS * BLOCK * token_bytes(heads))
+
+
+def _places(options: dict[str, Any]) -> list[Place]:
+    ranks = options.get("tensor_parallel_size", 1)
+    places = [("compute", i) for i in range(ranks * max(1, options["pipeline"] - 1))]
+    places += [("memory", i) for i in range(options["memory_workers"])]
+    return places + [("prefill", i) for i in range(options["prefill_workers"])]
+
+
+def _long(rng: random.Random, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a length at which a stripe ends soon, or has just ended."""
+    more = rng.randint(100, LONG - 40) - len(prompt)
+    return (*prompt, *(rng.randrange(EOS) for _ in range(more)))
 
 
 def _ask(rng: random.Random) -> Arriving:

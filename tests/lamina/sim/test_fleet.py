@@ -21,9 +21,10 @@ from lamina.protocol.control import Connect, RunRound
 from lamina.protocol.plan import Keep
 from lamina.sim.play import is_broken
 from lamina.sim.whole.run import check_fleet, play_fleet, smaller_fleet
-from lamina.sim.whole.scenario import fleet_scenario
+from lamina.sim.whole.scenario import fleet_scenario, planned_fleet
 
 SEEDS, PARTS = 6, 3
+PLANNED = 10
 Mistake = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -31,6 +32,13 @@ Mistake = Callable[[pytest.MonkeyPatch], None]
 def test_every_stream_goes_on(part: int) -> None:
     deaths = sum(check_fleet(fleet_scenario(seed)).deaths for seed in range(part, SEEDS, PARTS))
     assert deaths
+
+
+def test_engines_die_and_memory_workers_come_and_go() -> None:
+    """Some of them in the midst of that; with ranks, and in stripes."""
+    played = [check_fleet(planned_fleet(seed)) for seed in range(PLANNED)]
+    assert sum(one.engines for one in played)
+    assert sum(one.changes for one in played)
 
 
 def test_a_fork_that_is_further_than_its_source_behind_a_loss() -> None:

@@ -1,0 +1,125 @@
+"""What a server has heard of completions when their engine dies is what another engine needs: readers get the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+from lamina.engine.conversations.terms import PLAIN
+from lamina.request import RequestOutput
+from lamina.server.link.live import LivePrompt
+from lamina.server.link.messages import Add, Delta
+from lamina.server.link.restarts import Hearing
+from lamina.sim.model import Letters
+from lamina.sim.run import EnginePlay, with_seeds
+from lamina.sim.scenario import Scenario, params_of, scenario
+
+SEEDS, PARTS = 48, 2
+DEATHS = 3  # of engines, one behind the other
+
+
+def sent(message: Any) -> Any:
+    """As it comes out at the other end of a link."""
+    return msgspec.msgpack.Decoder(type(message)).decode(msgspec.msgpack.Encoder().encode(message))
+
+
+@dataclass
+class Reader:
+    """What a client has of a prompt, as its server tells it, and what the server keeps for the next engine."""
+
+    hearing: Hearing
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    scores: dict[int, list[Any]] = field(default_factory=dict)
+    ends: dict[int, Any] = field(default_factory=dict)
+    prompt_scores: Any = None
+    ended: bool = False
+
+    def take(self, delta: Delta) -> None:
+        assert delta.index not in self.ends, "something behind the end"
+        self.tokens[delta.index] = self.tokens.get(delta.index, []) + delta.tokens
+        self.texts[delta.index] = self.texts.get(delta.index, "") + delta.text
+        self.scores[delta.index] = self.scores.get(delta.index, []) + (delta.logprobs or [])
+        if delta.finish_reason is not None:
+            self.ends[delta.index] = delta.finish_reason, delta.stop_reason
+        self.prompt_scores = delta.prompt_logprobs or self.prompt_scores
+        self.ended = delta.times is not None
+        if not self.ended:
+            self.hearing.take(delta)
+
+    @property
+    def answer(self) -> tuple[Any, ...]:
+        """All that it was told."""
+        return self.tokens, self.texts, self.scores, self.ends, self.prompt_scores
+
+
+class ServedPlay(EnginePlay):
+    """An engine whose outputs go to a server as deltas. ``readers``: by place, as an engine before has left them."""
+
+    def __init__(self, of: Scenario, readers: dict[int, Reader], left: Sequence[Any] | None = None) -> None:
+        super().__init__(of)
+        self.readers, self._lives = readers, dict[int, LivePrompt]()
+        if left is not None:
+            self._left = list(left)
+        for place, reader in readers.items():
+            if not reader.ended:
+                add: Add = sent(reader.hearing.ask(place))
+                request = self._engine.add(
+                    add.prompt, add.params, make_pieces=Letters, told=add.told, accepted=add.accepted
+                )
+                self._lives[request], self._asked[request] = LivePrompt(add, request), (place, of.asks[place])
+
+    def _take(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            place, ask = self._asked[output.request_id]
+            if place not in self.readers:
+                self.readers[place] = Reader(Hearing(list(ask.prompt), params_of(ask), PLAIN))
+            if output.request_id not in self._lives:
+                self._lives[output.request_id] = LivePrompt(self.readers[place].hearing.ask(place), output.request_id)
+            for delta in self._lives[output.request_id].deltas(output):
+                self.readers[place].take(sent(delta))
+
+
+def answers(of: Scenario, deaths: Sequence[int]) -> tuple[dict[int, tuple[Any, ...]], int]:
+    """Of all prompts that nobody cancels, where engines die behind so many steps; and how many had begun by then."""
+    readers, left, begun = dict[int, Reader](), None, 0
+    for steps in deaths:
+        served = ServedPlay(of, readers, left)
+        served.take_steps(steps)
+        begun += sum(bool(r.tokens) and not r.ended for r in readers.values())
+        waiting = [place for place, _ in served._asked.values() if place not in readers]  # the server has them
+        left = [*((place, of.asks[place]) for place in waiting), *served._left]
+    ServedPlay(of, readers, left).run()
+    return {place: r.answer for place, r in readers.items() if of.asks[place].cancel_s is None}, begun
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_readers_get_what_one_engine_would_have_told(part: int) -> None:
+    begun = 0
+    for seed in range(part, SEEDS, PARTS):
+        of, rng = with_seeds(scenario(seed)), random.Random(seed)
+        calm, _ = answers(of, [])
+        told, count = answers(of, [rng.randint(1, 30) for _ in range(rng.randint(1, DEATHS))])
+        assert told == calm, seed
+        begun += count
+    assert begun > SEEDS / PARTS / 2, "few had begun when it died"
+
+
+@pytest.mark.parametrize("name", ["tokens", "chars", "ended"])
+def test_what_was_not_heard_is_missed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Hearing.ask
+    nothing: dict[str, Any] = {"tokens": [], "chars": 0, "ended": False}
+
+    def forgetful(self: Hearing, key: int) -> Add:
+        add = right(self, key)
+        told = [msgspec.convert({**msgspec.to_builtins(one), name: nothing[name]}, type(one)) for one in add.told]
+        return msgspec.structs.replace(add, told=told)
+
+    monkeypatch.setattr(Hearing, "ask", forgetful)
+    with pytest.raises((AssertionError, ValueError)):
+        test_readers_get_what_one_engine_would_have_told(0)
