@@ -69,12 +69,12 @@ fuzz:
 	mkdir -p build/fuzz/corpus
 	@if command -v clang++ >/dev/null; then set -e; \
 	  clang++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -DLIBFUZZER -Icsrc \
-	    tests/netstack/fuzz_frame.cpp -o build/fuzz/fuzz_frame; \
+	    tests/netstack/bytes/fuzz_frame.cpp -o build/fuzz/fuzz_frame; \
 	  build/fuzz/fuzz_frame -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -print_final_stats=1 build/fuzz/corpus \
 	    > build/fuzz/log 2>&1 || { tail -n 60 build/fuzz/log; exit 1; }; \
 	  tail -n 5 build/fuzz/log; \
 	else set -e; \
-	  g++ -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -Icsrc tests/netstack/fuzz_frame.cpp \
+	  g++ -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -Icsrc tests/netstack/bytes/fuzz_frame.cpp \
 	    -o build/fuzz/fuzz_frame; \
 	  end=$$(( $$(date +%s) + $(FUZZ_SECONDS) )); \
 	  while [ $$(date +%s) -lt $$end ]; do build/fuzz/fuzz_frame 200000 $$(date +%s); done; \
@@ -86,7 +86,7 @@ clean:
 # The mlx5 headers with one mistake each, against the software NIC: minutes.
 .PHONY: mutants
 mutants: $(READY)
-	$(BIN)/python tests/netstack/mlx5_mutants.py
+	$(BIN)/python tests/netstack/nic/mlx5_mutants.py
 
 # Mistakes made on purpose in policy and links, each of which a fast test must see: long. GROUPS: some of it.
 .PHONY: mutation

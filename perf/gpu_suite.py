@@ -154,7 +154,7 @@ def compile_kernels() -> Result:
 
 def netstack() -> Result:
     """The device side of the network: its kernels compile to the instructions that order memory."""
-    return pytest("tests/netstack/test_kernels.py", limit_s=60)
+    return pytest("tests/netstack/gpu/test_kernels.py", limit_s=60)
 
 
 def transport() -> Result:

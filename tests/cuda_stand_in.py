@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE = ROOT / "tests" / "netstack" / "fake_cuda.cpp"
+SOURCE = ROOT / "tests" / "netstack" / "gpu" / "fake_cuda.cpp"
 # Names of transports among parameters of tests: `cuda` over the stand-in; `loopback` whose ends compute on one GPU, and
 # that over the stand-in.
 STAND_IN = "cuda on a CPU"

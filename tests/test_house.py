@@ -355,7 +355,7 @@ def test_files_are_small(package: str) -> None:
     assert not long
 
 
-@pytest.mark.parametrize("package", ["lamina", "converter", "netstack", "csrc"])
+@pytest.mark.parametrize("package", ["lamina", "converter", "netstack", "csrc", "tests"])
 def test_a_folder_has_at_most_20_files(package: str) -> None:
     """Those that git keeps, faces and native modules' Python stubs left out: one looks through a folder at a glance."""
     kept = subprocess.run(["git", "ls-files", package], cwd=ROOT, capture_output=True, text=True, check=True).stdout

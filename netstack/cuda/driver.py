@@ -1,6 +1,6 @@
 """What of the CUDA driver (libcuda) and of NVRTC the device side needs, by ctypes: no toolkit, no package, no compiler.
 
-HARDWARE-UNVERIFIED: run against a stand-in of the driver on a CPU (tests/netstack/fake_cuda.cpp), which is compiled
+HARDWARE-UNVERIFIED: run against a stand-in of the driver on a CPU (tests/netstack/gpu/fake_cuda.cpp), which is compiled
 against the declarations of cuda.h. Names and constants are those of the CUDA Driver API reference.
 """
 

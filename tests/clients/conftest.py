@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from running import Running
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "server"))
-from running import Running  # noqa: E402 - needs the path above
-
 CLIENTS = ("openai-python", "openai-node", "langchain-openai", "litellm", "llm", "lm-eval", "guidellm", "aiperf",
            "vllm bench", "transformers chat", "schemathesis")  # fmt: skip
 INSTALL_S, RUN_S = 1500, 900

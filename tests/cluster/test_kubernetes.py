@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from running import eventually
 
 from lamina.cli.launch import main
 from lamina.env import VARIABLES
@@ -20,9 +21,6 @@ from lamina.protocol.options.engine import Deadlines, EngineConfig
 from lamina.server.config import ServerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "server"))
-from running import eventually  # noqa: E402 - needs the path above
-
 FILE = ROOT / "examples" / "kubernetes" / "lamina.yaml"
 OBJECTS = [found for found in yaml.safe_load_all(FILE.read_text()) if found]
 SERVICES = {found["metadata"]["name"]: found["spec"] for found in OBJECTS if found["kind"] == "Service"}

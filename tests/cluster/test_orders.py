@@ -18,12 +18,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from running import alive, eventually
 
 from lamina.fleet.hosts import node
 from lamina.processes import birth_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
-from running import alive, eventually
 
 ADDRESS = "fd00::1"
 RAY = """

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_cluster import ROOT, FakeCluster
+from running import Running, eventually
 
 from lamina import LLM, SamplingParams
 from lamina.config import make_config
@@ -28,9 +29,6 @@ from lamina.fleet.hosts import ray_cluster
 from lamina.fleet.hosts.placement import HostPlace
 from lamina.fleet.launchers import ray as over_ray
 from lamina.fleet.launchers.ray import RayLauncher, RayWorker, open_launcher
-
-sys.path.insert(0, str(ROOT / "tests" / "server"))
-from running import Running, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MODEL = str(ROOT / "examples" / "tiny_lm" / "model")

@@ -18,20 +18,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshes import WAIT_S, on_all
 from torch import Tensor
 
+from lamina import collective, netstack
+from lamina.collective import COLLECTIVES, Collective, RankPlace, lacks
+from lamina.collective.gloo import Gloo
+from lamina.collective.mesh import SLOT_BYTES, Mesh, listen_and_connect
+from lamina.collective.nccl import Nccl
+from lamina.collective.process_group import ONE_SHOT_BYTES, Opened
+from lamina.netstack import ChannelError, ChannelTimeout, PeerFault
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "lamina" / "workers"))
-from meshes import WAIT_S, on_all  # noqa: E402 - needs the path above
-
-from lamina import collective, netstack  # noqa: E402
-from lamina.collective import COLLECTIVES, Collective, RankPlace, lacks  # noqa: E402
-from lamina.collective.gloo import Gloo  # noqa: E402
-from lamina.collective.mesh import SLOT_BYTES, Mesh, listen_and_connect  # noqa: E402
-from lamina.collective.nccl import Nccl  # noqa: E402
-from lamina.collective.process_group import ONE_SHOT_BYTES, Opened  # noqa: E402
-from lamina.netstack import ChannelError, ChannelTimeout, PeerFault  # noqa: E402
-
 T = TypeVar("T")
 SIZES = (2, 3, 4)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)

@@ -12,17 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fake_cluster import FakeCluster
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "cluster"))
-from fake_cluster import FakeCluster  # noqa: E402 - needs the path above
-
-from lamina import netstack  # noqa: E402
-from lamina.config import make_config  # noqa: E402
-from lamina.fleet.launchers import LAUNCHERS, Launcher, WorkerHandle, open_launcher  # noqa: E402
-from lamina.fleet.launchers.static import StaticLauncher  # noqa: E402
-from lamina.netstack import ChannelError, Geometry, Terms  # noqa: E402
-from lamina.protocol.control import (  # noqa: E402
+from lamina import netstack
+from lamina.config import make_config
+from lamina.fleet.launchers import LAUNCHERS, Launcher, WorkerHandle, open_launcher
+from lamina.fleet.launchers.static import StaticLauncher
+from lamina.netstack import ChannelError, Geometry, Terms
+from lamina.protocol.control import (
     AskStats,
     Connect,
     ControlLink,
@@ -33,8 +30,9 @@ from lamina.protocol.control import (  # noqa: E402
     Stats,
     Stop,
 )
-from lamina.protocol.options import engine as options  # noqa: E402
+from lamina.protocol.options import engine as options
 
+ROOT = Path(__file__).resolve().parents[2]
 KEY = bytes(range(32))
 SOON_S = 30.0  # a worker imports torch first
 GEOMETRY = Geometry(slots=2, slot_bytes=64)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+from mutation import GROUPS, read_argued
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-from mutation import GROUPS, read_argued  # noqa: E402 - needs the path above
 
 
 def test_files_and_tests_of_every_group_are_there() -> None:

@@ -16,8 +16,9 @@ pytestmark = [pytest.mark.vm, pytest.mark.timeout(1200)]
 SUITES = {
     "contract": "tests/contract/test_transports.py -k 'not pyverbs'",
     "contract by pyverbs": "tests/contract/test_transports.py -k pyverbs",
-    "lies": "tests/netstack/test_verbs_faults.py tests/netstack/test_listener.py tests/netstack/test_auto.py",
-    "ports": "tests/netstack/test_rdma_ports.py tests/netstack/test_rdma_quality.py",
+    "lies": "tests/netstack/rdma/test_verbs_faults.py "
+    "tests/netstack/meeting/test_listener.py tests/netstack/meeting/test_auto.py",
+    "ports": "tests/netstack/rdma/test_rdma_ports.py tests/netstack/rdma/test_rdma_quality.py",
     "deaths and stops": "tests/netstack/test_processes.py tests/netstack/test_stalls.py",
 }
 LONG = (

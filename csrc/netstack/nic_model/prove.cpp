@@ -1,5 +1,5 @@
 // Runs mlx5.h and mlx5_channel.h against the software NIC: prove [POSTS [SEED]]. Exit status 0 and one line of
-// counters, or 1 and the first thing that was wrong. tests/netstack/test_nic_model.py and the mutants run it.
+// counters, or 1 and the first thing that was wrong. tests/netstack/nic/test_nic_model.py and the mutants run it.
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>

@@ -18,7 +18,7 @@ Contract, the same for every entry (tests/contract/test_media.py):
 - Behind ``close`` every call raises MediumError, ``close`` itself does nothing.
 - Errors of the system (EIO, ENOSPC) are MediumError. Behind one the medium still works, as far as the system does.
 
-One entry is no store: ``zeros`` has every page, and keeps nothing that is written (tests/e2e/test_decode_only.py).
+One entry is no store: ``zeros`` has every page, and keeps nothing that is written (tests/e2e/kv/test_decode_only.py).
 """
 
 from __future__ import annotations

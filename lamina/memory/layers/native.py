@@ -1,7 +1,7 @@
 """The layers of a round in one native call, where channels and kernels are native: HostLayers without Python.
 
 The loop comes back for whatever is not a turn's next message: plans, grants, faults. It is held against HostLayers bit
-for bit (tests/lamina/workers/test_native_layers.py).
+for bit (tests/lamina/workers/memory/test_native_layers.py).
 """
 
 from __future__ import annotations

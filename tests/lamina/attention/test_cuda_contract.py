@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+import test_attention as contract
 import torch
 from cuda_emulation import SMALL, EmulatedKernels, emulated, needs_gxx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "contract"))
-import test_attention as contract
 
 pytestmark = [needs_gxx, pytest.mark.timeout(300)]
 

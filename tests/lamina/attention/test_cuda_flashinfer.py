@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
 from math import log
-from pathlib import Path
 from typing import Any
 
 import pytest
+import test_attention as contract
 import torch
 from cuda_emulation import emulated, needs_gxx
 from torch import Tensor
 
 from lamina.attention.flashinfer import FlashInfer, _FlashInferRows
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "contract"))
-import test_attention as contract
 
 pytestmark = needs_gxx
 DTYPE = torch.bfloat16

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pytest
+import test_attention as contract
 import torch
 from cuda_emulation import EmulatedKernels, emulated, needs_gxx
 
@@ -20,9 +19,6 @@ from lamina.kv.pool import WriteIndex, allocate, row_table, write_index
 from lamina.kv.stored import StoredRows, as_stored
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.plan import New, Rows, StepPlan
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "contract"))
-import test_attention as contract
 
 CPU = torch.device("cpu")
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import platform
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import test_attention as contract
 import torch
 from cuda_emulation import emulated, needs_gxx
 from torch import Tensor
 
 from lamina.attention.cuda_kernels import CSRC, FLAGS
 from lamina.kv.pool import LayerStore, RowTable, allocate
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "contract"))
-import test_attention as contract
 
 pytestmark = needs_gxx
 

@@ -1,0 +1,183 @@
+"""Sequences that keep some of their KV alone: what they save, on how many workers, and who is not one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lamina import LLM, RequestOutput, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("no_child_left")
+SHIPPED = str(Path(__file__).resolve().parents[3] / "examples" / "tiny_lm" / "model")
+PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
+DENSE = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, kv_sparsity="none")
+PROMPTS = [[(7 * i + k) % 90 + 5 for i in range(n)] for k, n in ((1, 400), (5, 333), (9, 60))]
+TINY: dict[str, Any] = {"dtype": "float32", "transport": "loopback", "prefill_chunk": 64, "block_size": 16}
+EVICT: dict[str, Any] = {**TINY, "kv_sparsity": "evict", "kv_budget": 128, "kv_recent": 32, "kv_full_layers": 1}
+
+
+SELECT: dict[str, Any] = {**EVICT, "kv_sparsity": "select"}
+
+
+def told(outputs: list[RequestOutput]) -> Any:
+    return [[(one.token_ids, one.logprobs) for one in output.outputs] for output in outputs]
+
+
+def dropped(llm: LLM) -> int:
+    evictions = llm.engine.scheduler.evictions
+    return 0 if evictions is None else evictions.num_dropped
+
+
+@pytest.fixture(scope="module")
+def dense(llama_path: Path) -> Any:
+    with LLM(str(llama_path), **TINY) as llm:
+        return told(llm.generate(PROMPTS, PARAMS))
+
+
+@pytest.fixture(scope="module")
+def sparse(llama_path: Path, dense: Any) -> Any:
+    """By one memory worker; who asks for all has all, beside those who do not."""
+    with LLM(str(llama_path), **EVICT) as llm:
+        answers = told(llm.generate(PROMPTS, PARAMS))
+        lost = dropped(llm)
+        assert lost == (400 - 128) // 16 + (333 + 15 - 128) // 16
+        mixed = told(llm.generate(PROMPTS, [DENSE, DENSE, PARAMS]))
+        assert llm.engine.scheduler.prefixes.num_hit == 0, "nobody begins with what a sparse sequence has left"
+        assert (mixed, dropped(llm)) == (dense, lost), "the last one is below its budget"
+    assert answers[2] == dense[2]
+    assert [x[0][1] for x in answers[:2]] != [x[0][1] for x in dense[:2]], "it makes a difference, or shows nothing"
+    return answers
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"memory_workers": 2}, {"memory_workers": 2, "transport": "shm"}, {"memory_workers": 2, "transport": "tcp"},
+        {"attention": "reference"}, {"overlap": False, "memory_workers": 2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_same_blocks_and_bits_whoever_holds_the_heads(way: dict[str, Any], sparse: Any, llama_path: Path) -> None:
+    with LLM(str(llama_path), **{**EVICT, **way}) as llm:
+        found = told(llm.generate(PROMPTS, PARAMS))
+    if "attention" in way:  # which rounds otherwise
+        assert [[one[0] for one in x] for x in found] == [[one[0] for one in x] for x in sparse]
+    else:
+        assert found == sparse
+
+
+@pytest.fixture(scope="module")
+def selecting(llama_path: Path, dense: Any) -> Any:
+    """By one memory worker. Who asks for all has all, and nothing that others have approximated."""
+    with LLM(str(llama_path), **SELECT) as llm:
+        answers = told(llm.generate(PROMPTS, PARAMS))
+        hits = llm.engine.scheduler.prefixes.num_hit
+        assert told(llm.generate(PROMPTS, [DENSE, DENSE, PARAMS]))[:2] == dense[:2]
+        assert llm.engine.scheduler.prefixes.num_hit - hits < len(PROMPTS[2]), "of the last one alone"
+        again = told(llm.generate(PROMPTS, PARAMS))
+        assert llm.engine.scheduler.prefixes.num_hit - hits > 700, "all KV is there, for those who select too"
+        assert [[one[0] for one in x] for x in again] == [[one[0] for one in x] for x in answers]
+    assert answers[2] == dense[2], "below its budget"
+    assert [x[0][1] for x in answers[:2]] != [x[0][1] for x in dense[:2]], "it makes a difference, or shows nothing"
+    return answers
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{"memory_workers": 2}, {"memory_workers": 2, "transport": "shm", "overlap": False}, {"attention": "reference"}],
+    ids=str,
+)
+def test_queries_select_the_same_blocks_whoever_holds_the_heads(
+    way: dict[str, Any], selecting: Any, llama_path: Path
+) -> None:
+    with LLM(str(llama_path), **{**SELECT, **way}) as llm:
+        answers = told(llm.generate(PROMPTS, PARAMS))
+    if "attention" in way:  # which rounds otherwise
+        assert [[one[0] for one in x] for x in answers] == [[one[0] for one in x] for x in selecting]
+    else:
+        assert answers == selecting
+
+
+def test_a_budget_for_all_is_no_approximation(llama_path: Path, dense: Any) -> None:
+    with LLM(str(llama_path), **{**SELECT, "kv_budget": 512}) as llm:
+        assert told(llm.generate(PROMPTS, PARAMS)) == dense
+
+
+def test_more_sequences_fit(llama_path: Path) -> None:
+    """Masks would free nothing: at least twice as many run at once in the same memory, and all of it is free behind."""
+    prompts = [[(7 * i + k) % 90 + 5 for i in range(400)] for k in range(8)]
+    most = []
+    for options in (TINY, {**EVICT, "kv_full_layers": 0}):
+        tight = {**options, "enable_prefix_caching": False, "kv_memory": "600KB", "max_model_len": 512}
+        with LLM(str(llama_path), **tight) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+            with llm.stream(prompts, params) as stream:
+                most.append(max(llm.engine.scheduler.num_running for _ in stream))
+            llm.engine.settle()
+            assert set(llm.engine.free_blocks) == {min(counts) for counts in llm.engine.info.num_blocks}
+    assert most[1] >= 2 * most[0], most
+
+
+def test_what_is_kept_is_not_frozen_on_the_prompt() -> None:
+    """Of the demo's model, which goes on to copy: after 500 tokens many of the kept blocks are of its own ones."""
+    prompt = [(37 * i * i + 11 * i) % 1900 + 10 for i in range(500)] * 2
+    options: dict[str, Any] = {"kv_budget": 256, "kv_recent": 16, "kv_sink": 16, "block_size": 16}
+    with LLM(SHIPPED, transport="loopback", kv_sparsity="evict", **options) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
+        kept = list[int]()
+        with llm.stream([prompt[:520]], params) as stream:
+            for _ in stream:
+                for one in llm.engine.scheduler.batches[0].running:
+                    blocks = range(1, -(-len(one.tokens) // 16))
+                    kept = sorted(set(blocks) - set(one.scores.dropped)) if one.scores else kept
+    assert len(kept) < 30, "it has lost some"
+    assert sum(number * 16 >= 520 for number in kept) > 0.3 * len(kept), kept
+
+
+def test_one_that_was_lost_is_computed_in_full_and_loses_blocks_again(llama_path: Path, dense: Any) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    with LLM(str(llama_path), **{**EVICT, "memory_workers": 2, "transport": "shm"}) as llm:
+        killed = False
+        with llm.stream(PROMPTS[:2], params) as stream:
+            for output in stream:
+                if not killed and len(output.outputs[0].token_ids) >= 10:
+                    os.kill(llm.engine.wire.pids["memory-0"], signal.SIGKILL)  # type: ignore[attr-defined]
+                    before, killed = dropped(llm), True
+                last = output
+        assert killed
+        assert last.finished
+        assert 0 < before < dropped(llm)
+        (short,) = llm.generate([PROMPTS[2]], PARAMS)
+    assert short.outputs[0].token_ids == dense[2][0][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_sparsity": "select", "partition": "token", "memory_workers": 2}, "use --partition head, not token"),
+        ({"kv_sparsity": "select", "prefill_workers": 1}, "leave out --prefill-workers"),
+        ({"kv_sparsity": "select", "context_overflow": "truncate"}, "leave out --context-overflow truncate"),
+        ({"kv_sparsity": "select", "kv_offloading_size": "1GiB"}, "leave out --kv-offloading-size"),
+        ({"kv_sparsity": "select", "memory_device": "cuda"}, "use --memory-device cpu"),
+        ({"kv_sparsity": "select", "kv_full_layers": 99}, "--kv-full-layers 99 leaves none of"),
+        ({"partition": "token", "memory_workers": 2}, "use --partition head, not token"),
+        ({"prefill_workers": 1}, "leave out --prefill-workers"),
+        ({"context_overflow": "truncate"}, "leave out --context-overflow truncate"),
+        ({"kv_full_layers": 99}, "--kv-full-layers 99 leaves none of"),
+        ({"kv_budget": 32}, "--kv-budget 32 has no room"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_it_is_one_line(options: dict[str, Any], words: str, llama_path: Path) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        LLM(str(llama_path), **{**EVICT, **options})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_request_asks_for_what_the_engine_has(llama_path: Path) -> None:
+    with LLM(str(llama_path), **TINY) as llm, pytest.raises(ValueError, match="start it with --kv-sparsity evict"):
+        llm.generate([PROMPTS[2]], SamplingParams(kv_sparsity="evict"))

@@ -1,0 +1,149 @@
+"""The drill finds what is wrong with a stream; and a server that recovers passes it, one that does not fails it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lamina.cli.drill.cut import cut
+from lamina.cli.drill.moments import ANY, KINDS, Moments
+from lamina.cli.drill.streams import KINDS as STREAMS
+from lamina.cli.drill.streams import StreamTold, has_one_answer, seeds_of
+from lamina.cli.drill.target import places_of
+from lamina.cli.launch import main
+from lamina.request import SamplingParams
+from lamina.server.journal.journal import Journal
+from lamina.server.journal.records import Accepted, KeptPrompt
+
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = "examples/tiny_lm/model"
+TOLD = StreamTold(times=[1.0, 2.0, 5.0])
+
+
+def test_all_streams_but_the_last_have_one_answer() -> None:
+    assert [has_one_answer(kind) for kind in STREAMS] == [True] * 6 + [False]
+
+
+@pytest.mark.parametrize(("grants", "missing"), [(True, set()), (False, {"grant"})])
+def test_each_kind_of_message_has_its_turn(grants: bool, missing: set[str]) -> None:
+    moments = Moments(random.Random(0), grants=grants)
+    found = {role: [moments.next(role) for _ in range(6)] for role in ("compute", "memory", "prefill")}
+    each = {role: {moment.kind for moment in of} for role, of in found.items()}
+    assert each["compute"] | each["memory"] == {ANY, *KINDS} - missing
+    assert each["prefill"] == {ANY, "grant", "control"} - missing
+    assert len({m.times for of in found.values() for m in of}) > 3
+    assert moments.next("engine").event is None
+
+
+def test_a_worker_has_the_place_that_the_last_meeting_gave_it() -> None:
+    lines = [
+        "INFO view 1: memory-0 is pid 7, compute-0 is pid 8\n",
+        "WARNING compute worker 0 (pid 8) was killed\n",
+        "INFO view 3: memory-0 is pid 7, compute-0 is pid 19\n",
+        "INFO view 3: all sequences go on after 0.1 s\n",
+    ]
+    assert places_of(lines) == {7: "memory-0", 19: "compute-0"}
+    assert places_of([]) == {}
+
+
+def test_the_journal_knows_the_seed_of_a_stream_that_has_none(tmp_path: Path) -> None:
+    async def write() -> None:
+        journal = Journal(str(tmp_path / "journal"), MODEL, 1 << 20)
+        prompts = [KeptPrompt(0, [5, 6], "ab", 1234)]
+        asked = {"kind": "cmpl", "model": "m", "created": 1, "params": SamplingParams(), "prompts": prompts}
+        await journal.accept(Accepted(id="cmpl-1", **asked))
+        journal.close()
+
+    asyncio.run(write())
+    assert seeds_of(tmp_path / "journal") == {"cmpl-1": 1234}
+
+
+PEER = """
+import socket, sys
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as end:
+    print("here", flush=True)
+    print(end.recv(1), flush=True)
+"""
+
+
+def test_a_connection_of_two_that_live_is_cut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        command = [sys.executable, "-c", PEER, str(door.getsockname()[1])]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:
+            end, _ = door.accept()
+            assert peer.stdout is not None
+            assert peer.stdout.readline() == "here\n"
+            assert not cut(peer.pid, peer.pid)
+            assert cut(peer.pid, os.getpid())
+            assert peer.stdout.readline() == "b''\n"
+            assert end.recv(1) == b""
+            end.close()
+
+
+def test_a_pause_is_of_what_came_behind_the_hit() -> None:
+    assert [TOLD.pause_behind(t) for t in (0.0, 1.5, 2.5, 5.0)] == [3.0, 3.0, 2.5, None]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--faults", "kill-all"], "--faults: there is no 'kill-all'; there are kill-compute"),
+        (["--faults", "partition"], "--faults partition cuts a TCP connection: give --flags with --transport tcp"),
+        (["--count", "0"], "--count must be at least 1"),
+        (["--streams", "0"], "--streams must be at least 1"),
+        (["--flags", "--journal x"], "--flags: the drill's server has a journal of the drill's own: leave"),
+    ],
+)
+def test_bad_input_is_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["drill", MODEL, *argv]) == 2
+    assert words in capsys.readouterr().err
+
+
+def drill(*flags: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "lamina.cli.launch", "drill", MODEL, *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_server_passes_it() -> None:
+    status, out = drill("--count", "7", "--json")
+    found = json.loads(out)
+    assert (status, found["hits"], found["left"]) == (0, 7, 0), out
+    assert len(found["faults"]) == 7
+    for row in found["faults"].values():
+        assert (row["right"] + row["edge"], row["wrong"], row["lost"], row["twice"]) == (32, 0, 0, 0)
+    assert found["faults"]["stop"]["noticed_s"][0] > 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_workers_are_killed_at_each_kind_of_message_and_spares_when_asked() -> None:
+    flags = "--memory-workers 2 --prefill-workers 1 --spare-memory 2 --dtype float32 --deterministic"
+    faults = "kill-compute,kill-memory,kill-prefill,kill-spare"
+    status, out = drill("--count", "24", "--streams", "14", "--faults", faults, "--json", "--flags", flags)
+    found = json.loads(out)
+    assert (status, found["hits"], found["left"]) == (0, 24, 0), out
+    assert not {ANY, *KINDS} - set(found["kinds"]), out
+    for fault, row in found["faults"].items():
+        role = fault.removeprefix("kill-")
+        assert {place.partition("-")[0] for place in row["victims"]} == {role}
+        assert sum(row["victims"].values()) == row["hits"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_server_that_may_not_recover_fails_it() -> None:
+    status, out = drill("--count", "2", "--streams", "4", "--flags", "--max-recoveries 0")
+    assert status == 1
+    assert re.search(r"did not recover from hit 1, of (compute|memory) worker", out), out

@@ -1,0 +1,92 @@
+"""What workers take of a host: sums worked out by hand, and one line where they do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lamina.cli.launch import main
+from lamina.facts.memory import WorkerMemory, check_fits, host_bytes, memory_text
+
+MODEL = str(Path(__file__).resolve().parents[3] / "examples" / "tiny_lm" / "model")
+GB = 10**9
+COMPUTE = WorkerMemory(
+    name="compute-0", mapped=6 * GB, copied=GB, slots=2 * GB, workspace=3 * GB, private=4 * GB, libraries=5 * GB
+)
+MEMORY = WorkerMemory(name="memory-0", kv=30 * GB, slots=2 * GB, workspace=GB, private=2 * GB, libraries=3 * GB)
+
+
+def again(worker: WorkerMemory, name: str, part: int = 0) -> WorkerMemory:
+    return WorkerMemory(**{**vars(worker), "name": name, "part": part})
+
+
+def test_a_process_has_all_that_it_has_mapped() -> None:
+    assert COMPUTE.total == 21 * GB
+    assert MEMORY.total == 38 * GB
+
+
+def test_a_host_has_pages_of_files_once() -> None:
+    own = 1 + 2 + 3 + 4
+    assert host_bytes([COMPUTE]) == (own + 6 + 5) * GB
+    assert host_bytes([COMPUTE, again(COMPUTE, "compute-1")]) == (2 * own + 6 + 5) * GB, "replicas share weights"
+    assert host_bytes([COMPUTE, again(COMPUTE, "compute-1", 1)]) == (2 * own + 12 + 5) * GB, "ranks have their own"
+    assert host_bytes([COMPUTE, MEMORY]) == (own + 6 + 30 + 2 + 1 + 2 + 5) * GB, "libraries are shared by all"
+
+
+def test_what_is_on_a_device_is_not_on_the_host() -> None:
+    there = WorkerMemory(**{**vars(MEMORY), "device": "cuda:0"})
+    assert host_bytes([there]) == (2 + 2 + 3) * GB
+
+
+@pytest.mark.parametrize(
+    ("worker", "words"),
+    [
+        (MEMORY, "the workers take 38.0 GB of memory, 37.9 GB are free here; 30.0 GB are KV blocks: lower --kv-memory"),
+        (WorkerMemory(name="x", mapped=38 * GB), "38.0 GB are weights: use --dtype bfloat16, or fewer copies"),
+        (WorkerMemory(name="x", slots=38 * GB), "38.0 GB are slots: lower --prefill-chunk or --max-num-seqs"),
+        (WorkerMemory(name="x", workspace=38 * GB), "38.0 GB are workspace: lower --prefill-chunk"),
+        (WorkerMemory(name="x", private=38 * GB), "38.0 GB are runtime: use fewer --memory-workers"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_the_fix(worker: WorkerMemory, words: str) -> None:
+    check_fits([worker], 38 * GB)
+    with pytest.raises(ValueError) as caught:
+        check_fits([worker], 38 * GB - 10**8)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_table() -> None:
+    head, *rows, last = memory_text([COMPUTE, MEMORY], 100 * GB).splitlines()
+    assert [line.split() for line in rows] == [
+        ["compute-0", "cpu", "7.0", "GB", "-", "2.0", "GB", "3.0", "GB", "9.0", "GB", "21.0", "GB"],
+        ["memory-0", "cpu", "-", "30.0", "GB", "2.0", "GB", "1.0", "GB", "5.0", "GB", "38.0", "GB"],
+    ]
+    assert head.split() == ["memory", "device", "weights", "KV", "blocks", "slots", "workspace", "runtime", "total"]
+    assert last == "  of 100.0 GB that are free here, 56.0 GB would be taken"
+
+
+STARTERS = [["generate", MODEL, "--prompt", "x"], ["serve", MODEL, "--port", "0"], ["bench", "decode", MODEL]]
+
+
+@pytest.mark.parametrize("command", STARTERS, ids=lambda c: c[0])
+def test_every_dry_run_has_it(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--dry-run", "--kv-memory", "8MiB", "--prefill-workers", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "would start 1 compute worker, 1 prefill worker and 2 memory workers over shm" in lines[0]
+    assert [line.split()[0] for line in lines[1:6]] == ["memory", "compute-0", "prefill-0", "memory-0", "memory-1"]
+    assert "  8.4 MB  " in lines[4], "KV blocks are as many as --kv-memory holds"
+
+
+def test_a_dry_run_refuses_what_the_host_has_no_room_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free: Callable[[], int] = lambda: 100_000_000  # noqa: E731
+    monkeypatch.setattr("lamina.memory.store.available_bytes", free)
+    assert main([*STARTERS[1], "--dry-run", "--kv-memory", "16MiB"]) == 2
+    printed = capsys.readouterr()
+    assert "100.0 MB are free here" in printed.err
+    assert printed.err.count("\n") == 1
+    assert not printed.out

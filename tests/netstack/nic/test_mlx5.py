@@ -1,0 +1,63 @@
+"""The transport mlx5 without a card and without a GPU: the distribution's libmlx5 over a stand-in of its kernel, our
+kernels on a CPU, software NICs. In a process of its own, whose device is there from its start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx5_stand_in
+import pytest
+from wiring import PATH, ROOT
+
+HERE = Path(__file__).resolve().parent
+CONTRACT = [str(HERE / "mlx5_checks.py"), "tests/contract/test_transports.py"]
+TOKENS = ["tests/e2e/devices/test_direct_tokens.py"]
+
+
+def passed(tests: list[str], expression: str, folder: Path) -> int:
+    """How many tests pass on such a machine; none fails, and none is skipped."""
+    command = [sys.executable, "-m", "pytest", "-p", "mlx5_without_nic", "-p", "no:cacheprovider", "-m", "not slow"]
+    paths = os.pathsep.join([str(HERE), str(HERE.with_name("rdma")), str(ROOT / "tests"), PATH])
+    environment = mlx5_stand_in.environment(folder) | {"PYTHONPATH": paths}
+    done = subprocess.run(
+        [*command, "-k", expression, *tests], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    count = re.search(r"(\d+) passed", done.stdout)
+    assert count
+    assert "skipped" not in done.stdout
+    return int(count[1])
+
+
+@pytest.mark.timeout(320)
+def test_the_contract_and_faults_hold_over_libmlx5(tmp_path: Path) -> None:
+    assert passed(CONTRACT, "mlx5", tmp_path) > 70
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(320)
+def test_tokens_over_libmlx5_are_those_of_hosts_and_of_transformers(tmp_path: Path) -> None:
+    """Lamina itself, whose workers are processes that send by kernels."""
+    assert passed(TOKENS, "beside_nics and (plain or transformers)", tmp_path) == 2
+
+
+@pytest.mark.parametrize("more", [(), ("--device", "cuda")], ids=["calls", "kernels"])
+def test_two_processes_move_bytes(more: tuple[str, ...], tmp_path: Path) -> None:
+    """By the command with which two hosts would: every payload is compared."""
+    command = [sys.executable, "-m", "lamina.netstack", "bench", "--transport", "mlx5", "--pattern", "rtt", "--json"]
+    flags = ["--sizes", "8,4KiB", "--count", "20", "--warm-up", "2", *more]
+    environment = mlx5_stand_in.environment(tmp_path) | {"PYTHONPATH": PATH}
+    done = subprocess.run(
+        [*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["size"] for row in rows] == [8, 4096]
+    assert all(row["verified"] for row in rows)
