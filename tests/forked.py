@@ -72,14 +72,14 @@ class ForkedProgram:
             os.kill(self.pid, sig)
 
 
-def launch(*words: str, env: Mapping[str, str] = {}) -> str:
-    """What `lamina-launch` prints with these words; it must end well."""
+def launch(*words: str, code: str = "", env: Mapping[str, str] = {}) -> str:
+    """What `lamina-launch`, or ``code``, prints with these words; it must end well."""
     with TemporaryFile() as stderr:
-        program = ForkedProgram(words, stderr=stderr, env=env)
+        program = ForkedProgram(words, code=code, stderr=stderr, env=env)
         assert program.stdout is not None
         with program.stdout:
             out = program.stdout.read()
         status = program.wait()
         stderr.seek(0)
-        assert status == 0, stderr.read().decode()
+        assert status == 0, f"exit status {status}: {stderr.read().decode()}"
     return out

@@ -22,7 +22,7 @@ def build(tmp_path: Path, source: Path, *flags: str, headers: Path = CSRC) -> Pa
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    command = [compiler, "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-pthread", f"-I{headers}", *flags]
+    command = [compiler, "-std=c++17", "-O0", "-g1", "-Wall", "-Wextra", "-pthread", f"-I{headers}", *flags]
     command += [str(source), "-ldl"]
     if headers == CSRC:
         folder, said, status = made_by(command, "-o", f"{{}}/{source.stem}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from forked import ForkedProgram
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import WAIT_S, on_all
@@ -238,7 +237,7 @@ def test_a_rank_that_fails_ends_the_others(entry: str) -> None:
 
 
 RANK = """
-import sys
+import signal, sys
 import torch
 from lamina import collective, netstack
 from lamina.collective import RankPlace
@@ -256,20 +255,18 @@ print(group.all_reduce(torch.full((3,), 2.0)).tolist(), flush=True)
 if last == "meets":
     mesh.meet(12)
     print("met", flush=True)
-sys.stdin.read()
+signal.pause()
 """
 
 
 @contextmanager
 def other_process(scheme: str, name: str, last: str, timeout_s: float) -> Iterator[tuple[Collective, Any]]:
     """Rank 0, and the process of rank 1, with which it has summed once."""
-    command = [sys.executable, "-c", RANK, scheme, name, last]
     fabric = netstack.open(scheme, key=KEY)
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ}
-    ) as process:
+    process = ForkedProgram([scheme, name, last], code=RANK)
+    assert process.stdout is not None
+    with process.stdout:
         try:
-            assert process.stdout is not None
             urls = ["", process.stdout.readline().strip()]
             mesh = listen_and_connect(
                 fabric,

@@ -60,7 +60,7 @@ def peaks(model: Path, options: dict[str, Any]) -> dict[str, int]:
     ready, through prompts of full chunks beside sequences that decode.
     """
     rng = random.Random(1)
-    prompts = [[rng.randrange(2, 8192) for _ in range(2 * CHUNK + 8)] for _ in range(4)]
+    prompts = [[rng.randrange(2, 8192) for _ in range(CHUNK + 8)] for _ in range(4)]
     with LLM(str(model), **options) as llm:
         for pid in llm.pools.pids.values():
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # VmHWM begins anew; proc_pid_clear_refs(5)

@@ -187,12 +187,14 @@ def placed(rows: Placed, partition: Partition) -> Placed:
     return replace(rows, place=Place(rows.sequence % partition.num_lanes))
 
 
-@lru_cache(1 << 14)
-def drawn(seed: int, sizes: tuple[tuple[int, int], ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of a token, which models that are compared draw in turn. Nobody writes to them."""
+RUN = 128  # tokens that are drawn at once
+
+
+@lru_cache(1 << 10)
+def drawn(seed: int, sizes: tuple[tuple[int, int], ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q, k, v of RUN tokens in a row, which models that are compared draw in turn. Nobody writes to them."""
     generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(*size, generator=generator).to(dtype) for size in sizes)
-    return q, k, v
+    return tuple(torch.randn(RUN, *size, generator=generator).to(dtype) for size in sizes)
 
 
 class Model:
@@ -205,17 +207,21 @@ class Model:
         merging = get(peers[0].bound.backend, torch.device("cpu"), self.dtype)
         self.pool = open_pool(links, partition, layers, merging, self.dtype, HostStaging(torch.device("cpu")))
 
-    def token(self, sequence: int, position: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    def span(self, sequence: int, first: int, stop: int, layer: int) -> Iterator[tuple[Tensor, ...]]:
+        """q, k, v of tokens ``first`` to ``stop``, in parts."""
         fork = self.forks.get(sequence)
-        if fork is not None and position < fork.length:
-            return self.token(fork.source, position, layer)
+        if fork is not None and first < fork.length:
+            yield from self.span(fork.source, first, min(stop, fork.length), layer)
+            first = fork.length
         x = self.layers[layer]
         sizes = (x.q_heads, x.qk_dim), (x.kv_heads, x.qk_dim), (x.kv_heads, x.v_dim)
-        return drawn(hash((sequence, position, layer)) % 2**31, sizes, self.dtype)
+        for run in range(first // RUN, -(-stop // RUN)):
+            low, high = max(0, first - run * RUN), max(0, stop - run * RUN)
+            yield tuple(x[low:high] for x in drawn(hash((sequence, run, layer)) % 2**31, sizes, self.dtype))
 
     def rows(self, rows: list[Rows], layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        tokens = [self.token(r.sequence, r.first + i, layer) for r in rows for i in range(r.count)]
-        q, k, v = (torch.stack(x) for x in zip(*tokens, strict=True))
+        spans = [part for r in rows for part in self.span(r.sequence, r.first, r.first + r.count, layer)]
+        q, k, v = (torch.cat(x) for x in zip(*spans, strict=True))
         return q, k, v
 
     def step(self, step: int, ops: list[SequenceOp], rows: list[Rows], *, view: int = 0) -> list[Tensor]:
@@ -239,8 +245,8 @@ class Model:
         shape, out = self.layers[layer], []
         spec, group = AttentionSpec.decode(shape.spec), shape.q_heads // shape.kv_heads
         for row in rows:
-            tokens = [self.token(row.sequence, p, layer) for p in range(row.first + row.count)]
-            q, k, v = (torch.stack(x).double() for x in zip(*tokens, strict=True))
+            tokens = self.span(row.sequence, 0, row.first + row.count, layer)
+            q, k, v = (torch.cat(x).double() for x in zip(*tokens, strict=True))
             score = torch.einsum("thd,shd->hts", q[row.first :], k.repeat_interleave(group, 1)) * spec.scale
             if spec.softcap:
                 score = spec.softcap * torch.tanh(score / spec.softcap)
