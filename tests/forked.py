@@ -10,16 +10,17 @@ import os
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Protocol
 
 from lamina.fleet.launchers.local import environment
-from lamina.fleet.launchers.warm import START
+from lamina.fleet.launchers.warm import START, Forked, NoForkError
 
 ROOT = Path(__file__).resolve().parents[1]
 FOR_EVER_S = 600.0
+TRIES = 5  # of a minute each, for the warm process of a busy machine to have imported all
 
 
 class Program(Protocol):
@@ -44,15 +45,13 @@ class ForkedProgram:
         self, words: Sequence[str], *, code: str = "", stderr: IO[bytes] | None = None, env: Mapping[str, str] = {}
     ) -> None:
         own = {**environment(0), **env}
-        warm = START.begin(own)
-        assert warm is not None
         self._control, theirs = socket.socketpair()
         read, write = os.pipe()
         with ExitStack() as after:
             after.enter_context(theirs)
             after.callback(os.close, write)
             error = stderr or after.enter_context(open(os.devnull, "wb"))
-            self._process = warm.fork("forked_program:serve_program", (), own, theirs)
+            self._process = forked(own, theirs)
             told = json.dumps({"words": list(words), "code": code}).encode()
             socket.send_fds(self._control, [told], [write, error.fileno()])
         self.pid, self.kill = self._process.pid, self._process.kill
@@ -70,6 +69,16 @@ class ForkedProgram:
     def send_signal(self, sig: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, sig)
+
+
+def forked(own: Mapping[str, str], control: socket.socket) -> Forked:
+    """The process of a program that is told over ``control`` what to be."""
+    warm = START.begin(own)
+    assert warm is not None
+    for _ in range(TRIES - 1):
+        with suppress(NoForkError):
+            return warm.fork("forked_program:serve_program", (), own, control)
+    return warm.fork("forked_program:serve_program", (), own, control)
 
 
 def launch(*words: str, code: str = "", env: Mapping[str, str] = {}) -> str:

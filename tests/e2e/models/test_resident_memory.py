@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import llama_config, write_checkpoint
+from forked import launch
 
 from lamina import LLM, SamplingParams
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
-ROOT = Path(__file__).resolve().parents[3]
 CHUNK = 256
 OPTIONS: dict[str, Any] = {
     "memory_workers": 2, "kv_memory": "256MiB", "max_num_seqs": 4, "prefill_chunk": CHUNK, "transport": "shm",
@@ -44,9 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def planned(model: Path, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The rows of the table, by worker, from a process of its own: what this one has imported is no part of it."""
-    command = [sys.executable, "-c", PLAN, str(model), json.dumps(options)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
-    return {row["name"]: row for row in json.loads(done.stdout)}
+    return {row["name"]: row for row in json.loads(launch(str(model), json.dumps(options), code=PLAN))}
 
 
 def peak(pid: int) -> int:
