@@ -227,13 +227,13 @@ def test_a_nan_of_one_sequence_disturbs_no_other(either: Pool) -> None:
     m = model(either)
     clean = model(either)
     rows = [Rows(1, 0, 20), Rows(2, 0, 5), Rows(3, 0, 33)]
-    poisoned = m.token
+    drawn = m.span
 
-    def token(sequence: int, position: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = poisoned(sequence, position, layer)
-        return (q * torch.nan, k * torch.nan, v * torch.nan) if sequence == 2 else (q, k, v)
+    def span(sequence: int, first: int, stop: int, layer: int) -> Iterator[tuple[Tensor, ...]]:
+        for part in drawn(sequence, first, stop, layer):
+            yield tuple(x * torch.nan for x in part) if sequence == 2 else part
 
-    m.token = token  # type: ignore[method-assign]
+    m.span = span  # type: ignore[method-assign]
     new: list[SequenceOp] = [New(1), New(2), New(3)]
     later = [Rows(3, 33, 1), Rows(2, 5, 1), Rows(1, 20, 1)]
     for step, (ops, now, mine) in enumerate([(new, rows, [*range(20), *range(25, 58)]), ([], later, [0, 2])]):
