@@ -86,13 +86,13 @@ class ComputeServer(ModelServer):
     def connect(self, meeting: Connect, fabric: ViewFabric) -> tuple[ComputeWorker, ComputeReady]:
         start, cut = self.start, self._cut
         group = self._meet(meeting, fabric, self._rank_door) if self._rank_door else None
-        ring = self._close_ring(meeting, fabric, self._ring_door) if self._ring_door else None
+        ring = self._close_ring(meeting, fabric, self._ring_door) if self._ring_door and self.replicas > 1 else None
         attention, bounds = self._connect_memory(meeting, fabric, ring)
         self.clock.lap("bind_s")
         own_ring = stage_ring(ring.ring, self.staging) if ring else None
         ranks = Together(group, start.topology.most_batches) if group else None
         if self._serving is not None:
-            self._serving.connect(attention, meeting.view, own_ring, ranks)
+            self._serving.connect(attention, meeting.view, own_ring, ranks, start.number)
         else:
             self._serving = ComputeWorker(
                 self._program,
@@ -204,7 +204,7 @@ class ComputeServer(ModelServer):
         check_longest(bounds, cut.max_len, start.kv.block_size, own, more)
         path = self._layer_path(kernels=all(bound.direct for bound in bounds))
         wires = open_wires(connects, bounds, self.staging, start.deadlines.step_timeout_s, path)
-        if ring and start.number + 1 < start.topology.replicas:
+        if ring and start.number + 1 < self.replicas:
             ring.pass_turn()
         merging = self._merging(cut, bounds[0].backend)
         if path is LayerPath.HOST:
@@ -214,7 +214,7 @@ class ComputeServer(ModelServer):
 
     def _layer_path(self, *, kernels: bool) -> LayerPath:
         topology = self.start.topology
-        return layer_path(self._cut.partition, topology.replicas, topology.prefill_workers, kernels=kernels)
+        return layer_path(self._cut.partition, self.replicas, topology.prefill_workers, kernels=kernels)
 
     def _bind_next(self, link: MemoryLink, bind: Bind, bounds: list[Bound]) -> Bound:
         """All take the backend that the first one has taken. Raises RefusedError, naming one that cannot."""
@@ -240,7 +240,7 @@ class ComputeServer(ModelServer):
         start, cut = self.start, self._cut
         pool = start.topology.pool_bytes(start.devices.kv_bytes())
         asked = meeting.kv_bytes[worker] if meeting.kv_bytes else pool
-        replicas, prefill_workers = start.topology.replicas, start.topology.prefill_workers
+        prefill_workers = start.topology.prefill_workers
         wanted = partial(
             choose_kv_bytes,
             cut.layers,
@@ -262,7 +262,7 @@ class ComputeServer(ModelServer):
             kv_most=0 if asked else wanted(free=NO_LIMIT),
             max_rows=start.batching.max_rows,
             max_model_len=cut.max_len,
-            replicas=replicas,
+            replicas=self.replicas,
             prefill_workers=prefill_workers,
             direct=direct,
         )

@@ -98,6 +98,7 @@ class ModelServer:
     role: str  # for messages to people
     prefills = False  # whether it computes prompts alone
     _cut: CutModel  # once it is loaded
+    replicas = 1  # that there are in the view
 
     def __init__(self, link: ControlLink, start: StartCompute, module: Any, around: Surroundings = HERE) -> None:
         """``module``: the model itself, where the driver is this process."""
@@ -257,8 +258,9 @@ class ModelServer:
         self._broken = False
         if self._called_away:
             return
-        if meeting.number is not None:  # a spare learns its place as it takes it
+        if meeting.number is not None:  # a spare learns its place as it takes it, all where replicas come and go
             self.start = structs.replace(self.start, number=meeting.number)
+        self.replicas = meeting.replicas or self.start.topology.replicas
         if meeting.topology is not None and meeting.topology != self.start.topology:
             self.start = structs.replace(self.start, topology=meeting.topology)
             self._cut = self._cut._replace(partition=self._partition(self._cut.layers, self._cut.max_len))

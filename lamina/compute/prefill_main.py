@@ -74,7 +74,7 @@ class PrefillServer(ModelServer):
             cut.layers, cut.partition, cut.dtype.itemsize, max_rows=start.batching.max_rows
         )
         terms = Terms(outbound=outbound, inbound=inbound, name=start.name)
-        join = Join(view=meeting.view, number=start.topology.replicas + start.number, layers=cut.layers)
+        join = Join(view=meeting.view, number=self.replicas + start.number, layers=cut.layers)
         for worker, there in enumerate(meeting.memory):
             limit_s = start.deadlines.start_timeout_s
             channel = fabric.connect(there.url, replace(terms, peer=there.name, key=there.key), timeout_s=limit_s)

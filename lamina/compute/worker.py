@@ -125,11 +125,14 @@ class ComputeWorker:
         """Whether some turn is ahead."""
         return self._ranks.may_take(self._turns)
 
-    def connect(self, pool: Attention, view: int, ring: Ring | None = None, ranks: Ranks | None = None) -> None:
-        """Go on under ``view`` with others to talk to. Of older views nothing is left: no turns, no last tokens, and
-        nothing that penalties count.
+    def connect(
+        self, pool: Attention, view: int, ring: Ring | None = None, ranks: Ranks | None = None, replica: int = 0
+    ) -> None:
+        """Go on under ``view`` with others to talk to, as the replica of that number. Of older views nothing is left:
+        no turns, no last tokens, and nothing that penalties count.
         """
         before = self._waits()
+        self._replica = replica
         self._pool, self._ring, self._ranks, self._view = pool, ring or Stay(), ranks or Alone(), view
         self._past = dict.fromkeys(before, 0.0)
         now = self._waits()

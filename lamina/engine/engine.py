@@ -230,7 +230,7 @@ class Engine:
             raise ValueError("workers met anew while steps were in flight: rest first")
         if (ready.num_blocks, ready.lanes) != (self.info.num_blocks, self.info.lanes):
             raise ValueError(f"memory workers had {self.info.num_blocks} KV blocks, and now have {ready.num_blocks}")
-        self.scheduler.view = ready.view
+        self.scheduler.view, self.scheduler.num_replicas = ready.view, ready.replicas or self.info.replicas
         self.scheduler.tell_anew()
         if self.scheduler.tier and ready.tier:
             self.scheduler.tier.learn(ready.tier)

@@ -81,7 +81,7 @@ class Scheduler:
         self.closed = self._room.closed  # groups in which no sequence begins
         self.waiting: deque[Sequence] = deque()  # the next one first
         self.batches = [Batch(i) for i in range(num_batches)]
-        self._num_layers, self._num_replicas = num_layers, num_replicas
+        self._num_layers, self.num_replicas = num_layers, num_replicas
         self.prefill = prefill or Prefill(0, prefill_chunk, num_batches)
         self.prefixes = prefixes or Prefixes(ledger, 0)
         self.sessions, self.leaves = self.prefixes.sessions, Leaves(self.prefixes, ledger, tier)
@@ -397,4 +397,4 @@ class Scheduler:
         )  # fmt: skip
 
     def _route(self, batch: int, step: int) -> tuple[list[int], list[int]]:
-        return route(batch, step, self._num_layers, len(self.batches), self._num_replicas)
+        return route(batch, step, self._num_layers, len(self.batches), self.num_replicas)

@@ -37,8 +37,10 @@ from lamina.protocol.options.topology import TopologyOptions
 from lamina.protocol.plan import Bind, Keep
 from lamina.protocol.tiers import StoredPages
 
+from .absent import Absent
 from .launchers import Launcher, WorkerHandle, open_launcher
 from .launchers.local import ThreadWorker
+from .meetings import Present
 from .members import Member, Members
 from .rates import shared_weights
 from .same_model import as_one, check_alike
@@ -80,6 +82,7 @@ class Cohort:
         self._keys: dict[WorkerHandle, bytes] = {}  # of memory workers on loan, which have keys of their own
         self.tier = TierKeeper(config, self._incarnation)
         self.spares = Spares(members, config.launching.spares, self._start_spare)
+        self.absent = Absent(config, members, self.start_beside, clock)
         self.kv_bytes: list[list[int]] = []  # rank -> of its memory workers, once they are known
         self.binds: list[Bind] = []  # rank -> of its first memory worker, once it is known
         self.backend = ""  # of the memory workers' attention, once it is known
@@ -115,7 +118,8 @@ class Cohort:
         self.kv_bytes, self.backend = [ready.kv_bytes for ready in ranks], ranks[0].summary.get("attention", "")
         self.binds = [ready.bind for ready in ranks if ready.bind is not None]
         log.info("view %d: %s", self.view, ", ".join(f"{m.label} is pid {m.handle.pid or '?'}" for m in self._members))
-        return self.tier.completed(as_one(ranks, self.topology), self._identity, stored)
+        ready = msgspec.structs.replace(as_one(ranks, self.topology), replicas=self._present.replicas)
+        return self.tier.completed(ready, self._identity, stored)
 
     def next_view(self) -> int:
         """Its number; there is no way back."""
@@ -132,13 +136,14 @@ class Cohort:
         return member in self._urls or member in self._loaded
 
     def replace(self) -> None:
-        """Start others in the places of those that are lost, and fenced, and have them load. Again where it was broken
-        off. Raises as ``start``.
+        """Start others in the places of those that are lost, and fenced, and have them load; nobody waits for replicas
+        without which others go on. Again where it was broken off. Raises as ``start``.
         """
         launcher = self._launcher
         assert launcher is not None
         self._begin()
         self._on_progress = lambda stage, done, total: None  # who looked has gone on
+        self._loaded |= self.absent.back()
         for lost in [m for m in self._members if m in self._members.lost]:
             self._urls.pop(lost, None)
             self._loaded.pop(lost, None)
@@ -146,6 +151,8 @@ class Cohort:
             role, index = lost.handle.role, lost.handle.index
             if (spare := self.spares.take(role, index, self._size)) is not None:
                 self._members.replace(lost, spare)
+                continue
+            if self.absent.leave(lost):
                 continue
             member = self._members.prepare(self._start_one(launcher, role, index))
             self._members.replace(lost, member)
@@ -176,6 +183,7 @@ class Cohort:
     def close(self) -> None:
         """End the spares, and give back what the launcher holds. Idempotent."""
         self.spares.close()
+        self.absent.close()
         if self._launcher is not None:
             self._launcher.close()
 
@@ -280,39 +288,25 @@ class Cohort:
 
     def _connect_compute(self, readies: dict[str, ComputeReady]) -> None:
         """Ranks meet, replicas form their ring and come to the memory workers, one after the other."""
-        for member in self._members.compute:
-            self._members.send(member, self._meeting(member.handle.index))
+        for place, member in enumerate(self._members.compute):
+            rank = place % self._size
+            own = self.kv_bytes[rank] if self.kv_bytes else []
+            self._members.send(member, self._present.meeting(self.view, place, self._memory_of(rank), own))
         for member in self._members.compute:
             readies[member.label] = self._answer(member, ComputeReady)
 
     def _connect_prefill(self, readies: dict[str, ComputeReady], keep: list[Keep] | None) -> None:
         """Prefill workers join behind the replicas, one after the other."""
         for member in self._members.prefill:
-            memory = self._memory_of(member.handle.index % self._size)
-            self._members.send(member, Connect(view=self.view, memory=memory, topology=self.topology, keep=keep))
+            memory, replicas = self._memory_of(member.handle.index % self._size), self._present.replicas
+            meeting = Connect(view=self.view, replicas=replicas, memory=memory, topology=self.topology, keep=keep)
+            self._members.send(member, meeting)
             readies[member.label] = self._answer(member, ComputeReady)
 
-    def _meeting(self, index: int) -> Connect:
-        """Whom compute worker ``index`` meets: its replica's ranks, and the replicas before and behind it."""
-        size, workers, addresses = self._size, len(self._members.compute), self._addresses
-        rank, first = index % size, index - index % size
-        loaded = [self._loaded[member] for member in self._members.compute]
-        ranks = [addresses(i, loaded[i].rank_url) for i in range(first, first + size)] if size > 1 else []
-        behind, before = (index + size) % workers, (index - size) % workers
-        ring = self._config.topology.replicas > 1
-        return Connect(
-            view=self.view,
-            number=index // size,
-            memory=self._memory_of(rank),
-            topology=self.topology,
-            ranks=ranks,
-            behind=addresses(behind, loaded[behind].ring_url) if ring else None,
-            before=addresses(before, "").name if ring else "",
-            kv_bytes=self.kv_bytes[rank] if self.kv_bytes else [],
-        )
-
-    def _addresses(self, index: int, url: str) -> Address:
-        return Address(url, self._name(self._members.compute[index].handle))
+    @property
+    def _present(self) -> Present:
+        there = self._members.compute
+        return Present(self.topology, [self._name(m.handle) for m in there], [self._loaded[m] for m in there])
 
     def _memory_of(self, rank: int) -> list[Address]:
         return self.topology.of_rank([self.address_of(m) for m in self._members.memory], rank)

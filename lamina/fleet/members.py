@@ -128,6 +128,18 @@ class Members:
         """Take in a member that was prepared."""
         self._members.append(member)
 
+    def insert(self, member: Member) -> None:
+        """Take in a member that was prepared, behind those of its role that have lower numbers."""
+        role, index = member.handle.role, member.handle.index
+        before = [i for i, m in enumerate(self._members) if m.handle.role == role and m.handle.index < index]
+        there = [i for i, m in enumerate(self._members) if m.handle.role == role]
+        self._members.insert(before[-1] + 1 if before else there[0], member)
+
+    def drop(self, lost: Member) -> None:
+        """Leave one out that is lost, and fenced."""
+        self._members.remove(lost)
+        del self.lost[lost]
+
     def remove(self, member: Member) -> None:
         """Leave a member out from now on: nobody listens to it."""
         self._members.remove(member)

@@ -174,7 +174,7 @@ class Pools:
         with self._lock:
             if self._loss is None:
                 self._notices.heed()
-            if self._loss is None and not self.elastic.due():
+            if not self._is_to_halt():
                 with self._or_note():
                     done = self._next_done()
                     if isinstance(done, StepDone):
@@ -190,7 +190,14 @@ class Pools:
                 with self._or_note():
                     self._members.check()
                     self._notices.heed()
-            return None if self._loss is None and not self.elastic.due() else self._halt()
+            return self._halt() if self._is_to_halt() else None
+
+    def _is_to_halt(self) -> bool:
+        """Whether the view is to change: behind a loss, or as workers come or go."""
+        due = self._loss is not None or self.elastic.due()
+        with self._or_note():
+            due = due or self._cohort.absent.due()
+        return due or self._loss is not None
 
     def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
         """Replace who was lost, and have all meet anew with the KV of ``keep`` alone. Another ViewChanged where others
@@ -269,8 +276,7 @@ class Pools:
         what = "a step" if steps else "a chunk of a prompt" if owing else "KV to be saved, loaded or scored"
         if steps or not (owing or self._reports):
             owing = self._members.compute + owing
-        if self._reports:
-            owing = owing + self._members.memory
+        owing = owing + self._members.memory * bool(self._reports)
         said = f"for {what} (--step-timeout-s {limit:g})"
         return self._members.wait_for(owing, Done, limit + GRACE_S, said)
 

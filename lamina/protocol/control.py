@@ -139,14 +139,14 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     """Driver -> any worker: whom to meet, and under which view. It may come again and again, each time of a higher
-    view: the worker lets go of all channels that it has, and keeps what it has loaded, its weights or its KV.
-
-    A memory worker does not answer, a compute or prefill worker does: with ComputeReady or Failed.
+    view: the worker lets go of all channels that it has, and keeps what it has loaded, its weights or its KV. A memory
+    worker does not answer, a compute or prefill worker does: with ComputeReady or Failed.
     """
 
     view: Annotated[int, msgspec.Meta(ge=0, lt=1 << VIEW_BITS)]
     joining: list[str] = []  # of a memory worker: the names of all that come, by number; empty: they have none
     number: int | None = None  # of a compute worker: its replica's; None: as it was started for
+    replicas: int = 0  # of others than memory workers: that there are in this view; 0: as the topology says
     memory: list[Address] = []  # of others: the memory workers of its rank
     ranks: list[Address] = []  # of a compute worker: all ranks of its replica, in order; empty: it is the only one
     behind: Address | None = None  # of a compute worker: the next replica; None: it is the only one
@@ -212,6 +212,7 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
     bind: Bind | None = None  # of this rank's first memory worker; None: others have bound them
     summary: dict[str, Any]  # of the program: slices, cut and message bytes, seconds of each stage
     tier: TierFacts | None = None  # of the memory workers, filled in by the driver; None: they keep nothing beside it
+    replicas: int = 0  # that there are in this view, filled in by the driver; 0: as many as at the start
 
 
 class Penalties(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

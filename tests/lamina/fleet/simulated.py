@@ -6,6 +6,7 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lamina.fleet.links import Link
@@ -169,12 +170,12 @@ class SimulatedWorker:
         self.ended = fate
         for other in self._world.workers:
             if self.view and other.view == self.view and other is not self:
-                self._world.later(other.miss, NOTICED_S)
+                self._world.later(partial(other.miss, self.view), NOTICED_S)
 
-    def miss(self) -> None:
-        """A channel has ended: it tells so, and waits. A memory worker waits for the next that come."""
+    def miss(self, view: int) -> None:
+        """A channel of a view has ended: it tells so, and waits. A memory worker waits for the next that come."""
         if not self.ended and self.role != "memory":
-            self.inbox.append(Broken(view=self.view, text="a peer is gone"))
+            self.inbox.append(Broken(view=view, text="a peer is gone"))
 
     def take(self, message: Any) -> None:
         if self.ended:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -65,13 +66,23 @@ class Run:
             assert self.supervisor.may_make_good(loss), loss
             kept = self.supervisor.halt(loss)
             try:
-                return kept, self.supervisor.resume(KEEP)
+                return kept, self.whole(self.supervisor.resume(KEEP))
             except LostError as another:
                 loss = another
 
+    def whole(self, ready: ComputeReady) -> ComputeReady:
+        """Once all replicas are there again."""
+        while list(self.cohort.absent):
+            self.world.pass_until(self.world.now + 0.1, lambda: False)
+            if self.cohort.absent.due():
+                self.supervisor.halt(None)
+                ready = self.supervisor.resume(KEEP)
+        return ready
+
     def now(self, role: str, index: int) -> SimulatedWorker:
-        """Who has that place."""
-        (member,) = (m for m in self.members if (m.handle.role, m.handle.index) == (role, index))
+        """Who has that place, or loads for it."""
+        there = [*self.members, *self.cohort.absent]
+        (member,) = (m for m in there if (m.handle.role, m.handle.index) == (role, index))
         worker: SimulatedWorker = member.handle  # type: ignore[assignment]
         return worker
 
@@ -98,8 +109,9 @@ def test_another_takes_its_place_and_the_others_keep_what_they_have(victim: int)
     assert kept == [{} if w is lost else w.kept for w in run.world.workers if w.role == "memory"][:2]
     for worker, had in zip(run.world.workers, before, strict=False):
         if worker is not lost:
-            assert [type(x) for x in worker.got[had:]] == [Halt, Connect], "it loads nothing again"
-            assert worker.got[had].view < worker.got[had + 1].view == ready.view
+            changes = 2 if lost.role == "compute" else 1  # without it, and with the one in its place
+            assert [type(x) for x in worker.got[had:]] == [Halt, Connect] * changes, "it loads nothing again"
+            assert worker.got[-2].view < worker.got[-1].view == ready.view
     start = new.got[0]
     assert isinstance(start, StartMemory | StartCompute)
     assert start.name.endswith("-1"), "a name that nobody has had"
@@ -236,17 +248,17 @@ def test_another_loss_at_any_moment_meanwhile(first: int, second: int) -> None:
 def test_one_that_still_loads_has_the_time_of_a_start_to_come_to_rest() -> None:
     run = Run()
     run.world.load_s = 20.0
-    first = run.now("compute", 0)
+    first = run.now("prefill", 0)
 
     def before(now: int) -> None:
-        if run.now("compute", 0) is not first and run.now("compute", 0).got and run.now("memory", 0) is run.worker(0):
+        if run.now("prefill", 0) is not first and run.now("prefill", 0).got and run.now("memory", 0) is run.worker(0):
             run.worker(0).kill()
 
     run.world.before = before
     first.kill()
     _, ready = run.recover()
     run.check(ready)
-    assert len(run.world.workers) == NUM_WORKERS + 2, "the new compute worker is not taken for one that hangs"
+    assert len(run.world.workers) == NUM_WORKERS + 2, "the new prefill worker is not taken for one that hangs"
 
 
 def test_one_that_does_not_come_to_rest_is_replaced_too() -> None:
@@ -301,11 +313,11 @@ def test_where_no_loss_can_be_made_good_one_that_is_stopped_is_waited_for() -> N
 def test_a_way_that_has_ended_between_two_that_live_costs_the_compute_worker() -> None:
     run = Run()
     sayer = run.now("compute", 1)
-    sayer.miss()
+    sayer.miss(sayer.view)
     loss = run.loss()
     assert str(loss) == f"{sayer.name} has lost its way to others: a peer is gone"
     run.supervisor.halt(loss)
-    run.check(run.supervisor.resume(KEEP))
+    run.check(run.whole(run.supervisor.resume(KEEP)))
     assert sayer.ended
 
 
@@ -411,7 +423,7 @@ def test_one_that_hangs_is_replaced_once_it_is_late(role: str) -> None:
     assert run.supervisor.may_make_good(told.value)
     kept = run.supervisor.halt(told.value)
     assert kept == [w.kept for w in run.world.workers[:2]]
-    run.check(run.supervisor.resume(KEEP))
+    run.check(run.whole(run.supervisor.resume(KEEP)))
     assert hung.ended == "was killed by SIGKILL"
     assert len(run.world.workers) == NUM_WORKERS + 1
 
@@ -419,11 +431,62 @@ def test_one_that_hangs_is_replaced_once_it_is_late(role: str) -> None:
 def test_a_replacement_that_takes_too_long_to_start_ends_the_run() -> None:
     run = Run()
     run.world.load_s = LIMIT_S + 1.0
-    run.now("compute", 0).kill()
+    run.now("prefill", 0).kill()
     run.supervisor.halt(run.loss())
     with pytest.raises(LostError, match=r"took too long to start") as told:
         run.supervisor.resume(KEEP)
     assert not run.supervisor.may_make_good(told.value)
+
+
+def test_decoding_goes_on_with_the_replicas_that_are_left() -> None:
+    """While another one loads, which then comes in; the replica with number 0 is whoever is first."""
+    run = Run()
+    first, second = run.now("compute", 0), run.now("compute", 1)
+    run.world.load_s, began = 20.0, run.world.now
+    first.kill()
+    run.supervisor.halt(run.loss())
+    ready = run.supervisor.resume(KEEP)
+    assert run.world.now - began < 5.0, "nobody waits for a start"
+    meeting = second.got[-1]
+    assert (ready.replicas, meeting.replicas, meeting.number, meeting.behind) == (1, 1, 0, None)
+    assert run.now("prefill", 0).got[-1].replicas == 1
+    assert not run.cohort.absent.due()
+    again = run.whole(ready)
+    assert again.replicas == run.now("compute", 0).got[-1].replicas == 2
+    assert [run.now("compute", i).got[-1].number for i in (0, 1)] == [0, 1]
+    run.check(again)
+
+
+def test_where_no_replica_is_left_all_wait_for_one() -> None:
+    run = Run()
+    for index in (0, 1):
+        run.now("compute", index).kill()
+    run.loss()
+    with suppress(LostError):
+        run.members._read(0.1)
+    run.supervisor.halt(run.loss())
+    ready = run.supervisor.resume(KEEP)
+    assert ready.replicas == 1
+    run.check(run.whole(ready))
+
+
+def test_a_replica_that_dies_as_it_loads_has_a_successor_and_one_that_says_why_ends_the_run() -> None:
+    run = Run()
+    pools = pools_of(run)
+    run.world.load_s = 20.0
+    run.now("compute", 0).kill()
+    assert isinstance(pools.look(), ViewChanged)
+    pools.resume(KEEP)
+    loads = run.now("compute", 0)
+    loads.kill()
+    run.world.pass_until(run.world.now + 1.0, lambda: False)
+    assert isinstance(pools.look(), ViewChanged), "what it costs is counted"
+    pools.resume(KEEP)
+    after = run.now("compute", 0)
+    assert after is not loads
+    after.inbox.append(Failed(text="no room for the weights"))
+    with pytest.raises(WorkerError, match="^compute worker 0 .*: no room for the weights$"):
+        pools.look()
 
 
 def pools_of(run: Run) -> Pools:
@@ -517,12 +580,12 @@ def test_a_replacement_that_cannot_start_ends_the_run_with_its_line(where: str) 
     """Also where it says so while another loss brings it to rest. No user asked for it: it is no ValueError."""
     run = Run()
     pools = pools_of(run)
-    first = run.now("compute", 0)
+    first = run.now("prefill", 0)
     said = False
 
     def before(now: int) -> None:
         nonlocal said
-        new = run.now("compute", 0)
+        new = run.now("prefill", 0)
         if new is first or not new.got or said:
             return
         if where == "halt" and not run.worker(0).ended:

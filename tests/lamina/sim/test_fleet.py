@@ -124,7 +124,7 @@ def deaf_to_halts(self: MemoryServer, message: object) -> None:
 # A mistake -> a scenario by its seed, which is right without it.
 MISTAKES: dict[str, tuple[Mistake, int]] = {
     "plans are of an older view": (OF_THE_ENGINE["the view"], 0),
-    "no view is looked at": (replacing(Members, "_is_old", lambda self, message: False), 133),
+    "no view is looked at": (replacing(Members, "_is_old", lambda self, message: False), 9),
     "the inbox is not drained": (inbox_kept, 12),
     "turns are kept": (turns_kept, 3),
     "grants are kept": (chunks_kept, 1),

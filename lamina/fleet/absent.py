@@ -1,0 +1,94 @@
+"""Replicas without which decoding goes on: others load in their places meanwhile, and come in by a change of the view
+in which nobody is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from lamina.engine.wire import Clock
+from lamina.protocol.control import Failed, LinkClosedError, Loaded
+from lamina.protocol.options.engine import EngineConfig
+
+from .members import LostError, Member, Members
+
+log = logging.getLogger(__name__)
+END_S = 2.0  # for all of them to end with their links
+
+
+class Absent:
+    """Of one cohort. Nobody listens to those that load but this."""
+
+    def __init__(
+        self, config: EngineConfig, members: Members, start: Callable[[str, int], Member], clock: Clock
+    ) -> None:
+        """``start``: a worker of a role for the place with that number, which loads."""
+        self._members, self._start, self._clock = members, start, clock
+        self._limit_s = config.deadlines.start_timeout_s
+        topology, on_cpu = config.topology, config.devices.compute_device == "cpu"  # graphs name who is met
+        self._possible = topology.tensor_parallel_size == 1 and not topology.plans and on_cpu
+        self._coming: dict[int, tuple[Member, float]] = {}  # by place: who loads, and until when
+        self._loaded: dict[Member, Loaded] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        return (member for member, _ in self._coming.values())
+
+    def leave(self, lost: Member) -> bool:
+        """Go on without one that is lost, where another replica lives: it is no member any more, and another one is
+        started in its place. Whether that is so. Raises OSError, ValueError.
+        """
+        others = [m for m in self._members.compute if m not in self._members.lost]
+        if lost.handle.role != "compute" or not self._possible or not others:
+            return False
+        self._begin(lost.handle.index)
+        self._members.drop(lost)
+        log.info("%s is done without until another one has loaded", lost.name)
+        return True
+
+    def due(self) -> bool:
+        """Whether some have loaded, and may come in. Raises LostError where one has ended, or takes too long."""
+        for member, deadline in self._coming.values():
+            try:
+                while member not in self._loaded and (message := self._members.hear(member)) is not None:
+                    if isinstance(message, Loaded):
+                        self._loaded[member] = message
+                    elif isinstance(message, Failed):
+                        raise self._lost(member, message.text)
+            except LinkClosedError:
+                raise self._lost(member, member.handle.fate() or "closed its control link", ended=True) from None
+            if member not in self._loaded and self._clock() > deadline:
+                raise self._lost(member, f"took too long to start (--start-timeout-s {self._limit_s:g})")
+        return bool(self._loaded)
+
+    def back(self) -> dict[Member, Loaded]:
+        """Who has loaded takes its place; what they said. For those that have ended others are started. Raises OSError,
+        ValueError.
+        """
+        loaded, self._loaded = self._loaded, {}
+        for place, (member, _) in list(self._coming.items()):
+            if member in loaded:
+                del self._coming[place]
+                self._members.insert(member)
+            elif member.handle.fate() is not None:
+                self._members.fence(member)
+                self._begin(place)
+        return loaded
+
+    def close(self) -> None:
+        """End them. Idempotent."""
+        there, self._coming = list(self), {}
+        for member in there:
+            member.link.close()
+        for member in there:
+            member.handle.join(END_S)
+
+    def _begin(self, place: int) -> None:
+        self._coming[place] = self._start("compute", place), self._clock() + self._limit_s
+
+    def _lost(self, member: Member, how: str, *, ended: bool = False) -> LostError:
+        """One that has not ended has failed for a reason, which another one would have, too."""
+        loss = LostError(f"{member.name}: {how}", [member], ended=ended)
+        if not ended:
+            self._members.give_up(member, loss)
+        return loss
