@@ -154,6 +154,37 @@ def test_a_memory_worker_leaves_and_who_stays_has_its_place_still(cluster: FakeC
         assert eventually(lambda: gone(before["memory-0"]), 10.0)
 
 
+def test_where_a_node_is_gone_its_worker_goes_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Streams get what they would have got; where no other node has room, the run ends with a line that says so."""
+    pytest.importorskip("ray")
+    compute, memory = {"resources": {"lamina_compute": 1, "lamina_memory": 1}}, {"resources": {"lamina_memory": 1}}
+    cluster = FakeCluster(tmp_path, {}, compute, memory)
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    try:
+        with LLM(MODEL, ray_address=cluster.address, kv_memory="32MiB", transport="tcp", **OPTIONS) as llm:
+            wanted = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+            cluster.add(**memory)
+            before = llm.pools.pids
+            outputs: dict[int, list[int]] = {}
+            with llm.stream(PROMPTS, params) as stream:
+                for output in stream:
+                    if not outputs:
+                        cluster.remove(2)
+                    outputs[output.request_id] = output.outputs[0].token_ids
+                assert [outputs[i] for i in stream.request_ids] == wanted
+            (moved,) = [name for name, pid in llm.pools.pids.items() if pid != before[name]]
+            assert f"is lost: {moved.replace('-', ' worker ')} goes to" in caplog.text
+            cluster.remove(3)
+            with pytest.raises(WorkerError, match="could not be replaced: .* is lost, and memory worker . was there"):
+                llm.generate(PROMPTS, LONG)
+    finally:
+        cluster.close()
+
+
 def test_a_servers_engine_is_replaced_too(cluster: FakeCluster, tmp_path: Path) -> None:
     """Its wardens go with it; another one finds room for its own."""
     body = {"prompt": "def f(", "max_tokens": 120, "ignore_eos": True, "stream": True, "temperature": 0.8, "seed": 5}

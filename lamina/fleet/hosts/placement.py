@@ -22,6 +22,7 @@ class Host:
     resources: dict[str, float]
     labels: dict[str, str] = field(default_factory=dict)
     cores: int = 1
+    port: int = 0  # of its Ray; 0: it has none, as far as anybody knows
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from .ray_token import offer_token
 
 OLDEST = (2, 52)  # the first with tokens
 REACH_S = 10.0
+ANSWER_S = 2.0  # for a host that lives, however busy: Linux answers
 
 
 @contextmanager
@@ -71,10 +72,20 @@ def hosts_of(ray: Any, *, whole: bool = False) -> list[Host]:
             resources={k: float(v) for k, v in (node["Resources"] if whole else free.get(node["NodeID"], {})).items()},
             labels=node["Labels"],
             cores=int(node["Resources"].get("CPU", 1)),
+            port=node["NodeManagerPort"],
         )
         for node in ray.nodes()
         if node["Alive"]
     ]
+
+
+def answers(host: Host) -> bool:
+    """Whether a host's Ray takes connections."""
+    try:
+        socket.create_connection((host.address, host.port), ANSWER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager

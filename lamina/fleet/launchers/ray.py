@@ -12,17 +12,18 @@ its token can make; who can read the network reads it, unless Ray's TLS is on.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from lamina import __version__
 from lamina.fleet.hosts.placement import HostPlace, check_kv_memory, demand, names_type, on_gpu, place, wishes
-from lamina.fleet.hosts.ray_cluster import first_line, hosts_of, join, load
+from lamina.fleet.hosts.ray_cluster import answers, first_line, hosts_of, join, load
 from lamina.fleet.hosts.ray_token import MODE
 from lamina.netstack import ChannelError
 from lamina.protocol.options.engine import EngineConfig
@@ -32,6 +33,7 @@ from . import WorkerHandle
 from .ray_warden import Warden
 from .remote_worker import any_port, connect
 
+log = logging.getLogger(__name__)
 CALL_S = 60.0  # for a warden to come up and answer
 REACH_S = 10.0
 END_S = 1.0
@@ -80,22 +82,24 @@ class RayWorker:
 
 class RayLauncher:
     """Wardens come up all at once, when it is made; ``start`` waits for one. A worker in the place of a lost one gets a
-    warden of its own, in the same bundle, and so on the same host.
+    warden of its own, in the same bundle, and so on the same host; where that is lost, in a bundle on another one.
     """
 
     key = b""  # workers have it from their wardens
 
     def __init__(self, ray: Any, owned: bool, config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> None:
-        self._ray, self._owned, self._key = ray, owned, key
+        self._ray, self._owned, self._config, self._key = ray, owned, config, key
         self._limit_s = min(CALL_S, config.deadlines.start_timeout_s)
         self._incarnation = secrets.token_hex(8)  # part of the names on control links
         self._wardens: dict[tuple[str, int], Any] = {}
         self._used: set[tuple[str, int]] = set()  # places whose wardens have had a worker
-        self._group: Any = None
+        self._groups: list[Any] = []
+        self._lost: set[str] = set()  # hosts, by name
         try:
-            self._group, self.places = reserve(ray, config, wanted, self._limit_s)
+            group, self.places = reserve(ray, config, wanted, self._limit_s)
+            self._groups += [group] if group is not None else []
             check_kv_memory(self.places, config.devices.kv_bytes())
-            self._bundles = {(role, index): n for n, (role, index, _) in enumerate(_each(self.places))}
+            self._bundles = {(role, index): (group, n) for n, (role, index, _) in enumerate(_each(self.places))}
             for role, index, _ in _each(self.places):
                 self._call_warden(role, index)
         except BaseException:
@@ -108,11 +112,10 @@ class RayLauncher:
 
     def start(self, role: str, index: int, threads: int = 0) -> RayWorker:
         if (role, index) in self._used:
-            there = self.places[role][index].host
-            if there.name not in {host.name for host in hosts_of(self._ray, whole=True)}:
-                raise OSError(
-                    f"{there.address} has left the Ray cluster, and the place of {role} worker {index} is there"
-                )
+            hosts = {host.name: host for host in hosts_of(self._ray, whole=True)}
+            there = hosts.get(self.places[role][index].host.name)
+            if there is None or not answers(there):  # which tells of a lost one long before Ray does
+                self._move(role, index)
             self._call_warden(role, index)
         self._used.add((role, index))
         at, warden = self.places[role][index], self._wardens[role, index]
@@ -153,8 +156,10 @@ class RayLauncher:
         self._used = {new for who in self._used if (new := renumbered(who))}
 
     def may_replace(self, lost: WorkerHandle) -> bool:
-        """Whether another worker may start on the lost one's host: not where the host has fallen silent."""
-        return isinstance(lost, RayWorker) and not lost.sock.silent
+        """Any, on the lost one's host or on another one. A host that has fallen silent keeps its worker, which nobody
+        talks to any more.
+        """
+        return isinstance(lost, RayWorker)
 
     def close(self) -> None:
         wardens, self._wardens = list(self._wardens.values()), {}
@@ -162,11 +167,23 @@ class RayLauncher:
             return
         for warden in wardens:
             self._ray.kill(warden)
-        if self._group is not None:
-            _give_back(self._group)
-            self._group = None
+        while self._groups:
+            _give_back(self._groups.pop())
         if self._owned:
             self._ray.shutdown()
+
+    def _move(self, role: str, index: int) -> None:
+        """To another host, as the one of that place is lost. Raises OSError."""
+        lost = self.places[role][index].host
+        self._lost.add(lost.name)
+        try:
+            group, places = reserve(self._ray, self._config, {role: 1}, self._limit_s, self._lost)
+        except ValueError as error:
+            text = f"{lost.address} is lost, and {role} worker {index} was there: {error}"
+            raise OSError(text) from None
+        self._groups.append(group)
+        self.places[role][index], self._bundles[role, index] = places[role][0], (group, 0)
+        log.warning("%s is lost: %s worker %d goes to %s", lost.address, role, index, places[role][0].host.address)
 
     def _call_warden(self, role: str, index: int) -> None:
         """In the bundle of that place, in the stead of the one that was there."""
@@ -174,16 +191,14 @@ class RayLauncher:
 
         if (role, index) in self._wardens:
             self._ray.kill(self._wardens[role, index])  # Ray gives its bundle to nobody else before
-        takes = dict(self.places[role][index].takes)
+        takes, (group, number) = dict(self.places[role][index].takes), self._bundles[role, index]
         self._wardens[role, index] = (
             self._ray.remote(Warden)
             .options(
                 num_cpus=takes.pop("CPU", 0.0),
                 num_gpus=takes.pop("GPU", 0.0),
                 resources=takes,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=self._bundles[role, index]
-                ),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
                 max_concurrency=4,  # started and fate wait, end comes meanwhile
                 max_restarts=0,
             )
@@ -212,15 +227,16 @@ def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -
 
 
 def reserve(
-    ray: Any, config: EngineConfig, wanted: Mapping[str, int], limit_s: float
+    ray: Any, config: EngineConfig, wanted: Mapping[str, int], limit_s: float, without: Container[str] = ()
 ) -> tuple[Any, dict[str, list[HostPlace]]]:
     """A placement group for all workers, and their places as Ray says them. Where a look at what is free has shown
-    more than there is, since another engine starts, there is another look. Raises ValueError, OSError.
+    more than there is, since another engine starts, there is another look. ``without``: names of hosts where none is
+    to be. Raises ValueError, OSError.
     """
     deadline, patience = time.monotonic() + limit_s, 1
     while True:
         try:
-            places, pinned = find_places(ray, config, wanted), True
+            places, pinned = find_places(ray, config, wanted, without), True
         except ValueError as error:
             if not config.launching.ray_wait_s:
                 raise
@@ -283,23 +299,25 @@ def _each(places: Mapping[str, list[HostPlace]]) -> Iterator[tuple[str, int, Hos
         yield from ((role, index, at) for index, at in enumerate(each))
 
 
-def find_places(ray: Any, config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[HostPlace]]:
-    """The places of the workers. The resources of a service that has just ended are free a moment later: where the
-    cluster has room at all, they are waited for. Raises ValueError.
+def find_places(
+    ray: Any, config: EngineConfig, wanted: Mapping[str, int], without: Container[str] = ()
+) -> dict[str, list[HostPlace]]:
+    """The places of the workers, on hosts of other names than ``without``. The resources of a service that has just
+    ended are free a moment later: where the cluster has room at all, they are waited for. Raises ValueError.
     """
     asked = wishes(config, wanted), config.launching.placement, on_gpu(config)
     deadline = time.monotonic() + FREED_S
     while True:
         try:
-            return place(hosts_of(ray), *asked)
+            return place([h for h in hosts_of(ray) if h.name not in without], *asked)
         except ValueError:
-            if time.monotonic() > deadline or not _has_room(ray, *asked):
+            if time.monotonic() > deadline or not _has_room(ray, without, *asked):
                 raise
         threading.Event().wait(0.1)  # Ray tells nobody of it: asked again
 
 
-def _has_room(ray: Any, *asked: Any) -> bool:
+def _has_room(ray: Any, without: Container[str], *asked: Any) -> bool:
     try:
-        return bool(place(hosts_of(ray, whole=True), *asked))
+        return bool(place([h for h in hosts_of(ray, whole=True) if h.name not in without], *asked))
     except ValueError:
         return False

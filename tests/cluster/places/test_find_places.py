@@ -13,7 +13,7 @@ pytest.importorskip("ray")
 from lamina.config import make_config
 from lamina.fleet.launchers import ray as over_ray
 
-NODE = {"NodeID": "n", "NodeManagerAddress": "10.0.0.1", "Labels": {}, "Alive": True}
+NODE = {"NodeID": "n", "NodeManagerAddress": "10.0.0.1", "NodeManagerPort": 1, "Labels": {}, "Alive": True}
 RAY = SimpleNamespace(nodes=lambda: [NODE | {"Resources": {"lamina_memory": 2.0, "CPU": 4.0}}])
 CONFIG = make_config({"memory_workers": 2, "ray_address": "10.0.0.1:6379", "transport": "tcp"})
 
