@@ -309,10 +309,10 @@ class Scheduler:
             self.prefill.expect(sequence)
 
     def lay_out(self, blocks: Ledger, keep: Iterable[Keep]) -> list[Keep]:
-        """Have other blocks, behind ``roll_back``. Where what runs is to lie; who finds no room is computed anew."""
-        retained = {op.sequence for op in self.prefixes.forget_all()}
+        """Have other blocks, behind ``roll_back``. Where KV is to lie, what runs first; who has no room has none."""
         self._ledger.become(blocks)
-        kept = self._room.deal(each for each in keep if each.sequence not in retained)
+        kept = self._room.deal(keep, self.prefixes.oldest[::-1])
+        self.prefixes.lie(kept)
         self._ledger.reconcile(kept, moved=True)
         self._begin_anew([*self.waiting, *settle(self.batches, kept)])
         return kept

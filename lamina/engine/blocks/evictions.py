@@ -31,7 +31,7 @@ class Evictions:
         self.most_kept = most_kept(options)  # tokens, in a sparse layer
         self._num_workers = num_workers
         self._asked: dict[int, Sequence] = {}  # sequences with reports to come, by number
-        self._due: list[Prune] = []  # for the next round
+        self._due: dict[Sequence, Prune] = {}  # for the next round
         self.num_dropped = 0  # blocks, in each sparse layer
 
     @property
@@ -82,15 +82,14 @@ class Evictions:
             known.due, known.window = sequence.num_scheduled + SCORE_TOKENS, DECODE_ROWS
             sequence.awaits_scores = False
             if blocks:
-                self._due.append(Prune(sequence.id, blocks))
+                self._due[sequence] = Prune(sequence.id, blocks)
 
     def prunes(self, running: Iterable[Sequence]) -> list[Prune]:
-        """For the next plan of a batch, of those that run in it."""
+        """For the next plan of a batch, of those that run in it. Who has gone, or begun anew, loses nothing more."""
         if not self._due:
             return []
-        numbers = {s.id for s in running}
-        ops = [op for op in self._due if op.sequence in numbers]
-        self._due = [op for op in self._due if op.sequence not in numbers]
+        self._due = {s: op for s, op in self._due.items() if s.id == op.sequence and not s.finished}
+        ops = [self._due.pop(sequence) for sequence in running if sequence in self._due]
         self.num_dropped += sum(len(op.blocks) for op in ops)
         return ops
 

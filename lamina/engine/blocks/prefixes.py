@@ -272,6 +272,17 @@ class Prefixes:
                 self.evict(number)
         return keep
 
+    def lie(self, kept: Iterable[Keep]) -> None:
+        """Behind ``stay``: what is retained lies where ``kept`` says now, or nowhere any more."""
+        places = {each.sequence: each.place for each in kept}
+        for number in list(self._retained):
+            if number not in places:
+                self.evict(number)
+                continue
+            self._known[number].sequence.place = places[number]
+            if (owner := self.sessions.owner(number)) is not None:
+                owner.place = places[number]
+
     def forget_all(self) -> list[Free]:
         """Give up all."""
         ops = [self.evict(number) for number in list(self._retained)]

@@ -130,9 +130,10 @@ class Room:
         keep = [Keep(s.id, s.num_promised, s.place) for s in running]
         return len(keep) - len(Room(other, self._max_rows, self._homes).deal(keep))
 
-    def deal(self, keep: Iterable[Keep]) -> list[Keep]:
+    def deal(self, keep: Iterable[Keep], last: Several[int] = ()) -> list[Keep]:
         """Where sequences come to lie if all blocks are free, the longest first, so that each group holds its portion
-        as far as that goes; without those for which there is no room left. They may begin everywhere from now on.
+        as far as that goes; without those for which there is no room left. ``last``: sequences that come behind all
+        others, in this order, and borrow nothing. All may begin everywhere from now on.
         """
         self.closed.clear()
         self.loans = Loans(self._ledger, self._homes) if self._ledger.placement.stays else None
@@ -142,8 +143,10 @@ class Room:
         def unevenness(rest: list[int]) -> float:
             return sum((n - r) ** 2 / g.portion for n, r, g in zip(total, rest, self._ledger.lanes, strict=True))
 
-        for each in sorted(keep, key=lambda k: -k.length):
-            places = self._places if self.loans is None else self.loans.places(each.length + 1, left)
+        order = {number: place for place, number in enumerate(last)}
+        for each in sorted(keep, key=lambda k: (order.get(k.sequence, -1), -k.length)):
+            loans = None if each.sequence in order else self.loans
+            places = loans.places(each.length + 1, left) if loans else self._places
             rests = {x: less(left, self.blocks_of(x, each.length + 1)) for x in places}
             fitting = [x for x, rest in rests.items() if min(rest) >= 0]
             if fitting:

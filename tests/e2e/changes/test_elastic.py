@@ -101,6 +101,11 @@ def test_kv_moves_to_the_workers_that_there_are_bit_by_bit(
         assert len(llm.pools._members.memory) == sizes[-1][0]
         uneven = options["partition"] == "head"  # two heads, three workers: some have a layer that they had no part of
         assert uneven or not made, "fresh memory was taken while streams paused"
+        prefixes = llm.engine.scheduler.prefixes
+        hit, known = prefixes.num_hit, run(llm)[0]
+        assert known == wanted
+        moved = 0 if "prefill_workers" in options else 128 + 256  # prefill workers begin with nothing
+        assert prefixes.num_hit - hit == moved, "what is retained has moved, too"
 
 
 @pytest.mark.parametrize(

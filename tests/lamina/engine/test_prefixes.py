@@ -8,6 +8,7 @@ import pytest
 from scheduled import FakePool, check_tokens, drive, make, take
 
 from lamina.engine.blocks.prefixes import Hit, Prefixes
+from lamina.engine.conversations.sessions import SessionName
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.protocol.blocks.tables import BlockTables
@@ -362,6 +363,33 @@ def test_what_is_retained_stays_where_workers_meet_anew() -> None:
     house.serve()
     check_tokens([running, *again])
     assert [sequence.num_cached for sequence in again] == [9, 0]
+
+
+def test_what_is_retained_moves_as_far_as_there_is_room_behind_what_runs() -> None:
+    """To other blocks: the most recently used one first; a session goes where its leaf goes."""
+    house = House(40)
+    session = house.scheduler.sessions.of(SessionName(b"", "mine"))
+    for number in (1, 2, 3):
+        house.ask(tokens((number, 9)), 4).session = session if number == 3 else None
+        house.serve()
+    running = house.ask(tokens((4, 9)), 4)
+    for step in house.scheduler.schedule():
+        house.pool.run(step)
+        take(step, dict(house.pool.drawn[step.plan.batch]))
+        house.scheduler.complete(step)
+    numbers = [*house.scheduler.prefixes.oldest, running.id]
+    lanes = (Lanes((True, False)), Lanes((False, True)))
+    keep = house.scheduler.roll_back([], lambda each: each.length)
+    assert sorted(each.sequence for each in keep) == numbers
+    kept = house.scheduler.lay_out(BlockTables([0, 0], [4, 8], SIZE, lanes), keep)
+    assert {each.sequence: each.place.lane for each in kept} == {running.id: 0, numbers[2]: 1, numbers[1]: 1}
+    assert house.scheduler.prefixes.oldest == numbers[1:3]
+    assert (session.leaf, session.place.lane) == (numbers[2], 1)
+    for number, there in ((1, 0), (2, 9), (3, 9)):
+        waiting = house.ask([*tokens((number, 9)), 7], 4)
+        hit = house.scheduler.prefixes.match(house.scheduler.prefixes.beginnings(waiting))
+        assert (hit.length if hit else 0) == there
+    house.ledger.check_integrity()
 
 
 def family(order: random.Random, count: int) -> list[Sequence]:
