@@ -7,6 +7,7 @@ import time
 from typing import Any, Literal
 
 from lamina import __version__
+from lamina.engine.conversations.ranges import ranges_of
 from lamina.request import SamplingParams
 from lamina.server.journal.records import Accepted
 from lamina.server.request.protocol import Sampling
@@ -41,6 +42,7 @@ def new_request(
         token_ids=bool(body.return_token_ids),
         salt=salt,
         priority=body.priority or 0,
+        discard=ranges_of(body.kv_discard or ()),
     )
 
 

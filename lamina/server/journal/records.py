@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from lamina.engine.conversations.ranges import Ranges
 from lamina.request import SamplingParams
 from lamina.server.link.messages import Delta
 
@@ -46,6 +47,7 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
     token_ids: bool = False  # the answer has them too
     salt: bytes = b""  # it shares KV with requests of the same salt only
     priority: int = 0
+    discard: Ranges = ()  # tokens of its prompt that it has lost
 
 
 class Grown(msgspec.Struct, frozen=True, tag="grown"):

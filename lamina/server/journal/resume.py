@@ -67,7 +67,8 @@ async def _compute(service: Service, entry: Entry) -> bool:
     feed, client = ReplyFeed(), service.client
     ticket = service.admission.enter_again(sum(map(entry.open_of, entry.keys)))
     try:
-        terms = KVTerms(entry.accepted.salt, priority=entry.accepted.priority)
+        said = entry.accepted
+        terms = KVTerms(said.salt, priority=said.priority, discard=said.discard)
         for number, key in enumerate(entry.keys):
             if entry.open_of(key):
                 ids, params = entry.prompts[number].ids, entry.params_of(number)

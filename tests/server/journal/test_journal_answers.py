@@ -27,7 +27,7 @@ from lamina.server.link.messages import Delta
 from lamina.server.link.reply_feed import ReplyFeed
 
 BODY: dict[str, Any] = {"prompt": ["def f(", "import"], "n": 2, "max_tokens": 5, "logprobs": 1, "echo": True,
-                        "cache_salt": "mine"}  # fmt: skip
+                        "cache_salt": "mine", "kv_discard": [[128, 256]]}  # fmt: skip
 
 
 class KeptClient(FakeClient):
@@ -166,7 +166,8 @@ def test_what_a_server_leaves_is_finished_by_the_next_one(service: Service, tmp_
     assert answer["usage"]["completion_tokens"] == 9
     assert client.keys == [0, 1]
     assert isinstance(service.client, KeptClient)
-    assert client.terms == service.client.terms != [PLAIN, PLAIN], "whoever shared their KV then may do so now"
+    assert client.terms == service.client.terms, "whoever shared their KV then may do so now"
+    assert all(terms.salt and terms.discard == ((128, 256),) for terms in client.terms)
     assert [params.seed for _, params in client.added] == [prompt.seed for prompt in entry.accepted.prompts]
     assert second.admission.completions == 0
     journal.close()
