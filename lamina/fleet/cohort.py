@@ -274,12 +274,13 @@ class Cohort:
 
     def _call_memory(self, keep: Sequence[Keep] | None) -> None:
         """Memory workers let go of whom they had, and wait for those that come now."""
-        for member in self._members.memory:
+        left, memory = None if keep is None else list(keep), self._members.memory
+        peers = [self.address_of(m) for m in memory] if self.tier.of_hosts else []
+        for member in memory:
             rank = member.handle.index % self._size
             joining = [self._name(m.handle) for m in self._members.compute[rank :: self._size] + self._members.prefill]
-            left = None if keep is None else list(keep)
             place = self.tier.place(member.handle.index, self._identity)
-            self._members.send(member, Connect(view=self.view, joining=joining, keep=left, tier=place))
+            self._members.send(member, Connect(view=self.view, joining=joining, keep=left, tier=place, peers=peers))
 
     @property
     def _identity(self) -> bytes:
@@ -376,9 +377,7 @@ class Cohort:
         return 0 if handle.place else self._config.gpu_number(handle.role, handle.index)
 
     def _copies(self, handle: WorkerHandle) -> int:
-        """Of the weights on a worker's host, if it is the first one there that has them; behind a loss all others have
-        them already.
-        """
+        """Of the weights on a worker's host, for the first one there; behind a loss all others have them already."""
         if self.kv_bytes:
             return 0
         here = [m.handle for m in self._members.compute + self._members.prefill if m.handle.place == handle.place]

@@ -32,6 +32,7 @@ class TierKeeper:
         self._options, self._server, self._chunk = config.tier, server, config.batching.prefill_chunk
         self._workers, self._ranks = config.topology.memory_workers, config.topology.tensor_parallel_size
         self._secret, self._era = _keys_of(config.tier)
+        self.of_hosts = bool(config.tier.kv_store_dir and config.launching.elsewhere)  # each has a directory
 
     @property
     def wanted(self) -> bool:

@@ -106,7 +106,7 @@ class MemoryServer:
                         continue
                     try:
                         worker.leave(self._called)
-                        worker.serve(door, order)
+                        worker.serve(door, order, self._fabric)
                     except (ChannelError, ProtocolError):  # why, the other end tells the driver
                         worker.turn_away(door, order.view)
         except LinkClosedError:

@@ -13,7 +13,9 @@ class Meter:
     def __init__(self) -> None:
         names = "attend_s write_s grant_s wait_s plan_s "
         names += "steps rows turns native_turns refused dropped stores connects stored_bytes bytes_received bytes_sent "
-        names += "load_s save_s fetch_s kv_loaded_bytes kv_saved_bytes kv_fetched_pages kv_failed_transfers "
+        names += (
+            "load_s save_s fetch_s kv_loaded_bytes kv_saved_bytes kv_peer_bytes kv_fetched_pages kv_failed_transfers "
+        )
         names += "move_s move_cpu_s moved_bytes"
         self._values = dict.fromkeys(names.split(), 0.0)
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 
 import torch
+from msgspec import structs
 
 from lamina.background import Background
 from lamina.build import build_id
@@ -29,11 +30,12 @@ from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import MOST_LISTED, GateOpened, StoredPages, TierPlace, Transferred
 from lamina.workers.devices import CPU, FREE_PART
 from lamina.workers.process import DamagedError, end_at_once
-from lamina.workers.view import ViewDoor, ViewFabric, ViewListener
+from lamina.workers.view import ViewDoor, ViewFabric
 
 from .lease import check_within
 from .meter import Meter
 from .moves import Mover
+from .pages.peers import PeerPages
 from .pages.transfers import Transfers
 from .rate import read_rate
 from .session import Session
@@ -64,6 +66,8 @@ class MemoryWorker:
         self._medium: Medium | None = None  # so does it
         self._tier: TierPlace | None = None  # where that is
         self._transfers: Transfers | None = None  # of the session
+        self._stored: StoredPages | None = None  # to be told, of the session
+        self._peers: PeerPages | None = None  # of the session
         self._lock = threading.Lock()
         self._fabric: ViewFabric | None = None  # of the session
         self._called = -1  # the newest view that the driver has named
@@ -73,8 +77,8 @@ class MemoryWorker:
         """Since the start: attend_s, write_s, grant_s (writing what prefill workers send), wait_s, plan_s; steps, rows,
         turns (a step in a layer), native_turns of them, refused, dropped (messages of older views); stores (that were
         allocated), connects; stored_bytes that attention read; payload bytes_received, bytes_sent; load_s, save_s,
-        fetch_s, kv_loaded_bytes, kv_saved_bytes (pages from and to the medium beside the pool), kv_fetched_pages,
-        kv_failed_transfers;
+        fetch_s, kv_loaded_bytes, kv_saved_bytes (pages from and to the medium beside the pool), kv_peer_bytes of them
+        (that another host had), kv_fetched_pages, kv_failed_transfers;
         move_s, move_cpu_s, moved_bytes (KV that came from other memory workers).
 
         Safe from any thread.
@@ -99,25 +103,26 @@ class MemoryWorker:
         if fabric is not None and fabric.view < view:
             fabric.leave(_over(fabric.view, view))
 
-    def serve(self, door: ViewDoor, meeting: Connect) -> None:
+    def serve(self, door: ViewDoor, meeting: Connect, net: Fabric | None = None) -> None:
         """Have one bind and the others join who come to ``door``, then serve steps until a channel ends or the view is
-        over; close all channels. The store stays.
+        over; close all channels. The store stays. ``net``: to reach others that have pages; None where none have.
 
         It ends by an exception only: ChannelError, ProtocolError where a peer broke the contract, or DamagedError,
         which ends a process before anybody hears of it.
         """
-        fabric = self._enter(meeting.view)
+        fabric = self._enter(meeting.view, net)
         self._meter.add("connects", 1)
+        peers = self._peers = PeerPages(fabric, fabric.at(door), meeting.peers, self._meter)
         try:
-            listener = fabric.at(door)
             with torch.inference_mode():
                 open_store = partial(self._open_store, meeting)
                 session = Session(
-                    _first(listener), open_store, self._meter, self._trace, meeting.view, meeting.joining, self._clock
+                    _first(peers), open_store, self._meter, self._trace, meeting.view, meeting.joining, self._clock
                 )
                 session.transfers, session.report = self._transfers, self._report
-                while session.missing:
-                    self._join(session, listener)
+                while session.missing or peers.missing:
+                    self._join(session, peers)
+                self._tell_pages()
                 session.run()
         except DamagedError as e:
             end_at_once(f"memory worker (pid {os.getpid()}): {e}: it ends, and its KV is computed again")
@@ -126,6 +131,7 @@ class MemoryWorker:
             fabric.abort(str(e))
             raise
         finally:
+            peers.end()
             fabric.close()
             self._end_transfers()
 
@@ -223,10 +229,18 @@ class MemoryWorker:
             entered.leave(reason)
         return entered
 
-    def _join(self, session: Session, listener: ViewListener) -> None:
+    def _join(self, session: Session, peers: PeerPages) -> None:
         session.check_idle()
         with suppress(ChannelTimeout):
-            session.join(listener.accept(timeout_s=POLL_S))
+            if (channel := peers.accept(POLL_S)) is not None:
+                session.join(channel)
+
+    def _tell_pages(self) -> None:
+        """The driver hears which pages can be loaded, once all have come who may have some."""
+        stored, self._stored = self._stored, None
+        if stored is not None and self._peers is not None and self._transfers is not None:
+            keys = dict.fromkeys([*self._peers.learn(self._transfers.share), *stored.keys])
+            self._report(structs.replace(stored, keys=list(keys)[-MOST_LISTED:]))
 
     def kept(self) -> dict[int, int]:
         """Sequence -> tokens that it has in all layers. For the thread that serves, between two views."""
@@ -258,7 +272,10 @@ class MemoryWorker:
             self._medium, self._tier = open_medium(tier.medium, _place(tier)), tier
         recipe = Recipe(PROMPT, tier.chunk, build_id(), tier.ranks)
         said, meter, trace = self._report, self._meter, self._trace
-        self._transfers = Transfers(self._medium, store, said, meter, view, tier.rank, recipe, trace)
+        assert self._peers is not None
+        self._peers.open(self._medium)
+        read = self._peers.read
+        self._transfers = Transfers(self._medium, store, said, meter, view, tier.rank, recipe, trace, read=read)
         try:
             keys = self._transfers.pages(MOST_LISTED)
         except MediumError as e:
@@ -272,7 +289,7 @@ class MemoryWorker:
                 f"{pages * nbytes} on each of {tier.workers} memory workers: give {pages * nbytes * tier.workers} at "
                 f"least, or lower --max-model-len"
             )
-        self._report(StoredPages(view=view, keys=keys, room=room))
+        self._stored = StoredPages(view=view, keys=keys, room=room)
 
 
 def _place(tier: TierPlace) -> MediumPlace:
@@ -293,8 +310,9 @@ def _over(view: int, newer: int) -> str:
     return f"view {view} is over: view {newer} begins"
 
 
-def _first(listener: ViewListener) -> Channel:
+def _first(peers: PeerPages) -> Channel:
     """That of the one who binds. Waits as long as the driver lives."""
     while True:
         with suppress(ChannelTimeout):
-            return listener.accept(timeout_s=POLL_S)
+            if (channel := peers.accept(POLL_S)) is not None:
+                return channel

@@ -155,6 +155,7 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     keep: list[Keep] | None = None  # of memory and prefill workers: the KV that stays, and no other; None: all of it
     kv_bytes: list[int] = []  # of compute workers: what each of these memory workers has for KV; empty: none has yet
     tier: TierPlace | None = None  # of a memory worker: None: it keeps nothing beside its pool
+    peers: list[Address] = []  # of a memory worker: all that have pages for each other, itself too; empty: none have
 
 
 class Halt(msgspec.Struct, frozen=True, kw_only=True, tag="halt"):

@@ -58,6 +58,10 @@ class Staging(Protocol):
         """HostStaging memory that is to go ``up``, and not to change after."""
         ...
 
+    def mark(self) -> Callable[[], None]:
+        """A wait, for any thread, until the device has done all work that this one has given it so far."""
+        ...
+
     def place(self, program: Any) -> Any:
         """A sliced program with its weights on the device; the one given is used up."""
         ...
@@ -93,6 +97,10 @@ class HostStaging:
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Host memory of this shape, not set."""
         return torch.empty(shape, dtype=dtype)
+
+    def mark(self) -> Callable[[], None]:
+        """No wait: a CPU has done what was called."""
+        return _nothing
 
     def place(self, program: Any) -> Any:
         """The program itself."""
@@ -141,6 +149,10 @@ class Apart:
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Host memory that is to go ``up``, and not to change after."""
         return torch.empty(shape, dtype=dtype)
+
+    def mark(self) -> Callable[[], None]:
+        """A wait for all that the device was given. Subclasses wait for no more than what was given so far."""
+        return self.wait
 
     def place(self, program: Any) -> Any:
         """The program with its weights on the device; the one given is used up. Raises ValueError where they do not
@@ -200,6 +212,13 @@ class CudaStaging(Apart):
         stream = torch.cuda.current_stream(self.device)
         return Queue(stream.device_index, stream.cuda_stream)
 
+    def mark(self) -> Callable[[], None]:
+        """A wait for an event behind what is on the current stream now."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        wait: Callable[[], None] = event.synchronize
+        return wait
+
     def is_pinned(self, x: Tensor) -> bool:
         """Whether ``x`` is in pinned memory."""
         return x.is_pinned()
@@ -215,6 +234,9 @@ class CudaStaging(Apart):
     def capture(self) -> GraphCapture | None:
         """Records CUDA graphs of this thread's stream."""
         return CudaCapture(self.device)
+
+
+def _nothing() -> None: ...
 
 
 # type of device -> its staging

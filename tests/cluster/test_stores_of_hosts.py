@@ -1,4 +1,4 @@
-"""Each host has a directory of pages of its own. What the hosts of a later start have not is computed there."""
+"""Each host has a directory of pages of its own. What a host has not comes from another one that has it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ with LLM("examples/tiny_lm/model", **options) as llm:
     (output,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1))
     llm.engine.rest()
     logprobs = [[x.logprob for x in each.values()] for each in output.outputs[0].logprobs]
-    print(json.dumps([output.num_cached_tokens, [output.outputs[0].token_ids, logprobs]]))
+    moved = sum(each.get("kv_peer_bytes", 0.0) for each in llm.stats().values())
+    print(json.dumps([output.num_cached_tokens, moved, [output.outputs[0].token_ids, logprobs]]))
 """
 
 
-def start(environment: dict[str, str], driver_home: Path, homes: list[Path]) -> tuple[int, object]:
-    """The cached tokens and the answer of a start whose memory workers run on the hosts of ``homes``."""
+def start(environment: dict[str, str], driver_home: Path, homes: list[Path]) -> tuple[int, float, object]:
+    """The cached tokens of a start whose memory workers run on the hosts of ``homes``, bytes of KV that came from
+    another host, and the answer.
+    """
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER], cwd=ROOT, env={**environment, "HOME": str(driver_home)}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -46,17 +49,17 @@ def start(environment: dict[str, str], driver_home: Path, homes: list[Path]) -> 
         out, log = driver.communicate(timeout=SOON_S)
         assert driver.returncode == 0, log
         assert [worker.wait(SOON_S) for worker in workers] == [0, 0, 0]
-        cached, told = json.loads(out)
-        return cached, told
+        cached, moved, told = json.loads(out)
+        return cached, moved, told
     finally:
         for process in (driver, *workers):
             process.kill()
             process.wait()
 
 
-def test_what_a_host_has_not_is_computed(tmp_path: Path) -> None:
-    """Two memory workers have two heads each. On hosts that have changed places nothing is found, on the old ones all
-    is; and everybody gets the same bits.
+def test_what_a_host_has_not_comes_from_another_one(tmp_path: Path) -> None:
+    """Two memory workers have two heads each. On hosts that have changed places all of it comes from the other one, on
+    the old ones nothing does; and everybody gets the same bits.
     """
     homes = [tmp_path / name for name in ("driver", "one", "other")]
     for home in homes:
@@ -70,8 +73,9 @@ def test_what_a_host_has_not_is_computed(tmp_path: Path) -> None:
     environment.pop("LAMINA_CLUSTER_KEY", None)
     there, other = homes[1:], homes[:0:-1]
     runs = [start(environment, homes[0], places) for places in (there, other, there)]
-    assert [cached for cached, _ in runs] == [0, 0, 256]
-    assert all(told == runs[0][1] for _, told in runs)
+    assert [cached for cached, _, _ in runs] == [0, 256, 256]
+    assert [moved > 0 for _, moved, _ in runs] == [False, True, False]
+    assert all(told == runs[0][2] for _, _, told in runs)
     assert all(any((home / "kv").glob("segment-*")) for home in homes[1:])
     assert not any((homes[0] / "kv").glob("segment-*")), "no memory worker runs there"
     assert (homes[0] / "kv" / "secret").exists()

@@ -18,6 +18,7 @@ from lamina.kv.pages import PAGE, SCALE_BYTES, Atom, AtomForm
 from lamina.kv.pool import LayerStore
 from lamina.memory.store import Store
 from lamina.protocol.placement import Place
+from lamina.workers.staging import Staging
 
 Numbers = NDArray[np.uint8]
 
@@ -92,14 +93,17 @@ class PoolAtoms:
         each = ((heads, at.blocks[heads.group]) for heads in self._heads)
         return sum(heads.num * heads.form.nbytes(at.tokens) for heads, ids in each if ids is not None)
 
-    def take(self, at: Located) -> dict[Atom, memoryview]:
-        """A copy of the page's atoms, as far as they are here."""
+    def take(self, at: Located, staging: Staging) -> dict[Atom, memoryview]:
+        """A copy of the page's atoms, as far as they are here. ``staging``: of the thread that calls; the device has
+        done what has filled them.
+        """
         copies = dict[Atom, memoryview]()
         for heads, ids, atoms in self._room(at):
-            for part, room in zip(heads.parts, _split(heads, atoms, at.tokens), strict=True):
-                here = part.device.type == "cpu"
-                blocks, numbers = (_bytes(part), ids) if here else (_bytes(part[list(ids)]), range(len(ids)))
-                size = part.shape[2]
+            parts, numbers = heads.parts, list(ids)
+            if staging.apart:
+                parts, numbers = staging.down(*(part[numbers] for part in parts)), list(range(len(ids)))
+            for part, room in zip(parts, _split(heads, atoms, at.tokens), strict=True):
+                blocks, size = _bytes(part), part.shape[2]
                 for first, number in zip(range(0, at.tokens, size), numbers, strict=True):
                     rows = room[:, first : first + size]
                     rows[:] = blocks[number][:, : rows.shape[1]]  # the only copy
@@ -111,8 +115,10 @@ class PoolAtoms:
         rooms = self._room(at, layers)
         return {atom: data for heads, _, atoms in rooms for atom, data in _named(heads, atoms).items()}
 
-    def put(self, at: Located, atoms: Mapping[Atom, memoryview], layers: range | None = None) -> None:
-        """Fill the page's blocks with ``atoms``, of ``room``."""
+    def put(self, at: Located, atoms: Mapping[Atom, memoryview], staging: Staging, layers: range | None = None) -> None:
+        """Fill the page's blocks with ``atoms``, of ``room``. ``staging``: of the thread that calls, whose device may
+        still be about to.
+        """
         for heads, ids, room in self._room(at, layers):
             for row, atom in zip(room, _atoms(heads), strict=True):
                 row[:] = np.frombuffer(atoms[atom], np.uint8)
@@ -120,12 +126,12 @@ class PoolAtoms:
                 for number, block in enumerate(ids):
                     size = part.shape[2]
                     rows = new[:, number * size : (number + 1) * size]
-                    if part.device.type == "cpu":
-                        _bytes(part[block])[:, : rows.shape[1]] = rows
-                    else:
-                        fresh = torch.from_numpy(np.ascontiguousarray(rows)).view(part.dtype)
+                    if staging.apart:
                         here = part[block, :, : rows.shape[1]]
-                        here.copy_(fresh.view(here.shape))
+                        fresh = torch.from_numpy(np.ascontiguousarray(rows)).view(part.dtype)
+                        here.copy_(staging.up(fresh.view(here.shape)))
+                    else:
+                        _bytes(part[block])[:, : rows.shape[1]] = rows
 
     def _room(self, at: Located, layers: range | None = None) -> Iterator[tuple[_PieceHeads, tuple[int, ...], Numbers]]:
         """Each piece that the page has here, its blocks, and bytes for its atoms, [heads, bytes]."""
@@ -162,6 +168,6 @@ def _split(heads: _PieceHeads, atoms: Numbers, tokens: int) -> Iterator[Numbers]
 
 
 def _bytes(blocks: Tensor) -> Numbers:
-    """[..., block_size, bytes of a token]; of a tensor on the CPU no copy. By numpy, which uses no threads."""
-    array: Numbers = blocks.cpu().view(torch.uint8).numpy()
+    """[..., block_size, bytes of a token], no copy. By numpy, which uses no threads."""
+    array: Numbers = blocks.view(torch.uint8).numpy()
     return array

@@ -12,22 +12,26 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import NamedTuple
 
+import torch
+
 from lamina.kv.gate import opens, runs_of
 from lamina.kv.media import AtomLostError, Medium, MediumError
-from lamina.kv.pages import PAGE
+from lamina.kv.pages import PAGE, Atom
 from lamina.memory.meter import Meter
 from lamina.memory.store import Store
-from lamina.observe.trace import OFF, Event, Recorder
+from lamina.observe.trace import Event, Recorder
 from lamina.protocol.plan import Import, Key, Kind, Rows, StepPlan
+from lamina.workers.staging import Staging, open_staging
 
 from .atoms import Located, PoolAtoms
 
 log = logging.getLogger(__name__)
+PageReader = Callable[[bytes, Mapping[Atom, memoryview]], None]
 LATE_S = 5.0  # for layers of one load that rows have come to, all together
 
 
@@ -50,8 +54,18 @@ class _LayerRun(NamedTuple):
 class PageLoad:
     """What one plan loads of one sequence."""
 
-    def __init__(self, ops: Sequence[Import], at: Sequence[Sequence[Located | None]], key: Key, nbytes: int) -> None:
-        """``at``: of each op, where its pages go; ``key``: of the plan; ``nbytes``: of all."""
+    def __init__(
+        self,
+        ops: Sequence[Import],
+        at: Sequence[Sequence[Located | None]],
+        key: Key,
+        nbytes: int,
+        ready: Callable[[], None],
+    ) -> None:
+        """``at``: of each op, where its pages go; ``key``: of the plan; ``nbytes``: of all. ``ready``: wait until the
+        device needs the blocks for nothing else.
+        """
+        self.ready = ready
         self.ops, self.at, self.key, self.nbytes = ops, at, key, nbytes
         self.sequence, self.spare_s = ops[0].sequence, min(op.spare_s for op in ops)
         self.done = [len(op.keys) for op in ops]  # pages, as far as is known
@@ -116,11 +130,13 @@ class Loads:
         meter: Meter,
         opened: Callable[[Import], None],
         ended: Callable[[EndedImport], None],
-        trace: Recorder = OFF,
+        trace: Recorder,
+        read: PageReader,
     ) -> None:
         """``opened``: a gate is; ``ended``: an op has come to its end. Neither may wait for a medium: where rows give a
-        load up, the thread that serves rounds calls the latter.
+        load up, the thread that serves rounds calls the latter. ``read``: as Medium.read.
         """
+        self._read = read
         self._medium, self._store, self._atoms, self._meter, self._trace = medium, store, atoms, meter, trace
         self._opened, self._on_end = opened, ended
         self._gates = not any(store.tables.windows)  # else rows give back blocks that are being loaded
@@ -151,7 +167,8 @@ class Loads:
         for sequence, ops in by_sequence.items():
             at = [[self._locate(op, number) for number in range(len(op.keys))] for op in ops]
             nbytes = sum(self._atoms.nbytes(page) for pages in at for page in pages if page is not None)
-            load = self._under_way[sequence] = PageLoad(ops, at, Key.of(Kind.PLAN, plan), nbytes)
+            ready = self._store.staging.mark()
+            load = self._under_way[sequence] = PageLoad(ops, at, Key.of(Kind.PLAN, plan), nbytes, ready)
             self._queue.put(load)
 
     def _locate(self, op: Import, number: int) -> Located | None:
@@ -199,10 +216,12 @@ class Loads:
             self._cancelled = True
 
     def _run(self) -> None:
+        staging = open_staging(self._store.device)
         while (load := self._queue.get()) is not None and not self._cancelled:
             start = time.perf_counter()
             try:
-                self._load(load, start)
+                with torch.inference_mode():  # as the store was made in
+                    self._load(load, start, staging)
             except Exception as e:  # whatever it is, nobody must wait for ever
                 log.exception("a load has failed")
                 with self._lock:
@@ -215,15 +234,17 @@ class Loads:
                 self._medium.drop([key for gone in load.gone for key in gone])
             self._tell(ended)
 
-    def _load(self, load: PageLoad, begun: float) -> None:
+    def _load(self, load: PageLoad, begun: float, staging: Staging) -> None:
         spare_s, loaded = load.spare_s if self._gates else 0.0, 0
+        load.ready()
         layers = len(self._store.layers)
         for run in runs_of(layers, load.nbytes) if spare_s > 0 else [range(layers)]:
             start, before = time.perf_counter(), loaded
             for number, page in list(load.pages()):
-                loaded += self._bring(load, number, page, run)
+                loaded += self._bring(load, number, page, run, staging)
                 if self._cancelled or load.ended:
                     return
+            staging.mark()()  # rows come by another queue of the device
             now = time.perf_counter()
             load.arrivals.append(_LayerRun(run.start, start, now, loaded - before))
             if run.stop < layers:
@@ -233,7 +254,7 @@ class Loads:
                 for op in load.ops:
                     self._opened(op)
 
-    def _bring(self, load: PageLoad, number: int, page: int, run: range) -> int:
+    def _bring(self, load: PageLoad, number: int, page: int, run: range, staging: Staging) -> int:
         """Some layers of one page, if they can be had. Bytes that came."""
         op, at, nbytes = load.ops[number], load.at[number][page], 0
         try:
@@ -241,11 +262,11 @@ class Loads:
                 raise MediumError("the plan holds no blocks for it")
             room = self._atoms.room(at, run)
             if room:
-                self._medium.read(op.keys[page], room)
+                self._read(op.keys[page], room)
                 with self._lock:
                     if self._cancelled or load.ended:
                         return 0
-                    self._atoms.put(at, room, run)
+                    self._atoms.put(at, room, staging, run)
                     if op.moved:
                         self._store.rotate(at.blocks, -op.moved, run)
                 nbytes = sum(x.nbytes for x in room.values())

@@ -47,10 +47,11 @@ from lamina.protocol.plan import (
     Truncate,
 )
 from lamina.protocol.tiers import GateOpened, Transferred
+from lamina.workers.staging import Staging, open_staging
 
 from .atoms import Located, PoolAtoms
 from .fetches import Fetches
-from .loads import EndedImport, Loads
+from .loads import EndedImport, Loads, PageReader
 from .pace import SavePace
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class _Task:
     op: Export
     at: list[Located | None]  # by page
     written: bool = True  # whether the pool has all tokens that are to be saved
+    ready: Callable[[], None] = lambda: None  # wait until the device has done what fills them
     left: set[int] = field(default_factory=set)  # pages that are to be read from the pool
     copies: dict[int, dict[Atom, memoryview]] = field(default_factory=dict)  # pages whose blocks have gone
 
@@ -83,15 +85,17 @@ class Transfers:
         rank: int = 0,
         recipe: Recipe = OF_PROMPTS,
         trace: Recorder = OFF,
+        *,
+        read: PageReader | None = None,
     ) -> None:
         """``report`` is called from threads of its own, too, and may raise what says that nobody listens any more.
-        ``recipe``: of pages of prompts.
+        ``recipe``: of pages of prompts. ``read``: in place of the medium's, for loads.
         """
         self._medium, self._store, self._report, self._meter, self._view = medium, store, report, meter, view
         self._atoms, self._recipe = PoolAtoms(store, rank), recipe
         self._fetches, self._pace = Fetches(medium, self._atoms, meter), SavePace()
         self._last = -1  # the number of the last transfer that was begun
-        self.loads = Loads(medium, store, self._atoms, meter, self._opened, self._loaded, trace)
+        self.loads = Loads(medium, store, self._atoms, meter, self._opened, self._loaded, trace, read or medium.read)
         self._open: list[_Task] = []  # saves that are not settled
         self._ended: deque[_Task] = deque()  # the same
         self._queue: SimpleQueue[_Task | Drop | Prolong | None] = SimpleQueue()
@@ -107,6 +111,11 @@ class Transfers:
         used last. Raises MediumError.
         """
         return self._medium.keys(self._atoms.share, most)
+
+    @property
+    def share(self) -> frozenset[Atom]:
+        """The atoms of a page that lies wholly here."""
+        return self._atoms.share
 
     @property
     def page_nbytes(self) -> int:
@@ -141,7 +150,7 @@ class Transfers:
         self._store.begin(plan)
         for op in plan.ops:
             if isinstance(op, Export):
-                self._add(saves.pop(0))
+                self._add(saves.pop(0), self._store.staging.mark())
             elif isinstance(op, Drop | Prolong):
                 self._queue.put(op)
             elif isinstance(op, Expect):
@@ -152,7 +161,8 @@ class Transfers:
         self._last = max([self._last, *(op.id for op in plan.ops if isinstance(op, Import))])
         self.loads.add(plan)
 
-    def _add(self, task: _Task) -> None:
+    def _add(self, task: _Task, ready: Callable[[], None]) -> None:
+        task.ready = ready
         self._last = max(self._last, task.op.id)
         self._open.append(task)
         self._queue.put(task)
@@ -162,7 +172,7 @@ class Transfers:
         place = store.tables.place(op.sequence)
         written = store.written.report().get(op.sequence, 0) >= op.first + op.count
         pages = [self._locate(op, number, place) for number in range(len(op.keys))]
-        return _Task(op, pages, written, set(range(len(pages))) if written else set())
+        return _Task(op, pages, written, left=set(range(len(pages))) if written else set())
 
     def _locate(self, op: Export, number: int, place: Place) -> Located | None:
         return self._atoms.locate(op.sequence, op.first + number * PAGE, place, min(PAGE, op.count - number * PAGE))
@@ -216,7 +226,7 @@ class Transfers:
                     at = task.at[number]
                     nbytes = self._atoms.nbytes(at) if at is not None else 0
                     if at is not None and self._copied + nbytes <= self._most_copied:
-                        task.copies[number] = self._atoms.take(at)
+                        task.copies[number] = self._atoms.take(at, self._store.staging)
                         self._copied += nbytes
                 task.left -= gone
 
@@ -246,6 +256,7 @@ class Transfers:
         self.settle()
 
     def _run(self) -> None:
+        staging = open_staging(self._store.device)
         while (task := self._queue.get()) is not None and not self._cancelled:
             self._pace.begin()
             if isinstance(task, Drop | Prolong):
@@ -258,7 +269,7 @@ class Transfers:
                 continue
             start = time.perf_counter()
             try:
-                done, gone, error = self._save(task)
+                done, gone, error = self._save(task, staging)
             except Exception as e:  # whatever it is, nobody must wait for ever
                 log.exception("a save has failed")
                 done, gone, error = 0, [], f"{type(e).__name__}: {e}"
@@ -286,7 +297,7 @@ class Transfers:
         with suppress(LinkClosedError):
             self._report(Transferred(view=self._view, id=op.id, pages=done, gone=gone, error=error))
 
-    def _save(self, task: _Task) -> tuple[int, list[bytes], str]:
+    def _save(self, task: _Task, staging: Staging) -> tuple[int, list[bytes], str]:
         """Pages from the first one on that are in the medium now, who has given way for them, and why not all are. The
         deepest is written first: so it is the first that gives way.
         """
@@ -294,12 +305,13 @@ class Transfers:
         if not task.written:
             return 0, gone, f"{op.count} tokens of sequence {op.sequence} are to be saved, and were not written"
         done, error = len(task.at), ""
+        task.ready()
         for number, at in reversed(list(enumerate(task.at))):
             first = op.first + number * PAGE
             try:
                 if at is None:
                     raise MediumError("the pool has it not any more")
-                atoms = self._taken(task, number, at)
+                atoms = self._taken(task, number, at, staging)
                 if atoms is None:  # its blocks were needed, and there was no memory for a copy
                     done = number
                 elif atoms:
@@ -315,14 +327,14 @@ class Transfers:
             self._pace.rest()
         return done, gone, error
 
-    def _taken(self, task: _Task, number: int, at: Located) -> dict[Atom, memoryview] | None:
+    def _taken(self, task: _Task, number: int, at: Located, staging: Staging) -> dict[Atom, memoryview] | None:
         """The page's atoms; None where they are lost, and for nobody any more."""
         with self._lock:
             if self._cancelled:
                 return None
             if number in task.left:
                 task.left.discard(number)
-                return self._atoms.take(at)
+                return self._atoms.take(at, staging)
             if number in task.copies:
                 self._copied -= self._atoms.nbytes(at)
             return task.copies.pop(number, None)

@@ -66,6 +66,23 @@ def test_tokens_are_those_of_transformers(
         assert [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)] == [reference(p, 16) for p in prompts]
 
 
+def test_kv_comes_back_from_host_memory(llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, of several pages, once the pool has given them up."""
+    prompt = [(7 * i + 3) % 90 + 5 for i in range(300)]
+    options: dict[str, Any] = {"memory_workers": 2, "deterministic": True, "prefill_chunk": 64, "transport": "loopback"}
+    with stand_in_for_cpu(monkeypatch), LLM(str(llama_path), kv_offloading_size="64MiB", **options) as llm:
+        first, found = [], []
+        for answers in (first, found):
+            (output,) = llm.generate([prompt], SCORED)
+            answers += [(o.token_ids, o.logprobs) for o in output.outputs]
+            llm.engine.rest()
+            llm.engine.scheduler.give_up_retained()
+            llm.engine.settle()
+        assert output.num_cached_tokens == 256
+        assert sum(stats.get("kv_loaded_bytes", 0.0) for stats in llm.stats().values()) > 0
+    assert found == first
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,12 +47,24 @@ class StandIn(Apart):
             self._up.append((x, x.clone()))
             to.copy_(x)
 
+    def mark(self) -> Callable[[], None]:
+        down, up, self._down, self._up = self._down, self._up, [], []
+
+        def wait() -> None:
+            for to, x in down:
+                to.copy_(x)
+            for x, before in up:
+                assert torch.equal(_bytes(x), _bytes(before)), "changed on its way up"
+
+        return wait
+
     def wait(self) -> None:
-        for to, x in self._down:
-            to.copy_(x)
-        for x, before in self._up:
-            assert torch.equal(x.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8)), "changed on its way up"
-        self._down, self._up = [], []
+        self.mark()()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that it was given was waited for."""
+        return not self._down and not self._up
 
     def capture(self) -> RecordingCapture | None:
         return RecordingCapture() if self.graphs else None
@@ -62,13 +74,19 @@ class StandIn(Apart):
         return super().place(program)
 
 
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
 @contextmanager
-def stand_in_for_cpu(monkeypatch: pytest.MonkeyPatch, *, graphs: bool = False) -> Iterator[list[StandIn]]:
+def stand_in_for_cpu(
+    monkeypatch: pytest.MonkeyPatch, *, graphs: bool = False, kind: type[StandIn] = StandIn
+) -> Iterator[list[StandIn]]:
     """Whoever computes on the CPU does it on a stand-in, which has ``graphs`` or not. Those that were made."""
     made = list[StandIn]()
 
     def make(device: torch.device) -> StandIn:
-        made.append(StandIn(device, graphs))
+        made.append(kind(device, graphs))
         return made[-1]
 
     with monkeypatch.context() as patch:

@@ -73,6 +73,11 @@ def fill(store: Store, sequence: int, place: Place, seed: int, pages: int = PAGE
         rows = Rows(sequence, number * 64, 64, place)
         store.begin(plan(*([New(sequence)] if not number else []), rows, step=number))
         store.written.done([rows])
+    fill_blocks(store, seed)
+
+
+def fill_blocks(store: Store, seed: int) -> None:
+    """Random numbers in all blocks."""
     generator = torch.Generator().manual_seed(seed)
     for piece in (piece for layer in store.layers for piece in layer):
         for part in (piece.kv.k, piece.kv.v, *(piece.kv.scales or ())):
@@ -119,7 +124,7 @@ def test_an_atom_is_as_its_form_says() -> None:
     fill(store, 1, Place(), 3)
     at, rows = PoolAtoms(store).locate(1, PAGE, Place()), rows_of(store, 1)
     assert at is not None
-    for atom, data in PoolAtoms(store).take(at).items():
+    for atom, data in PoolAtoms(store).take(at, store.staging).items():
         layer = LAYERS[atom.layer]
         form = AtomForm(layer.qk_dim, layer.v_dim, SCALE_BYTES)
         assert data.nbytes == form.nbytes(PAGE)
@@ -155,7 +160,7 @@ def test_atoms_of_any_pool_fit_any_other(source: Any, target: Any, form: tuple[s
         for store in before:
             at = PoolAtoms(store).locate(1, page * PAGE, places[0])
             assert at is not None
-            taken = PoolAtoms(store).take(at)
+            taken = PoolAtoms(store).take(at, store.staging)
             assert not taken.keys() & atoms[page].keys(), "two workers have the same"
             atoms[page] |= taken
     for store in after:
@@ -163,7 +168,7 @@ def test_atoms_of_any_pool_fit_any_other(source: Any, target: Any, form: tuple[s
         for page in range(PAGES):
             at = PoolAtoms(store).locate(7, page * PAGE, places[1])
             assert at is not None
-            PoolAtoms(store).put(at, {atom: atoms[page][atom] for atom in PoolAtoms(store).room(at)})
+            PoolAtoms(store).put(at, {atom: atoms[page][atom] for atom in PoolAtoms(store).room(at)}, store.staging)
     assert all_rows(before, 1) == all_rows(after, 7)
     assert len(atoms[0]) == sum(x.kv_heads for x in LAYERS)
 
@@ -315,7 +320,7 @@ def test_pages_that_give_way_are_named() -> None:
     fill(one, 1, Place(), 1)
     at = PoolAtoms(one).locate(1, 0, Place())
     assert at is not None
-    page = sum(data.nbytes for data in PoolAtoms(one).take(at).values())
+    page = sum(data.nbytes for data in PoolAtoms(one).take(at, one.staging).values())
     bench = Bench(medium(2 * page))
     fill(bench.store, 1, Place(), 1)
     bench.do(save())
@@ -507,7 +512,7 @@ def test_copies_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     fill(bench.store, 1, Place(), 1)
     at = PoolAtoms(bench.store).locate(1, 0, Place())
     assert at is not None
-    page = sum(data.nbytes for data in PoolAtoms(bench.store).take(at).values())
+    page = sum(data.nbytes for data in PoolAtoms(bench.store).take(at, bench.store.staging).values())
     monkeypatch.setattr(bench.transfers, "_most_copied", page)
     bench.do(save())
     assert gate.came.wait(WAIT_S)
@@ -810,7 +815,7 @@ def test_a_layer_that_does_not_come_is_given_up(
 
 def test_rows_wait_for_all_layers_of_a_load_together() -> None:
     """Time in which they go on does not count; and what was there once stays there."""
-    waiting = PageLoad([early()], [[None] * PAGES], Key.of(Kind.PLAN, plan()), 0)
+    waiting = PageLoad([early()], [[None] * PAGES], Key.of(Kind.PLAN, plan()), 0, lambda: None)
     assert not waiting.wait(0, 0.02)
     waiting.arrive(1)
     assert waiting.wait(0, 0.0)

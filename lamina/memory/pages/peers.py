@@ -1,0 +1,253 @@
+"""Pages that lie on another host: whoever needs an atom that is not here asks the memory workers there for it.
+
+Each worker opens a channel to each other one under the view, and asks over it; who was asked answers on a thread of its
+own, out of its medium. An ask is a PageAsk in msgpack. The answer to one with a key is the bytes of the atoms, behind
+each other, in parts, or that they are lost; to one without, keys of pages that have all of the atoms, in parts up to an
+empty one. What comes is used, and not kept here: the driver counts it as there for as long as the other host has it.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from lamina.background import Background
+from lamina.kv.media import AtomLostError, Medium, MediumError
+from lamina.kv.pages import Atom
+from lamina.memory.meter import Meter
+from lamina.netstack import Channel, ChannelError, ChannelTimeout, Geometry, Terms
+from lamina.netstack.checksum import CHECKSUM_BYTES, checksum
+from lamina.protocol.control import Address
+from lamina.protocol.plan import KEY_BYTES, ProtocolError
+from lamina.protocol.tiers import MOST_LISTED
+from lamina.workers.view import ViewFabric, ViewListener
+
+log = logging.getLogger(__name__)
+PART_BYTES = 1 << 20  # of an answer
+SLOTS = 4
+CONNECT_S = 600.0  # to another worker, which may still start; the end of the view ends it, too
+ANSWER_S = 10.0  # for a part of an answer: the other end waits for its disk
+LOOK_S = 1.0  # for the next ask, which only the end of the view ends
+END_S = 0.5  # for an answer that is under way as the view ends
+_TAG = struct.Struct(f"<I{CHECKSUM_BYTES}s")
+
+
+class AnswerKind(enum.IntEnum):
+    PART = 1
+    LOST = 2
+
+
+class PageAsk(msgspec.Struct, frozen=True, array_like=True):
+    """``key``: of the page whose atoms are wanted; empty: which pages have all of them?"""
+
+    key: bytes
+    atoms: list[Atom]
+
+
+_decode = msgspec.msgpack.Decoder(PageAsk).decode
+
+
+class PeerPages:
+    """Of one view of a memory worker. All methods but ``read`` are for the thread that serves rounds."""
+
+    def __init__(self, view: ViewFabric, listener: ViewListener, peers: Sequence[Address], meter: Meter) -> None:
+        """``peers``: all workers that have pages for each other, this one among them; empty: there are none."""
+        self._view, self._listener, self._meter = view, listener, meter
+        self._peers = [peer for peer in peers if peer.url != listener.url]
+        self._name = next((peer.name for peer in peers if peer.url == listener.url), "")
+        self._due = {peer.name for peer in self._peers}  # who is to come, and ask
+        self._came: list[Channel] = []  # who is not heard before there is a medium
+        self._medium: Medium | None = None
+        self._where: dict[bytes, _PageSource] = {}
+        self._threads: list[threading.Thread] = []
+        self._reading = threading.Lock()
+        self._connecting = Background(self._connect, "lamina-peers") if self._due else None
+
+    @property
+    def missing(self) -> int:
+        """Workers that are still to come."""
+        return len(self._due)
+
+    def accept(self, timeout_s: float) -> Channel | None:
+        """The channel of the next one who comes to this worker; None where it was one who asks for pages. Raises as
+        ViewListener.
+        """
+        channel = self._listener.accept(timeout_s=timeout_s)
+        if channel.peer_name not in self._due:
+            return channel
+        self._due.discard(channel.peer_name)
+        self._came.append(channel)
+        self._hear()
+        return None
+
+    def open(self, medium: Medium) -> None:
+        """Answer out of ``medium`` from now on."""
+        self._medium = medium
+        self._hear()
+
+    def learn(self, share: frozenset[Atom]) -> list[bytes]:
+        """Keys of the pages of which another host has all of ``share``, MOST_LISTED at most. All workers have come."""
+        if self._connecting is None or not share:
+            return []
+        for name, asked in self._connecting.result(CONNECT_S).items():
+            try:
+                for key in asked.keys(share):
+                    self._where.setdefault(key, asked)
+            except MediumError as e:  # a lost worker ends the view anyway
+                log.warning("pages of %s are not found: %s", name, e)
+        return list(self._where)[-MOST_LISTED:]
+
+    def read(self, key: bytes, into: Mapping[Atom, bytearray | memoryview]) -> None:
+        """As Medium.read, from another host where this one has not all. For one thread."""
+        assert self._medium is not None
+        try:
+            self._medium.read(key, into)
+        except AtomLostError:
+            if (asked := self._where.get(key)) is None:
+                raise
+            with self._reading:
+                asked.page(key, into)
+            self._meter.add("kv_peer_bytes", sum(memoryview(buffer).nbytes for buffer in into.values()))
+
+    def end(self) -> None:
+        """Answer nobody any more. Behind it the view's channels may be closed."""
+        if self._connecting is None:
+            return
+        self._view.leave(f"view {self._view.view} is over")
+        for thread in self._threads:
+            thread.join(END_S)
+        if self._reading.acquire(timeout=END_S):
+            self._reading.release()
+
+    def _connect(self) -> dict[str, _PageSource]:
+        inbox, opened = Geometry(slots=SLOTS, slot_bytes=PART_BYTES), dict[str, _PageSource]()
+        for peer in self._peers:
+            terms = Terms(outbound=inbox, inbound=inbox, name=self._name, peer=peer.name, key=peer.key)
+            with suppress(ChannelError):  # as above
+                opened[peer.name] = _PageSource(self._view.connect(peer.url, terms, timeout_s=CONNECT_S))
+        return opened
+
+    def _hear(self) -> None:
+        while self._medium is not None and self._came:
+            work = _Answers(self._came.pop(), self._medium).run
+            self._threads.append(threading.Thread(target=work, name="lamina-answer", daemon=True))
+            self._threads[-1].start()
+
+
+class _PageSource:
+    """Who is asked. One thread uses it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def keys(self, share: frozenset[Atom]) -> list[bytes]:
+        """Of pages that it has. Raises MediumError."""
+        keys, part = list[bytes](), self._ask(PageAsk(b"", sorted(share)))
+        while part:
+            if len(part) % KEY_BYTES or len(keys) > MOST_LISTED:
+                raise self._broken(f"{len(part)} bytes of keys behind {len(keys)} ones")
+            keys += [part[at : at + KEY_BYTES] for at in range(0, len(part), KEY_BYTES)]
+            part = self._next()
+        return keys
+
+    def page(self, key: bytes, into: Mapping[Atom, bytearray | memoryview]) -> None:
+        """Fill the buffers. Raises MediumError."""
+        views = [memoryview(buffer).cast("B") for buffer in into.values()]
+        wanted, data = sum(view.nbytes for view in views), bytearray(self._ask(PageAsk(key, list(into))))
+        while len(data) < wanted and (part := self._next()):
+            data += part
+        if len(data) != wanted:
+            raise self._broken(f"{len(data)} bytes of atoms in place of {wanted}")
+        at = 0
+        for view in views:
+            view[:] = data[at : at + view.nbytes]
+            at += view.nbytes
+
+    def _ask(self, ask: PageAsk) -> bytes:
+        data = msgspec.msgpack.encode(ask)
+        try:
+            slot = self._channel.reserve(len(data), timeout_s=ANSWER_S)
+            slot.data[:] = data
+            self._channel.put_signal(slot, b"")
+        except (ChannelError, ValueError) as e:
+            raise MediumError(f"{self._channel.peer_name} cannot be asked: {e}") from e
+        return self._next()
+
+    def _next(self) -> bytes:
+        try:
+            arrival = self._channel.wait_signal(timeout_s=ANSWER_S)
+        except ChannelTimeout as e:
+            raise self._broken(str(e)) from e  # what comes late would pass for another answer
+        except ChannelError as e:
+            raise MediumError(f"{self._channel.peer_name} does not answer: {e}") from e
+        data = bytes(arrival.data)
+        kind, said = _TAG.unpack(arrival.tag[: _TAG.size])
+        self._channel.release(arrival)
+        if kind == AnswerKind.LOST and not data:
+            raise AtomLostError(f"{self._channel.peer_name} has it not any more")
+        if kind != AnswerKind.PART or said != checksum(data):
+            raise self._broken("what came is damaged, or is no answer")
+        return data
+
+    def _broken(self, why: str) -> MediumError:
+        """Nothing that it says counts from now on."""
+        self._channel.abort(why)
+        return MediumError(f"{self._channel.peer_name}: {why}")
+
+
+class _Answers:
+    """To one who asks, on a thread of its own."""
+
+    def __init__(self, channel: Channel, medium: Medium) -> None:
+        self._channel, self._medium = channel, medium
+
+    def run(self) -> None:
+        """Until the channel ends."""
+        try:
+            while True:
+                with suppress(ChannelTimeout):
+                    self._answer(self._heard())
+        except (ProtocolError, MediumError) as e:
+            self._channel.abort(str(e))
+        except ChannelError:
+            pass  # the view is over, or the other end is gone: who is to know, knows
+
+    def _heard(self) -> PageAsk:
+        arrival = self._channel.wait_signal(timeout_s=LOOK_S)
+        try:
+            ask = _decode(bytes(arrival.data))
+        except msgspec.MsgspecError as e:
+            raise ProtocolError(f"what {self._channel.peer_name} asks is not understood: {e}") from None
+        finally:
+            self._channel.release(arrival)
+        if len(ask.key) not in (0, KEY_BYTES) or not ask.atoms:
+            raise ProtocolError(f"{self._channel.peer_name} asks for {len(ask.atoms)} atoms of a page without a name")
+        return ask
+
+    def _answer(self, ask: PageAsk) -> None:
+        if not ask.key:
+            self._send(b"".join(self._medium.keys(frozenset(ask.atoms), MOST_LISTED)))
+            self._put(AnswerKind.PART, b"")
+            return
+        try:
+            _, there = self._medium.take(ask.key, frozenset(ask.atoms))
+            data = b"".join(there[atom] for atom in ask.atoms)
+        except (MediumError, KeyError):
+            self._put(AnswerKind.LOST, b"")
+        else:
+            self._send(data)
+
+    def _send(self, data: bytes) -> None:
+        for at in range(0, len(data), PART_BYTES):
+            self._put(AnswerKind.PART, data[at : at + PART_BYTES])
+
+    def _put(self, kind: AnswerKind, data: bytes) -> None:
+        slot = self._channel.reserve(len(data), timeout_s=ANSWER_S)
+        slot.data[:] = data
+        self._channel.put_signal(slot, _TAG.pack(kind, checksum(data)))

@@ -1,0 +1,186 @@
+"""Pages that come from the memory workers of other hosts: what they have, and what becomes of lies, losses and ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from lamina import netstack
+from lamina.kv.media import AtomLostError, MediumError, MediumPlace
+from lamina.kv.media.host import HostMedium
+from lamina.kv.pages import PAGE, Atom, Page, Recipe
+from lamina.memory.meter import Meter
+from lamina.memory.pages import peers as peers_module
+from lamina.memory.pages.peers import PART_BYTES, AnswerKind, PageAsk, PeerPages
+from lamina.netstack import Channel, ChannelError, Geometry, Reception, Terms
+from lamina.netstack.checksum import checksum
+from lamina.protocol.control import Address
+from lamina.workers.view import ViewDoor, ViewFabric
+
+VIEW, WAIT_S = 3, 30.0
+NAMES = "one", "other"
+ATOMS = {Atom(layer, head): bytes([layer * 16 + head]) * 5000 for layer in range(2) for head in range(2)}
+SHARE = frozenset(ATOMS)
+
+
+def page(number: int) -> Page:
+    return Page(bytes([number]) * 32, number, PAGE, b"t" * 16, Recipe("prompt"))
+
+
+def filled(worker: PeerPages, number: int, atoms: Mapping[Atom, bytes] = ATOMS) -> dict[Atom, bytes]:
+    into = {atom: bytearray(len(data)) for atom, data in atoms.items()}
+    worker.read(page(number).key, into)
+    return {atom: bytes(data) for atom, data in into.items()}
+
+
+@dataclass
+class Hosts:
+    """Two workers, each with a medium of its own, that have met under one view. One thread serves both."""
+
+    fabric: netstack.Fabric
+    doors: list[ViewDoor]
+    workers: list[PeerPages]
+    media: list[HostMedium]
+    meters: list[Meter]
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    fabric = netstack.open("loopback", key=b"k" * 32)
+    doors = [ViewDoor(fabric.listen("", Reception(name=name))) for name in NAMES]
+    addresses = [Address(door.url, name) for door, name in zip(doors, NAMES, strict=True)]
+    views, meters = [ViewFabric(VIEW, fabric) for _ in doors], [Meter() for _ in doors]
+    workers = [PeerPages(v, v.at(d), addresses, m) for v, d, m in zip(views, doors, meters, strict=True)]
+    media = [HostMedium(MediumPlace(1 << 24)) for _ in doors]
+    for worker, medium in zip(workers, media, strict=True):
+        while worker.missing:
+            assert worker.accept(WAIT_S) is None
+        worker.open(medium)
+    yield Hosts(fabric, doors, workers, media, meters)
+    for worker, view in zip(workers, views, strict=True):
+        worker.end()
+        view.close()
+    fabric.close()
+    for thread in threading.enumerate():
+        if thread.name in ("lamina-answer", "lamina-peers"):
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+
+def test_what_is_not_here_comes_from_where_it_is(hosts: Hosts) -> None:
+    """Whole pages of what a worker needs, and no others; a large one in several messages."""
+    large = {atom: data * 150 for atom, data in ATOMS.items()}
+    assert sum(map(len, large.values())) > 2 * PART_BYTES
+    some = dict(list(ATOMS.items())[:3])
+    for number, atoms in enumerate((ATOMS, large, some)):
+        hosts.media[1].write(page(number), atoms)
+    hosts.media[0].write(page(5), ATOMS)
+    one, other = hosts.workers
+    assert one.learn(SHARE) == [page(0).key, page(1).key]
+    assert other.learn(frozenset(some)) == [page(5).key]
+    assert filled(one, 0) == ATOMS
+    assert filled(one, 1, large) == large
+    assert filled(one, 5) == ATOMS
+    assert filled(other, 5, some) == some
+    assert hosts.meters[0].read()["kv_peer_bytes"] == sum(map(len, [*ATOMS.values(), *large.values()]))
+    with pytest.raises(AtomLostError):
+        filled(one, 2)
+    with pytest.raises(AtomLostError):
+        filled(one, 7)
+
+
+def test_what_has_given_way_there_is_lost_and_nothing_else(hosts: Hosts) -> None:
+    one, _ = hosts.workers
+    for number in range(2):
+        hosts.media[1].write(page(number), ATOMS)
+    assert len(one.learn(SHARE)) == 2
+    hosts.media[1].drop([page(0).key])
+    with pytest.raises(AtomLostError):
+        filled(one, 0)
+    assert filled(one, 1) == ATOMS
+    hosts.media[1].close()
+    with pytest.raises(AtomLostError):
+        filled(one, 1)
+
+
+def test_others_than_those_who_ask_come_as_ever(hosts: Hosts) -> None:
+    geometry = Geometry(slots=2, slot_bytes=64)
+    terms = Terms(outbound=geometry, inbound=geometry, epoch=VIEW, name="compute-0", peer=NAMES[0])
+    came = list[Channel]()
+    knock = threading.Thread(target=lambda: came.append(hosts.fabric.connect(hosts.doors[0].url, terms)))
+    knock.start()
+    channel = hosts.workers[0].accept(WAIT_S)
+    knock.join(WAIT_S)
+    assert channel is not None
+    assert channel.peer_name == "compute-0"
+    for each in (channel, *came):
+        each.close()
+
+
+def test_nobody_is_waited_for_once_the_view_is_over(hosts: Hosts) -> None:
+    hosts.media[1].write(page(0), ATOMS)
+    assert hosts.workers[0].learn(SHARE)
+    hosts.workers[1].end()
+    with pytest.raises(MediumError, match="other"):
+        filled(hosts.workers[0], 0)
+
+
+def lying() -> Iterator[tuple[list[bytes], list[bytes]]]:
+    """Tags and bytes of answers to an ask for ATOMS."""
+    data = b"".join(ATOMS.values())
+    good = peers_module._TAG.pack(AnswerKind.PART, checksum(data))
+    empty = peers_module._TAG.pack(AnswerKind.PART, checksum(b""))
+    yield [good], [data[:-1] + b"x"]
+    yield [peers_module._TAG.pack(AnswerKind.PART, checksum(data * 2))], [data * 2]
+    yield [peers_module._TAG.pack(AnswerKind.PART, checksum(data[:9])), empty], [data[:9], b""]
+    yield [peers_module._TAG.pack(7, checksum(data))], [data]
+    yield [peers_module._TAG.pack(AnswerKind.LOST, checksum(data))], [data]
+
+
+@pytest.mark.parametrize(("tags", "parts"), list(lying()))
+def test_an_answer_that_is_none_is_an_error_and_so_are_all_behind_it(tags: list[bytes], parts: list[bytes]) -> None:
+    with closing(netstack.open("loopback", key=b"k" * 32)) as fabric:
+        asked, channel = talking(fabric)
+        for tag, part in zip(tags, parts, strict=True):
+            slot = channel.reserve(len(part))
+            slot.data[:] = part
+            channel.put_signal(slot, tag)
+        for _ in range(2):
+            with pytest.raises(MediumError) as error:
+                asked.page(page(0).key, {atom: bytearray(len(data)) for atom, data in ATOMS.items()})
+            assert not isinstance(error.value, AtomLostError)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"\xc1", msgspec.msgpack.encode(PageAsk(b"k", [Atom(0, 0)])), msgspec.msgpack.encode(PageAsk(b"", []))],
+)
+def test_who_asks_for_what_nobody_has_is_not_heard_any_more(said: bytes) -> None:
+    with closing(netstack.open("loopback", key=b"k" * 32)) as fabric:
+        asked, channel = talking(fabric)
+        answers = peers_module._Answers(channel, HostMedium(MediumPlace(1 << 20)))
+        slot = asked._channel.reserve(len(said))
+        slot.data[:] = said
+        asked._channel.put_signal(slot, b"")
+        answers.run()
+        with pytest.raises(ChannelError):
+            channel.reserve(1)
+        with pytest.raises(MediumError):
+            asked.keys(SHARE)
+
+
+def talking(fabric: netstack.Fabric) -> tuple[peers_module._PageSource, Channel]:
+    """Who asks, and the channel of who is asked."""
+    listener, geometry = fabric.listen(), Geometry(slots=4, slot_bytes=PART_BYTES)
+    ends = list[Channel]()
+    terms = Terms(outbound=geometry, inbound=geometry)
+    knock = threading.Thread(target=lambda: ends.append(fabric.connect(listener.url, terms)))
+    knock.start()
+    channel = listener.accept(timeout_s=WAIT_S)
+    knock.join(WAIT_S)
+    return peers_module._PageSource(ends[0]), channel
