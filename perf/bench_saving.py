@@ -2,8 +2,9 @@
 
 --batch sequences decode behind a prompt of --context tokens. In turns of --steps steps nothing is saved, or a retained
 prompt of --saved tokens is, again and again, with no pause: the medium is made to forget its pages, and they are saved
-once more. Of each pair of turns that follow one another the ratio of the medians counts. Prints one JSON line; --write
-appends it to perf/results/bench_saving.jsonl.
+once more. Of each pair of turns that follow one another the ratio of the medians counts. Whether saving keeps up is
+told by pages a second: those that are saved, those that the steps fill meanwhile, and those that prompts fill where
+nothing else is computed. Prints one JSON line; --write appends it to perf/results/bench_saving.jsonl.
 
     python perf/bench_saving.py --pairs 20 --write
 """
@@ -22,6 +23,7 @@ from common import BrokenError, cpu_pressure, record, spread
 from reference_model import make
 
 from lamina import LLM, SamplingParams
+from lamina.kv.pages import PAGE
 
 WORDS = 30_000
 AHEAD = 2  # prompts that are to be saved while one is
@@ -44,16 +46,19 @@ class SavingDecoder:
         self._engine, tier = self._llm.engine, self._llm.engine.scheduler.tier
         assert tier is not None
         self._engine.rest()
+        self.page_bytes = self.saved_bytes() * tier.page / args.saved
         self._tier, prefixes = tier, self._engine.scheduler.prefixes
         (number,) = prefixes.oldest
         self._known = prefixes._known[number].sequence
         self._keys = tier.keys_of(self._known, args.saved)
         long = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
+        began = time.perf_counter()
         for _ in range(args.batch):
             self._engine.add([draw.randrange(1, WORDS) for _ in range(args.context)], long)
         while self._engine.scheduler.num_waiting or not all(s.decodes for s in self._engine.scheduler._running):
             self._engine.step()
         self._engine.rest()
+        self.prompt_pages_s = args.batch * args.context / tier.page / (time.perf_counter() - began)
 
     def steps(self, count: int, *, saving: bool) -> list[float]:
         """Seconds of so many steps."""
@@ -126,6 +131,11 @@ def measure(path: Path, args: argparse.Namespace, medium: dict[str, Any]) -> dic
         "ratio": spread(ratios),
         "ratio_of_all": statistics.median(took[True]) / statistics.median(took[False]),
         "saved_bytes_per_s": spread(rates),
+        "pages_per_s": {
+            "saved": statistics.median(rates) / player.page_bytes,
+            "filled_by_steps": args.batch / PAGE / statistics.median(took[True]),
+            "filled_by_prompts": player.prompt_pages_s,
+        },
         "cpu_pressure_avg10": pressure,
     }
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-SHARE = 1 / 16  # of a core
+SHARE = 1 / 32  # of a core
 SERVED_S = 1.0  # behind a round, the next one may still come
 LOOK_S = 2.5  # between two looks at the pressure, which the kernel counts anew every 2 s
 SHORT = 0.02  # of the time some task has waited for a core: cores are short
