@@ -1,5 +1,5 @@
 """What --enable-prefix-caching brings and costs: seconds to the first token of a prompt whose beginning is known, and
-of one whose beginning is not, with the option and without, in turns; with --peer-python also vLLM's.
+of one whose beginning is not, with the option and without, in turns; with --peers also those of other engines.
 
 Prompts are --shared tokens and then --own tokens. Each turn has new ones: a cold one shares nothing with any before it,
 a warm one begins as the first prompt of all. CPU seconds are those of all of Lamina's processes. Prints one JSON line;
@@ -9,7 +9,7 @@ With --tiers what is known lies in the pool, or in host memory or a directory be
 one prompt and not two; "none" has that pool and nothing beside it. Two cold prompts follow one another in each turn, so
 that the first one is saved while the second one is computed; CPU seconds are those until SAVED_S behind them.
 
-    python perf/bench_prefix.py --model PATH --peer-python ENVIRONMENT/bin/python --write
+    python perf/bench_prefix.py --model PATH --peers vllm,openvino --write
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from common import cpu_pressure, record, spread
 from peers.child import Child
 from peers.decode import ENVIRONMENT
+from peers.prefix import PEERS
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -39,8 +40,8 @@ FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 class PrefixPlayer(Protocol):
     """An engine."""
 
-    def first_s(self, prompt: list[int]) -> float:
-        """Seconds until a prompt's first token."""
+    def first_s(self, prompt: list[int], *, known: bool = False) -> float:
+        """Seconds until a prompt's first token. ``known``: its beginning is that of the first one of all."""
         ...
 
     def close(self) -> None: ...
@@ -61,7 +62,7 @@ class PrefixLamina:
         self.cpu_s = 0.0  # of the last prompt
         self.cached = 0  # tokens of the last prompt
 
-    def first_s(self, prompt: list[int]) -> float:
+    def first_s(self, prompt: list[int], *, known: bool = False) -> float:
         """Seconds until a prompt's first token."""
         before, start = self.used_s(), time.perf_counter()
         self.cached = self._llm.generate([prompt], FIRST)[0].num_cached_tokens or 0
@@ -83,15 +84,16 @@ class PrefixLamina:
 
 
 class PrefixPeer:
-    """vLLM, in an environment and a process of its own."""
+    """Another engine, in an environment and a process of its own."""
 
-    def __init__(self, python: str, path: Path, length: int) -> None:
-        script = str(Path(__file__).parent / "peers" / "prefix.py")
-        self._child = Child(python, script, [str(path), str(length)], None, **ENVIRONMENT["vllm"])
+    def __init__(self, folder: Path, peer: str, path: Path, length: int) -> None:
+        script, name = str(Path(__file__).parent / "peers" / "prefix.py"), peer.split()[0]
+        python = str((folder / name / "bin" / "python").absolute())
+        self._child = Child(python, script, [peer, str(path), str(length)], None, **ENVIRONMENT.get(name, {}))
 
-    def first_s(self, prompt: list[int]) -> float:
+    def first_s(self, prompt: list[int], *, known: bool = False) -> float:
         """Seconds until a prompt's first token."""
-        return float(self._child.ask(prompt=prompt)["seconds"])
+        return float(self._child.ask(prompt=prompt, known=known)["seconds"])
 
     def close(self) -> None:
         """End the process."""
@@ -104,7 +106,10 @@ def main() -> None:
     parser.add_argument("--shared", type=int, default=900)
     parser.add_argument("--own", type=int, default=100)
     parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--peer-python", default="", help="of an environment with vLLM (peers/install.sh)")
+    parser.add_argument("--peers", default="", help=f"other engines, by comma: {', '.join(PEERS)}")
+    parser.add_argument(
+        "--peer-folder", type=Path, default=Path("build/peers"), help="their environments (peers/install.sh)"
+    )
     parser.add_argument("--tiers", action="store_true", help="what lies beside the pool, too")
     parser.add_argument("--kv-memory", default="24MiB", help="with --tiers: of a pool that has something beside it")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
@@ -126,8 +131,8 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "without": PrefixLamina(path, length, caches=False),
         "with": PrefixLamina(path, length, caches=True),
     }
-    if args.peer_python:
-        players["vllm"] = PrefixPeer(args.peer_python, path, length)
+    peers = list(filter(None, args.peers.split(",")))
+    players |= {name: PrefixPeer(args.peer_folder, name, path, length) for name in peers}
     seconds: dict[str, list[float]] = {f"{name} {kind}": [] for name in players for kind in ("cold", "warm")}
     cpu: dict[str, list[float]] = {"without": [], "with": []}
     pressure = []
@@ -141,7 +146,7 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
                 seconds[f"{name} cold"].append(player.first_s(cold))
                 if isinstance(player, PrefixLamina):
                     cpu[name].append(player.cpu_s)
-                seconds[f"{name} warm"].append(player.first_s(warm))
+                seconds[f"{name} warm"].append(player.first_s(warm, known=True))
             pressure.append(cpu_pressure())
     finally:
         for player in players.values():
@@ -155,8 +160,7 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "cpu_cost_without_hits": statistics.median(cpu["with"]) / statistics.median(cpu["without"]) - 1,
         "cpu_pressure_avg10": pressure,
     }
-    if "vllm" in players:
-        figures["warm_beside_vllm"] = middle["vllm warm"] / middle["with warm"]
+    figures["warm_of_peers"] = {name: middle["with warm"] / middle[f"{name} warm"] for name in peers}
     return figures
 
 

@@ -112,11 +112,7 @@ def openvino(run: PeerRun) -> Step:
     import openvino  # type: ignore[import-not-found]
     import openvino_genai as genai  # type: ignore[import-not-found]
 
-    folder = run.model / "openvino"
-    if not folder.exists():
-        from optimum.intel import OVModelForCausalLM  # type: ignore[import-not-found]
-
-        OVModelForCausalLM.from_pretrained(run.model, export=True, load_in_8bit=False).save_pretrained(folder)
+    folder = export_openvino(run.model)
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size, scheduler.max_num_seqs = 2 * run.kv_gib, len(run.prompts)
     scheduler.max_num_batched_tokens = 2048
@@ -157,6 +153,16 @@ def openvino(run: PeerRun) -> Step:
     return step
 
 
+def export_openvino(model: Path) -> Path:
+    """The folder of the model as OpenVINO reads it, made once."""
+    folder = model / "openvino"
+    if not folder.exists():
+        from optimum.intel import OVModelForCausalLM  # type: ignore[import-not-found]
+
+        OVModelForCausalLM.from_pretrained(model, export=True, load_in_8bit=False).save_pretrained(folder)
+    return folder
+
+
 def llama_cpp(run: PeerRun) -> Step:
     """llama.cpp with its KV cache in fp16, which is its default."""
     import llama_cpp as lib  # type: ignore[import-not-found]
@@ -164,7 +170,7 @@ def llama_cpp(run: PeerRun) -> Step:
 
     file, most = run.model / "model.gguf", 2048
     if not file.exists():
-        _write_gguf(run.model, file)
+        write_gguf(run.model, file)
     run.note = "KV in fp16"
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
@@ -218,7 +224,7 @@ def _llama_chain(lib: Any, sampling: dict[str, Any]) -> Any:
     return chain
 
 
-def _write_gguf(model: Path, file: Path) -> None:
+def write_gguf(model: Path, file: Path) -> None:
     """The benchmark's Llama as llama.cpp reads it: its names, and rotary halves interleaved."""
     import gguf  # type: ignore[import-not-found]
     import torch
