@@ -2,8 +2,9 @@
 
 loans: one sequence decodes with all of its K and V at home, and with half of them on loan, in turns of a few steps on
 the same cores: two engines of a compute worker and two memory workers each, alike but for their memory. Wall time of a
-step, and CPU time of all workers of an engine, which depends little on who else uses the machine. The link may be an
-emulated one (emulate+shm?latency_ms=0.03&gbps=25).
+step, and CPU time of all workers of an engine, which depends little on who else uses the machine. With --slow N devices
+and link are emulated, N times as slow as a layer of Llama 8B on an H100, its K and V on H20, behind 25 Gb/s and 10 us:
+so what this host's processes take themselves counts for little.
 replay: the shipped model serves a mix of prompts, of which some are long, over two memory workers of little memory, by
 each partition in turn. Tokens a second, rounds, bytes to and from memory workers, preemptions. Figure 8 at the size of
 its shapes is modelled: perf/model_spill.py.
@@ -11,12 +12,14 @@ its shapes is modelled: perf/model_spill.py.
 Prints JSON lines; --write appends them to perf/results/bench_spill.jsonl.
 
     python perf/bench_spill.py loans --length 8192 --write
+    python perf/bench_spill.py loans --length 8192 --slow 200 --write
     python perf/bench_spill.py replay --write
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import tempfile
@@ -31,6 +34,7 @@ from reference_model import make
 
 from lamina import LLM, SamplingParams
 from lamina.compute.capacity import store_bytes
+from lamina.emulate import VARIABLE
 
 ATTENTION = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
 SHAPE = {**ATTENTION, "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024}
@@ -39,14 +43,23 @@ TURN_STEPS = 8
 WORKERS = 2
 
 
-def loans(length: int, turns: int, transport: str) -> dict[str, Any]:
+def emulated(slow: float) -> str:
+    """Have workers that start from now on take the time of these devices; the transport for them."""
+    layer, share = 4, 0.8  # heads of Llama 8B over those of SHAPE, and the part of peak bandwidths that is reached
+    slice_s, byte_s = slow * 436e6 / (share * 3.35e12), slow * layer / (share * 4.0e12)
+    os.environ[VARIABLE] = json.dumps({"slice_s": [slice_s], "attention_byte_s": byte_s})
+    return f"emulate+shm?latency_ms={0.01 * slow:g}&gbps={25 / slow / layer:g}"
+
+
+def loans(length: int, turns: int, transport: str, slow: float) -> dict[str, Any]:
     """Of a sequence of ``length`` tokens: medians of steps at home and half on loan, and CPU seconds of a step."""
     prompt, tokens = [7 * n % 1000 for n in range(length)], (turns + 4) * (TURN_STEPS + 1)
     options: dict[str, Any] = {
         "dtype": "bfloat16",
         "memory_workers": WORKERS,
         "partition": "spill",
-        "transport": transport,
+        "transport": emulated(slow) if slow else transport,
+        "attention": "emulate" if slow else "auto",
     }
     with tempfile.TemporaryDirectory() as folder:
         path = make(Path(folder) / "model", "bfloat16", SHAPE, 2 * length)
@@ -164,12 +177,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192, help="loans: tokens of the sequence")
     parser.add_argument("--turns", type=int, default=12, help="of each engine; replay: rounds")
     parser.add_argument("--transport", default="shm")
+    parser.add_argument("--slow", type=float, default=0.0, help="loans: emulate devices, so many times as slow (none)")
     parser.add_argument("--share", type=float, default=0.1, help="replay: of long prompts")
     parser.add_argument("--write", action="store_true", help="append to perf/results/bench_spill.jsonl")
     args = parser.parse_args()
     settings = {k: v for k, v in vars(args).items() if k != "write"}
     if args.what == "loans":
-        figures = loans(args.length, args.turns, args.transport)
+        figures = loans(args.length, args.turns, args.transport, args.slow)
     else:
         figures = replay(args.share, args.turns, args.transport)
     print(record("bench_spill", settings, figures, write=args.write))

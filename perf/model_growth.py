@@ -14,6 +14,7 @@ model; messages of a step are Q and partial results of every worker that has som
 from __future__ import annotations
 
 import argparse
+from itertools import product
 
 from common import record
 
@@ -24,7 +25,7 @@ from lamina.planner.model_facts import paper_models
 from lamina.planner.tables import baseline, constants, link
 
 PROMPT, HOLDS, CHUNK, STRIDE = 512, 8192, 512, 64
-FLOAT, NODES = 4, 4
+FLOAT, NODES = 4, 2  # of the merge tree, of a run that begins where home ends
 
 
 class Growth:
@@ -72,16 +73,16 @@ class Growth:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="5000,10000,20000,30000", help="that sequences grow to, by comma")
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batches", default="1,16", help="sequences that grow so at once, by comma")
     parser.add_argument("--near", default="400Gbps")
-    parser.add_argument("--far", default="25Gbps,100Gbps", help="links of creditors, by comma")
+    parser.add_argument("--far", default="25Gbps,100Gbps,400Gbps", help="links of creditors, by comma")
     parser.add_argument("--write", action="store_true", help="append to perf/results/model_growth.jsonl")
     args = parser.parse_args()
     for far in args.far.split(","):
-        growth = Growth(args.batch, args.near, far)
-        for tokens in map(int, args.tokens.split(",")):
+        for batch, tokens in product(map(int, args.batches.split(",")), map(int, args.tokens.split(","))):
+            growth = Growth(batch, args.near, far)
             borrows, (builds, anew) = growth.borrows(tokens), growth.builds(tokens)
-            settings = {"tokens": tokens, "batch": args.batch, "near": args.near, "far": far}
+            settings = {"tokens": tokens, "batch": batch, "near": args.near, "far": far}
             result = {
                 "modelled": True, "borrows_s": round(borrows, 2), "builds_s": round(builds, 2),
                 "anew_s": round(anew, 2), "gain": round(builds / borrows, 3),

@@ -92,8 +92,22 @@ async def _read_all(
     async with open_client(url, "", timeout_s) as http, asyncio.TaskGroup() as group:
         if hit is not None:
             group.create_task(_call(hit, after_s))
-        tasks = [group.create_task(_read(http, body)) for body in bodies]
-    return [task.result() for task in tasks]
+        told = [StreamTold() for _ in bodies]
+        for body, one in zip(bodies, told, strict=True):
+            group.create_task(_read(http, body, one))
+    return told
+
+
+def read_one(url: str, body: dict[str, Any], timeout_s: float, told: StreamTold) -> None:
+    """To its end, into ``told``, at which others may look meanwhile."""
+
+    async def read() -> None:
+        from lamina.cli.bench.client import open_client
+
+        async with open_client(url, "", timeout_s) as http:
+            await _read(http, body, told)
+
+    asyncio.run(read())
 
 
 async def _call(hit: Callable[[], object], after_s: float) -> None:
@@ -101,12 +115,11 @@ async def _call(hit: Callable[[], object], after_s: float) -> None:
     await asyncio.to_thread(hit)  # which may wait for its moment
 
 
-async def _read(http: Any, body: dict[str, Any]) -> StreamTold:
+async def _read(http: Any, body: dict[str, Any], told: StreamTold) -> None:
     import aiohttp
 
     from lamina.cli.bench.client import events
 
-    told = StreamTold()
     try:
         async with http.post("v1/completions", json=body) as response:
             told.error = "" if response.status == 200 else f"status {response.status}"
@@ -116,7 +129,6 @@ async def _read(http: Any, body: dict[str, Any]) -> StreamTold:
         told.error = f"{type(error).__name__}: {error}"
     if not told.error and len(told.reasons) != body.get("n", 1):
         told.error = "it ended without a reason"
-    return told
 
 
 def _take(told: StreamTold, data: bytes) -> None:

@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -73,7 +73,9 @@ def places_of(log: Sequence[str]) -> dict[int, str]:
 class Target:
     """A server in processes of its own. What it logs goes on to stderr."""
 
-    def __init__(self, model: str, flags: list[str], *, journal: bool = False) -> None:
+    def __init__(
+        self, model: str, flags: list[str], *, journal: bool = False, environment: Mapping[str, str] = os.environ
+    ) -> None:
         """``journal``: whether it keeps one, at ``journal``. Raises OSError where it does not start."""
         self.struck_at = 0.0
         self._key, self._few = secrets.token_hex(), 0  # for scaling, and the fewest memory workers
@@ -94,9 +96,9 @@ class Target:
             *(["--journal", str(self.journal), "--journal-size", JOURNAL_SIZE] if journal else []),
             *flags,
         ]
-        environment = {**os.environ, TRIPWIRE: str(self._folder / "tripwire"), "LAMINA_ADMIN_KEY": self._key}
+        own = {TRIPWIRE: str(self._folder / "tripwire"), "LAMINA_ADMIN_KEY": self._key}
         self._server = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment, **own}
         )
         threading.Thread(target=self._read_log, name="lamina-log", daemon=True).start()
         try:
@@ -170,6 +172,19 @@ class Target:
             self.struck_at = now  # or later: the log may tell of it before the next look
             time.sleep(TRIP_LOOK_S)
         return self._tripwire.loosen()
+
+    def pid_of(self, place: str) -> int:
+        """Of the process at a place, such as engine. Raises StopIteration where there is none."""
+        return next(victim.pid for victim in self._processes() if victim.place == place)
+
+    def has_said(self, words: str, since: float) -> bool:
+        """Whether its log has had them since that moment of time.perf_counter."""
+        return any(words in line for at, line in list(self._log) if at >= since)
+
+    def metrics(self) -> str:
+        """What its /metrics say. Raises OSError."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=END_S) as answer:
+            return str(answer.read().decode())
 
     def noticed_s(self) -> float | None:
         """From the last strike until the log said so."""

@@ -1,0 +1,198 @@
+"""``lamina-launch ledger drill MODEL``: have one server borrow of a host and of another server, hit them in turn while
+a long stream is read, and compare its tokens with those of a run in which nobody was hit. Exit status 1 where something
+was not as it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from lamina.cli.drill.streams import StreamTold
+from lamina.cli.drill.target import Target
+from lamina.protocol.options.declare import parse_size
+
+from .street import DrillSizes, LendingStreet, Reading, until
+
+SILENCE_S = 300.0  # that fails a stream, and anything else that does not come
+SOON_S = 30.0
+WAITS_S = 4.0  # in which a request that needs a new loan gets nothing while there is no ledger
+BACK_S = 3.0  # for blocks of a dead debtor: 2, and a heartbeat until the ledger knows
+EARLY = 8  # tokens behind which a hit comes
+
+
+class Scene(NamedTuple):
+    """One thing that was done, and what came of it. ``right``: whether all was as it should be. ``pause_s``: the
+    longest silence of the stream, with that before its first token; None = of no stream.
+    """
+
+    name: str
+    right: bool
+    what: str
+    pause_s: float | None = None
+
+
+def add_drill_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the drill. Their values fit the model that is shipped."""
+    add = parser.add_argument
+    add("--kv-memory", default="640KiB", metavar="SIZE", help="drill: of each server's two memory workers (640KiB)")
+    add("--borrow", default="4MiB", metavar="SIZE", help="drill: what one borrows, and the other lends (4MiB)")
+    add("--prompt", type=int, default=1400, metavar="N", help="drill: tokens of the prompt, more than fit (1400)")
+    add("--tokens", type=int, default=400, metavar="N", help="drill: tokens of the answer (400)")
+
+
+def run_drill(args: argparse.Namespace) -> int:
+    """Exit status. Raises ValueError for bad input, OSError where something does not start."""
+    sizes = DrillSizes(parse_size(args.kv_memory, "--kv-memory"), parse_size(args.borrow, "--borrow"))
+    for name in ("prompt", "tokens"):
+        if getattr(args, name) < 2 * EARLY:
+            raise ValueError(f"--{name} must be at least {2 * EARLY}, not {getattr(args, name)}")
+    if args.dry_run:
+        print(f"would have a server of {args.place} borrow {args.borrow}, and hit: {', '.join(SCENES)}")
+        return 0
+    scenes, street = list[Scene](), LendingStreet(args.place, sizes)
+    try:
+        drill = LendingDrill(street, args.prompt, args.tokens)
+        for name, play in SCENES.items():
+            scenes.append(play(drill)._replace(name=name))
+            if not args.json:
+                print(line_of(scenes[-1]), flush=True)
+    finally:
+        left = street.end()
+    right = sum(scene.right for scene in scenes)
+    if args.json:
+        print(json.dumps({"scenes": [scene._asdict() for scene in scenes], "left": left}))
+    else:
+        print(f"{right} of {len(scenes)} as it should be, {left} processes left")
+    return int(right < len(scenes) or left > 0)
+
+
+def line_of(scene: Scene) -> str:
+    """For people."""
+    pause = "" if scene.pause_s is None else f"silent for {scene.pause_s:.1f} s at most: "
+    return f"{'right' if scene.right else 'WRONG':5}  {scene.name:22} {pause}{scene.what}"
+
+
+class LendingDrill:
+    """The same long request again and again."""
+
+    def __init__(self, street: LendingStreet, prompt: int, tokens: int) -> None:
+        self._street = street
+        ids = [(7 * n + 3) % 300 + 5 for n in range(prompt)]
+        self._body: dict[str, Any] = {
+            "prompt": ids, "temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "stream": True,
+            "return_token_ids": True,
+        }  # fmt: skip
+        self._wanted: list[int] = []
+
+    def calm(self) -> Scene:
+        """Nobody is hit."""
+        reading = self._begun(self._street.debtor)
+        lent = self._street.lent()
+        self._wanted = reading.join().ids.get(0, [])
+        right = len(self._wanted) == self._body["max_tokens"] and lent.get(self._street.creditor_name, 0) > 0
+        return self._scene(reading, right, f"borrowed {_said(lent)}")
+
+    def kill_creditor(self) -> Scene:
+        """The host that lends dies: the sequence goes on with the memory of the other one."""
+        reading = self._begun(self._street.debtor)
+        before = self._street.lent()
+        self._street.creditor.end()
+        dead, lent = self._street.creditor_name, dict[str, int]()
+
+        def borrows_anew() -> bool:
+            """Of another one: the ledger knows for a while what the dead one had lent."""
+            lent.update((name, blocks) for name, blocks in self._street.lent().items() if name != dead)
+            return any(lent.values())
+
+        again = until(lambda: borrows_anew() or reading.over, SILENCE_S)
+        right = before.get(dead, 0) > 0 and again is not None and any(lent.values())
+        return self._scene(reading, right, f"{_said(before)} was lost, and then borrowed {_said(lent)}")
+
+    def recall(self) -> Scene:
+        """The server that lends needs its memory itself."""
+        reading = self._begun(self._street.debtor)
+        lent = self._street.lent()
+        own = Reading(self._street.lender.url, self._body, SILENCE_S)
+        first = until(lambda: own.tokens or own.over, SILENCE_S)
+        at = reading.tokens
+        same = own.join().ids.get(0) == self._wanted
+        right = same and any(lent.values()) and at < len(self._wanted)
+        what = f"its owner had {_said(lent)} back after {first or 0.0:.1f} s, at token {at} of the debtor's"
+        return self._scene(reading, right, what)
+
+    def kill_ledger(self) -> Scene:
+        """What is lent goes on, new loans wait."""
+        reading = self._begun(self._street.debtor)
+        self._street.ledger.end()
+        scene = self._scene(reading, right=True, what="")
+        back = until(lambda: not leased_bytes(self._street.debtor), SOON_S)
+        waiting = Reading(self._street.debtor.url, self._body, SILENCE_S)
+        early = until(lambda: waiting.tokens or waiting.over, WAITS_S)
+        self._street.start_ledger(self._street.place)
+        same = waiting.join().ids.get(0) == self._wanted
+        right = scene.right and back is not None and early is None and same
+        return scene._replace(right=right, what="the loan went on; the next one waited until it was there again")
+
+    def cut_off(self) -> Scene:
+        """The host that lends falls silent as KV is to move there, for longer than its lease."""
+        self._street.start_creditor()
+        until(lambda: self._street.creditor_name in self._street.lent(), SOON_S)
+        reading = Reading(self._street.debtor.url, self._body, SILENCE_S)
+        moved = until(lambda: self._street.debtor.has_said("memory workers: 2 -> 3", reading.began), SILENCE_S)
+        go_on = self._street.stop(self._street.creditor)
+        try:
+            scene = self._scene(reading, moved is not None, "")
+        finally:
+            go_on()
+        free = until(lambda: not self._street.lent().get(self._street.creditor_name, 1), SOON_S)
+        what = f"silent until the last token; it had its blocks again {free or 0.0:.1f} s after it went on"
+        return scene._replace(right=scene.right and free is not None, what=what)
+
+    def kill_debtor(self) -> Scene:
+        """All its leases end."""
+        reading = self._begun(self._street.debtor)
+        lent = self._street.lent()
+        os.kill(self._street.debtor.pid_of("engine"), signal.SIGKILL)
+        back = until(lambda: not any(self._street.lent().values()), SOON_S)
+        reading.join()
+        right = any(lent.values()) and back is not None and back < BACK_S
+        return Scene("", right, f"{_said(lent)} came back, as the ledger knew {back or SOON_S:.1f} s later")
+
+    def _begun(self, server: Target) -> Reading:
+        """A stream of which some tokens have come, while nothing was on loan before."""
+        until(lambda: not any(self._street.lent().values()), SILENCE_S)
+        reading = Reading(server.url, self._body, SILENCE_S)
+        until(lambda: reading.tokens >= EARLY or reading.over, SILENCE_S)
+        return reading
+
+    def _scene(self, reading: Reading, right: bool, what: str) -> Scene:
+        """Behind the stream's end: whether all its tokens are those of the calm run."""
+        told: StreamTold = reading.join()
+        same = not told.error and told.ids.get(0) == self._wanted
+        pause = told.pause_behind(reading.began)
+        return Scene("", right and same, what + (f"; other tokens: {told.error}" if not same else ""), pause)
+
+
+def leased_bytes(server: Target) -> float:
+    """That it has of others, by its metrics."""
+    lines = [line for line in server.metrics().splitlines() if "leased_bytes{" in line]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def _said(lent: dict[str, int]) -> str:
+    return ", ".join(f"{blocks} MiB of {name}" for name, blocks in sorted(lent.items()) if blocks) or "nothing"
+
+
+SCENES: dict[str, Callable[[LendingDrill], Scene]] = {
+    "nobody is hit": LendingDrill.calm,
+    "creditor killed": LendingDrill.kill_creditor,
+    "lent memory recalled": LendingDrill.recall,
+    "ledger killed": LendingDrill.kill_ledger,
+    "creditor cut off": LendingDrill.cut_off,
+    "debtor killed": LendingDrill.kill_debtor,
+}

@@ -1,0 +1,190 @@
+"""What a drill of lending hits: a ledger, a host that lends, a server that borrows and one that lends, in processes of
+their own.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lamina.cli.drill.streams import StreamTold, read_one
+from lamina.cli.drill.target import Target
+from lamina.fleet.lending.lend_service import BLOCK_BYTES
+from lamina.fleet.lending.links import LEDGER_NAME, open_link, parse_place
+from lamina.lending.messages import AskDebts, DebtsAre, OfLedger
+from lamina.netstack.contract.key import KEY
+
+START_S, LOOK_S = 60.0, 0.02
+SPARE_BYTES = 1 << 16  # of what is lent, on each memory worker
+
+
+class DrillSizes(NamedTuple):
+    """Bytes: of the pool on each of a server's two memory workers, and of what one lends and the other borrows."""
+
+    pool: int
+    loan: int
+
+    @property
+    def borrowing(self) -> list[str]:
+        """Flags of the server that borrows."""
+        return ["--kv-memory", str(self.pool), "--borrow", str(self.loan), "--borrow-wait-s", "600"]
+
+    @property
+    def lending(self) -> list[str]:
+        """Flags of the server that lends as much as the other one borrows."""
+        lent = self.loan // 2 + SPARE_BYTES
+        return ["--kv-memory", str(self.pool + lent), "--lend", f"{lent / (self.pool + lent):.6f}"]
+
+
+class Started(NamedTuple):
+    """A sub-command in a process of its own. ``said``: its first line."""
+
+    process: subprocess.Popen[str]
+    said: str
+
+    def end(self) -> None:
+        """By force. Idempotent."""
+        self.process.kill()
+        self.process.wait()
+
+
+class Reading:
+    """A stream that a thread reads."""
+
+    def __init__(self, url: str, body: dict[str, Any], timeout_s: float) -> None:
+        self.told, self.began = StreamTold(), time.perf_counter()
+        self._thread = threading.Thread(target=read_one, args=(url, body, timeout_s, self.told), daemon=True)
+        self._thread.start()
+
+    @property
+    def tokens(self) -> int:
+        """That have come."""
+        return len(self.told.ids.get(0, ()))
+
+    @property
+    def over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self) -> StreamTold:
+        self._thread.join()
+        return self.told
+
+
+class LendingStreet:
+    """All of them. ``creditor`` is the host that lends, ``debtor`` and ``lender`` are the servers."""
+
+    def __init__(self, model: str, sizes: DrillSizes) -> None:
+        """Raises OSError where something does not start."""
+        self._key, self._sizes, self._started = secrets.token_bytes(32), sizes, list[Started]()
+        self._targets = list[Target]()
+        self._environment = {**os.environ, KEY: self._key.hex()}
+        try:
+            self.start_ledger(f"127.0.0.1:{free_port()}")  # not by 0: it is to be taken again
+            self.start_creditor()
+            self.debtor = self._serve(model, sizes.borrowing)
+            self.lender = self._serve(model, sizes.lending)
+        except BaseException:
+            self.end()
+            raise
+
+    def start_ledger(self, place: str) -> None:
+        self.ledger = self._start("ledger", "serve", place)
+        self.place = self.ledger.said.rpartition(" ")[2]
+
+    def start_creditor(self) -> None:
+        """Who has more to lend than the server that lends is asked first."""
+        memory = str(self._sizes.loan + 2 * BLOCK_BYTES)
+        self.creditor = self._start("lend", "--ledger", self.place, "--lend-memory", memory)
+
+    @property
+    def creditor_name(self) -> str:
+        return self.creditor.said.partition(" ")[0]
+
+    def lent(self) -> dict[str, int]:
+        """Blocks that creditors have lent to others, by their names, as the ledger knows them."""
+        place = parse_place(self.place, "the ledger")
+        link = open_link(
+            place, self._key, OfLedger, name=f"drill-{secrets.token_hex(4)}", peer=LEDGER_NAME, what="ledger"
+        )
+        try:
+            link.send(AskDebts())
+            answer = link.recv(START_S)
+            assert isinstance(answer, DebtsAre)
+        finally:
+            link.close()
+        return {row.name: sum(d.blocks for d in row.lent if d.debtor != row.name) for row in answer.lenders}
+
+    def stop(self, started: Started) -> Callable[[], None]:
+        """Have a process and its children stand still, as behind a network that is cut; returns what has them go on."""
+        pids = [started.process.pid, *children_of(started.process.pid)]
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+
+        def go_on() -> None:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+        return go_on
+
+    def end(self) -> int:
+        """End all. How many processes of the servers are left."""
+        left = sum(target.end() for target in self._targets)
+        for started in self._started:
+            started.end()
+        return left
+
+    def _serve(self, model: str, flags: list[str]) -> Target:
+        own = ["--partition", "spill", "--memory-workers", "2", "--no-enable-prefix-caching", "--deterministic"]
+        target = Target(model, [*own, "--ledger", self.place, *flags], environment=self._environment)
+        self._targets.append(target)
+        return target
+
+    def _start(self, *words: str) -> Started:
+        """Raises OSError."""
+        command = [sys.executable, "-m", "lamina.cli.launch", *words]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=self._environment)
+        assert process.stdout is not None
+        readable, _, _ = select.select([process.stdout], [], [], START_S)
+        started = Started(process, process.stdout.readline().strip() if readable else "")
+        self._started.append(started)
+        if not started.said:
+            raise OSError(f"{words[0]} did not start: its log says why")
+        return started
+
+
+def free_port() -> int:
+    """Of this host, as long as nobody else takes it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def children_of(pid: int) -> list[int]:
+    """The children of a process that has one thread that starts some, or several."""
+    pids = list[int]()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):
+            pids += map(int, (task / "children").read_text().split())
+    return pids
+
+
+def until(true: Callable[[], Any], limit_s: float) -> float | None:
+    """Seconds until it is; None where it is not in time."""
+    began = time.perf_counter()
+    while (now := time.perf_counter()) - began < limit_s:
+        if true():
+            return now - began
+        time.sleep(LOOK_S)
+    return None

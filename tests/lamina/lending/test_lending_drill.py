@@ -1,0 +1,71 @@
+"""The drill of lending: what it starts, and what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lamina.cli.launch import main
+from lamina.cli.lending.drill import SCENES, Scene, line_of
+from lamina.cli.lending.street import DrillSizes, children_of
+from lamina.config import make_config
+from lamina.fleet.lending.lend_service import BLOCK_BYTES
+
+SERVED = {"partition": "spill", "ledger": "a:1", "transport": "shm"}
+
+
+@pytest.mark.parametrize(("pool", "loan"), [(640 << 10, 4 << 20), (1 << 30, 7 << 30), (3_000_001, 5_000_001)])
+def test_one_server_lends_what_the_other_borrows(pool: int, loan: int) -> None:
+    def options(flags: list[str]) -> dict[str, str]:
+        return {name.lstrip("-").replace("-", "_"): text for name, text in zip(flags[::2], flags[1::2], strict=True)}
+
+    sizes = DrillSizes(pool, loan)
+    lending = options(sizes.lending)
+    lender = make_config({**SERVED, "kv_memory": lending["kv_memory"], "lend": float(lending["lend"])})
+    borrowing = options(sizes.borrowing)
+    debtor = make_config({**SERVED, "kv_memory": borrowing["kv_memory"], "borrow": borrowing["borrow"]})
+    asked = lender.devices.kv_bytes()
+    assert lender.topology.lent_bytes(asked) // BLOCK_BYTES >= loan // BLOCK_BYTES == debtor.topology.borrow_bytes >> 20
+    assert abs(lender.topology.pool_bytes(asked) - debtor.topology.pool_bytes(debtor.devices.kv_bytes())) < asked / 1e5
+
+
+def test_a_dry_run_names_what_would_happen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ledger", "drill", "some/model", "--dry-run"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert all(name in line for name in SCENES)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), [(["--borrow", "lots"], "--borrow must be a size"), (["--tokens", "3"], "--tokens must be at")]
+)
+def test_bad_input_is_one_line(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ledger", "drill", "some/model", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_what_is_wrong_stands_out() -> None:
+    assert line_of(Scene("nobody is hit", right=True, what="all is well")).startswith("right  nobody is hit")
+    assert line_of(Scene("nobody is hit", right=False, what="", pause_s=2.04)).startswith("WRONG")
+
+
+def test_children_of_all_threads_are_seen() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert child.pid in children_of(os.getpid())
+        child.communicate(b"\n")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_drill_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Path(__file__).resolve().parents[3] / "examples" / "tiny_lm" / "model"
+    assert main(["ledger", "drill", str(model), "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    told = json.loads(line)
+    assert [scene["name"] for scene in told["scenes"]] == list(SCENES)
+    assert told["left"] == 0
