@@ -37,6 +37,7 @@ from .messages import (
     Start,
     State,
     WorkerCounters,
+    fitted,
 )
 from .questions import ANSWER_S, Questions
 from .reply_feed import ReplyFeed
@@ -362,10 +363,11 @@ class EngineClient:
             for delta in message.deltas:
                 self._deliver(delta)
         elif isinstance(message, State):
-            self._state_at, self.state = time.monotonic(), message
+            self._state_at, self.state = time.monotonic(), fitted(message, self.ready)
         elif isinstance(message, Scaled):
             if message.ready is not None and not message.error:
                 self.ready, self.counters = message.ready, {}
+                self.state = fitted(self.state, self.ready) if self.state is not None else None
             self._resizing.answered(message)
         elif isinstance(message, WorkerCounters):
             self.counters, self._workers = message.workers, set(message.pids)

@@ -249,6 +249,7 @@ class _Loop:
         due = (busy, recovering) != (was_busy, was_recovering)
         if (changed := self._pools.elastic.take_outcome()) is not None:
             self._outbox.put(Scaled(error=changed.error, pause_s=changed.pause_s, ready=self._ready()))
+            due = True
         due = due or ((self._steps > steps or recovering) and now - self._state_at > STATE_S)
         if (counters := self._pools.take_stats()) is not None:  # raises where a worker has not answered for long
             self._outbox.put(WorkerCounters(counters, list(self._pools.pids.values())))

@@ -201,6 +201,16 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     promised: PromiseCounts | None = None  # None: nothing is
 
 
+def fitted(state: State, ready: Ready) -> State:
+    """``state`` beside ``ready``: where one of them is of other memory workers, which come and go, all blocks count as
+    free until the next State.
+    """
+    if len(state.free_blocks) == len(ready.num_blocks):
+        return state
+    free = list(map(min, ready.num_blocks))
+    return msgspec.structs.replace(state, free_blocks=free, evictable_blocks=[0] * len(free), borrowed=None)
+
+
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     """Engine -> server: everything that one step has brought. ``tokens``: of the completions, and of prompts whose
     first token is among them.

@@ -21,7 +21,18 @@ from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, St
 from lamina.request import Blame, SamplingParams
 from lamina.server.link import client as module
 from lamina.server.link.client import EngineClient, EngineGoneError, PromptRefusedError
-from lamina.server.link.messages import Add, Cancel, Delta, Outputs, Refused, Reset, State, Times, WorkerCounters
+from lamina.server.link.messages import (
+    Add,
+    Cancel,
+    Delta,
+    Outputs,
+    Refused,
+    Reset,
+    Scaled,
+    State,
+    Times,
+    WorkerCounters,
+)
 from lamina.server.link.reply_feed import ReplyFeed
 
 SOON_S = 20.0
@@ -336,3 +347,16 @@ def test_a_frame_of_the_largest_size_is_read(monkeypatch: pytest.MonkeyPatch) ->
         await until(lambda: client.state == STATE)
 
     run(work)
+
+
+def test_state_and_pool_are_of_the_same_memory_workers() -> None:
+    """Those on loan come and go, and what is told of them comes one message after the other."""
+    client = EngineClient(Handle(socket.socket()), None)  # type: ignore[arg-type]
+    client.ready = READY
+    grown = msgspec.structs.replace(READY, num_blocks=[[1], [7, 5]], holders=[[0], [1, 2]])
+    client._handle_message(msgspec.structs.replace(STATE, free_blocks=[1, 2], borrowed=[0, 3]))
+    assert (client.state or STATE).free_blocks == [1], "another worker is not known yet"
+    client._handle_message(Scaled(ready=grown))
+    assert (client.state or STATE).free_blocks == [1, 5]
+    client._handle_message(msgspec.structs.replace(STATE, free_blocks=[0, 2], borrowed=[0, 3]))
+    assert (client.state or STATE).borrowed == [0, 3]
