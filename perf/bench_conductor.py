@@ -3,8 +3,10 @@
 Prompts come by chance to an engine with prefill workers, of real processes on emulated devices (the workers sleep for
 the time of their GEMMs and attention). The laws that the engine has learned are given to the simulation, which is
 played the same arrivals. Prints a JSON line and what it says; --write appends it to perf/results/bench_conductor.jsonl.
+With --documents prompts begin with one of them, and workers keep what they have computed, or do not (--no-keep).
 
     python perf/bench_conductor.py --write
+    python perf/bench_conductor.py --documents 4 --write; python perf/bench_conductor.py --documents 4 --no-keep --write
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from bench_prefill import SHAPE
@@ -32,11 +34,19 @@ from lamina.engine.conductor.directory import Directory
 from lamina.engine.conductor.estimate import PrefillFit
 from lamina.engine.conductor.overload import DecodePool, Limits
 from lamina.engine.engine import Engine
+from lamina.engine.promises import NO_BOUND, NO_TRANSFER
 from lamina.request import OverloadedError
 from lamina.sim.pools.run import PoolTruth, SimulatedPools, TracedPrompt
 
 SMALL = {**SHAPE, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # devices' time counts, not ours
 WARM = (200, 1600, 400, 800, 1200, 300, 1000, 600)  # tokens of prompts by which the laws are learned
+
+
+class Comes(NamedTuple):
+    """A prompt, and when."""
+
+    at_s: float
+    tokens: list[int]
 
 
 def main() -> None:
@@ -49,6 +59,9 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=16, help="tokens of each")
     parser.add_argument("--slo-ttft", type=float, default=6.0, help="seconds to the first token")
     parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--documents", type=int, default=0, help="of which each prompt begins with one; 0 = none")
+    parser.add_argument("--document", type=int, default=1024, help="tokens of one")
+    parser.add_argument("--keep", action=argparse.BooleanOptionalAction, default=True, help="prompts for others alike")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
@@ -59,7 +72,7 @@ def main() -> None:
         path = make(Path(folder) / "model", "bfloat16", {**SMALL, "num_hidden_layers": args.layers}, max_len=4096)
         with LLM(
             str(path), attention="emulate", prefill_workers=args.prefill_workers, prefill_chunk=args.chunk,
-            max_num_seqs=64, compute_threads=1, memory_workers=1,
+            max_num_seqs=64, compute_threads=1, memory_workers=1, enable_prefix_caching=args.keep,
         ) as llm:  # fmt: skip
             figures = measure(llm.engine, args)
     print(record("bench_conductor", vars(args), figures, write=args.write))
@@ -73,13 +86,13 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     """Both runs, in numbers."""
     rules = ConductorRules(policy="auto", limits=Limits(ttft_s=args.slo_ttft))
     engine.promises.promise(rules)
-    for tokens in WARM:
-        _serve(engine, [(0.0, tokens)], 2)
+    for number, tokens in enumerate(WARM):
+        _serve(engine, [Comes(0.0, [240 + number] * tokens)], 2)
     law = engine.promises.conductor.fit.law
-    rng, at, comes = random.Random(args.seed), 0.0, list[tuple[float, int]]()
-    for _ in range(args.requests):
-        tokens = rng.randint(200, 1600)
-        comes.append((at, tokens))
+    rng, at, comes = random.Random(args.seed), 0.0, list[Comes]()
+    for number in range(args.requests):
+        document = [210 + rng.randrange(args.documents)] * args.document if args.documents else []
+        comes.append(Comes(at, [*document, *[7 + number % 200] * rng.randint(max(200, args.chunk + 8), 1600)]))
         at += rng.expovariate(args.busy * args.prefill_workers / law.seconds(900))
     before = engine.promises.counts()
     served = _serve(engine, comes, args.answer)
@@ -102,24 +115,23 @@ def _told(name: str, times: list[float]) -> dict[str, Any]:
     return {f"{name}_mean_s": fmean(came), f"{name}_p50_s": median(came), f"{name}_refused": len(times) - len(came)}
 
 
-def _serve(engine: Engine, comes: list[tuple[float, int]], answer: int) -> list[tuple[float, float]]:
+def _serve(engine: Engine, comes: list[Comes], answer: int) -> list[tuple[float, float]]:
     """Of each request the seconds to its first token, as foreseen and as it was; infinite for who was refused."""
     params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
     begun, left = time.monotonic(), list(enumerate(comes))
     times = [(math.inf, math.inf)] * len(comes)
     numbers, expected = dict[int, int](), dict[int, float]()
     while left or engine.has_work:
-        while left and begun + left[0][1][0] <= time.monotonic():
+        while left and begun + left[0][1].at_s <= time.monotonic():
             number, (_, tokens) = left.pop(0)
-            now = time.monotonic()
-            foreseen = engine.promises.conductor.choose(KnownPrompt(tokens), now).ttft_s
             try:
-                request = engine.add([7 + number % 200] * tokens, params)
+                request = engine.add(tokens, params)
             except OverloadedError:
                 continue
-            numbers[request], expected[request] = number, foreseen
+            (sequence,) = engine._requests[request].sequences
+            numbers[request], expected[request] = number, engine.promises._booked[sequence].ttft_s
         if not engine.has_work:
-            time.sleep(max(0.0, begun + left[0][1][0] - time.monotonic()) if left else 0.0)
+            time.sleep(max(0.0, begun + left[0][1].at_s - time.monotonic()) if left else 0.0)
             continue
         for output in engine.step():
             first = output.times.first_token_s
@@ -130,19 +142,24 @@ def _serve(engine: Engine, comes: list[tuple[float, int]], answer: int) -> list[
     return times
 
 
-def _simulated(
-    engine: Engine, comes: list[tuple[float, int]], rules: ConductorRules, args: argparse.Namespace
-) -> list[float]:
+def _simulated(engine: Engine, comes: list[Comes], rules: ConductorRules, args: argparse.Namespace) -> list[float]:
+    """Workers with room for all, which send each other nothing."""
     conductor, workers = engine.promises.conductor, args.prefill_workers
     law, step = conductor.fit.law, conductor.decoding.law
     one = Conductor(
-        rules=rules, directory=Directory(workers, 1), fit=PrefillFit(law), tokens_per_s=1.0,
+        rules=rules, directory=Directory(workers, NO_BOUND), fit=PrefillFit(law), tokens_per_s=NO_TRANSFER,
         decoding=DecodePool(1, step, conductor.decoding.decode_s), num_workers=workers,
     )  # fmt: skip
     pools = SimulatedPools(one, PoolTruth(law, 1.0, 1, step))
-    pools.run([TracedPrompt(at, KnownPrompt(tokens), args.answer) for at, tokens in comes])
+    page = engine.info.block_size
+    known = [KnownPrompt(len(each.tokens), _keys(each.tokens, page) if args.keep else (), page) for each in comes]
+    pools.run([TracedPrompt(each.at_s, prompt, args.answer) for each, prompt in zip(comes, known, strict=True)])
     print("refused in the simulation:", dict(Counter(r.refused for r in pools.requests if r.refused)))
     return [math.inf if r.refused else r.ttft_s for r in pools.requests]
+
+
+def _keys(tokens: list[int], page: int) -> list[bytes]:
+    return [repr(tokens[:stop]).encode() for stop in range(page, len(tokens) + 1, page)]
 
 
 if __name__ == "__main__":

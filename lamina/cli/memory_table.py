@@ -65,7 +65,7 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
     left -= (facts.weights.copied + facts.packed) * (topology.num_compute + topology.prefill_workers)
     workers = [
         *(_compute(facts, config, i) for i in range(topology.num_compute)),
-        *(_prefill(facts, config, i) for i in range(topology.prefill_workers)),
+        *(_prefill(facts, config, i, left) for i in range(topology.prefill_workers)),
         *(_memory(facts, config, i, left) for i in range(topology.memory_workers)),
     ]
     in_process = netstack.in_process(config.launching.scheme)
@@ -163,12 +163,14 @@ def _compute(facts: _RankFacts, config: EngineConfig, index: int) -> WorkerMemor
     )
 
 
-def _prefill(facts: _RankFacts, config: EngineConfig, index: int) -> WorkerMemory:
-    from lamina.compute.capacity import attention_bytes, store_bytes
+def _prefill(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> WorkerMemory:
+    """``free``: as of ``_memory``."""
+    from lamina.compute.capacity import attention_bytes, prompt_bytes, store_bytes
     from lamina.protocol.partition import by_head
 
     alone = by_head([s.kv_heads for s in facts.layers], [1.0], 0)
-    needed = store_bytes(facts.layers, facts.kv_dtype, facts.max_len, config.kv.block_size)
+    one = store_bytes(facts.layers, facts.kv_dtype, facts.max_len, config.kv.block_size)
+    chosen = prompt_bytes(one, free, config.topology.prefill_workers)
     attention = attention_bytes(
         facts.layers, alone, 0, facts.kv_dtype, max_rows=config.batching.max_rows, max_len=facts.max_len
     )
@@ -177,7 +179,7 @@ def _prefill(facts: _RankFacts, config: EngineConfig, index: int) -> WorkerMemor
         device=_device("--compute-device", config.devices.compute_device, config.gpu_number("prefill", index)),
         mapped=facts.weights.mapped,
         copied=facts.weights.copied + facts.packed,
-        kv=_blocks(facts, config, alone, 0, needed),
+        kv=_blocks(facts, config, alone, 0, config.devices.prefill_kv_bytes() or chosen),
         slots=config.topology.memory_workers * _prefill_channel(facts, config),
         workspace=_slices(facts, config) + attention,
     )

@@ -26,6 +26,8 @@ LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind
 LEAST_BLOCKS = 2
 KV_SLOTS = 8  # layers that a prefill worker may be ahead of a memory worker
 STORED_SLOTS = 4  # steps of which a prefill worker has not taken notice yet, and one more
+MOST_PROMPTS = 8  # of the longest, that the store of a prefill worker is for
+SHARE_OF_PROMPTS = 1 / 8  # of what a host has free, that all these stores take at most, but for one prompt each
 PAGE = 4096
 
 
@@ -71,6 +73,13 @@ def store_bytes(layers: Sequence[LayerShape], dtype: torch.dtype, max_len: int, 
     """Of a store of ``dtype`` for one sequence, the null block included."""
     token = sum(x.kv_heads * head_bytes(x.qk_dim, x.v_dim, dtype) for x in layers)
     return token * block_size * (-(-max_len // block_size) + 1)
+
+
+def prompt_bytes(one: int, free: int, workers: int) -> int:
+    """Of the store of each of so many prefill workers on a host that has ``free`` bytes, where nobody says: for some of
+    the longest prompts, of which one takes ``one`` bytes.
+    """
+    return max(one, min(MOST_PROMPTS * one, int(free * SHARE_OF_PROMPTS / workers)))
 
 
 def channel_bytes(*inboxes: Geometry) -> int:

@@ -36,7 +36,7 @@ class OwnAttention:
     """
 
     def __init__(self, store: Store, pool: Attention, trace: Recorder = OFF) -> None:
-        """``store``: of all heads, for one sequence at a time. Tensors are on its device, ``pool`` takes them there."""
+        """``store``: of all heads, for prompts one after the other. Tensors are on its device; ``pool`` takes them."""
         self._store = store
         self._pool = pool
         self._trace = trace
@@ -75,6 +75,7 @@ class OwnAttention:
         """The messages that follow belong to this step. Raises PlanError, NoBlocksError."""
         if self._step is None or self._step.plan is not plan:
             self._store.begin(plan)
+            self._store.make_ready()
             self._step = Step(self._store, plan)
             self._pool.select(plan)
 

@@ -20,7 +20,7 @@ from lamina.protocol.plan import Bind, Bound, Join
 from lamina.workers.devices import CPU
 from lamina.workers.view import ViewFabric
 
-from .capacity import kv_geometries, store_bytes
+from .capacity import kv_geometries, prompt_bytes, store_bytes
 from .links import MemoryLink
 from .memory_pool import MemoryPool
 from .model_server import CutModel, ModelServer, serve
@@ -38,6 +38,7 @@ class PrefillServer(ModelServer):
     prefills = True
     _program: Any = None
     _serving: PrefillWorker | None = None
+    _store: Store  # once it serves
 
     def load(self) -> Loaded:
         self._cut = self.cut()
@@ -51,8 +52,9 @@ class PrefillServer(ModelServer):
         pool = MemoryPool(links, cut.partition, cut.layers, merging, self.staging)
         if self._serving is not None:
             self._serving.connect(links, pool, meeting.view, meeting.keep)
-            return self._serving, self.ready(cut, bounds, meeting.view)
-        own = OwnAttention(self._store(cut, bounds[0].backend), pool, self.trace)
+            return self._serving, self._ready(bounds, meeting.view)
+        self._store = self._open_store(cut, bounds[0].backend)
+        own = OwnAttention(self._store, pool, self.trace)
         self.clock.lap("bind_s")
         worker = ComputeWorker(
             self._program,
@@ -66,7 +68,10 @@ class PrefillServer(ModelServer):
         self._serving = PrefillWorker(
             worker, own, links, start.deadlines.step_timeout_s, self.around.clock, self.trace, meeting.view
         )
-        return self._serving, self.ready(cut, bounds, meeting.view)
+        return self._serving, self._ready(bounds, meeting.view)
+
+    def _ready(self, bounds: list[Bound], view: int) -> ComputeReady:
+        return structs.replace(self.ready(self._cut, bounds, view), stores=[self._store.bound])
 
     def _join(self, meeting: Connect, fabric: ViewFabric) -> tuple[list[MemoryLink], list[Bound]]:
         start, cut, links, bounds = self.start, self._cut, list[MemoryLink](), list[Bound]()
@@ -82,13 +87,18 @@ class PrefillServer(ModelServer):
             bounds.append(links[-1].join(join))
         return links, bounds
 
-    def _store(self, cut: CutModel, backend: str) -> Store:
-        """A store for all heads of one sequence. Raises ValueError where there is no room for it."""
+    def _open_store(self, cut: CutModel, backend: str) -> Store:
+        """A store for all heads of prompts, one at least. Raises ValueError where there is no room for it."""
         start, device = self.start, self.staging.device
-        free = available_bytes(device)
+        free, asked = available_bytes(device), start.devices.prefill_kv_bytes()
         needed = store_bytes(
             cut.layers, stored_dtype(start.kv.kv_cache_dtype, cut.dtype), cut.max_len, start.kv.block_size
         )
+        if asked and not needed <= asked <= free:
+            raise ValueError(
+                f"--prefill-kv-memory {start.devices.prefill_kv_memory}: a prompt of up to {cut.max_len} tokens takes "
+                f"{needed} bytes, and {free} are free: choose between, or lower --max-model-len"
+            )
         if needed > free:
             raise ValueError(
                 f"a prefill worker takes {needed} bytes for K and V of a prompt of up to {cut.max_len} tokens, {free} "
@@ -101,7 +111,7 @@ class PrefillServer(ModelServer):
             layers=cut.layers,
             dtype=str(cut.dtype).removeprefix("torch."),
             kv=structs.replace(start.kv, attention=own),
-            kv_bytes=needed,
+            kv_bytes=asked or prompt_bytes(needed, free, start.topology.prefill_workers),
             max_rows=start.batching.max_rows,
             max_model_len=cut.max_len,
         )

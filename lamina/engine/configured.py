@@ -13,9 +13,11 @@ from lamina.protocol.control import ComputeReady
 from lamina.protocol.groups import Capacity, usable_blocks
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.options.sparsity import parse_error_budget
+from lamina.protocol.placement import FIRST
 
 from .blocks.evictions import Evictions
 from .blocks.prefixes import Prefixes
+from .blocks.prompt_store import PromptKeys, PromptStore
 from .blocks.swaps import Swaps
 from .blocks.tier import Tier
 from .prefill import Prefill
@@ -78,7 +80,8 @@ def scheduler_of(
 ) -> Scheduler:
     """``num_batches``: that take turns at first. ``promises``: to those that come. ``clock``: seconds."""
     batching, topology = config.batching, config.topology
-    tier = _tier(config, ledger, info)
+    tier, prefixes = _tier(config, ledger, info), _prefixes(config, ledger, clock)
+    stores = _stores(config, info, promises, prefixes.page)
     budget = parse_error_budget(config.kv.kv_error_budget)
     scheduler = Scheduler(
         ledger,
@@ -88,8 +91,8 @@ def scheduler_of(
         num_batches=num_batches,
         num_layers=info.num_layers,
         num_replicas=topology.replicas,
-        prefill=Prefill(topology.prefill_workers, batching.prefill_chunk, topology.most_batches, promises),
-        prefixes=_prefixes(config, ledger, clock),
+        prefill=Prefill(topology.prefill_workers, batching.prefill_chunk, topology.most_batches, promises, stores),
+        prefixes=prefixes,
         tier=tier,
         swaps=_swaps(config, tier),
         evictions=_evictions(config, info),
@@ -97,8 +100,25 @@ def scheduler_of(
         homes=topology.memory_workers if topology.on_loan else 0,
         view=info.view,
     )
-    promises.pooled = scheduler.prefixes.length_of
+    promises.pooled, promises.shared = prefixes.length_of, prefixes.shared
     return scheduler
+
+
+def _stores(config: EngineConfig, info: ComputeReady, promises: Promises, page: int) -> list[PromptStore]:
+    """Of prefill workers; none where they have no room for more than a prompt each, or nothing is to be kept of
+    prompts. ``promises`` knows the keys then.
+    """
+    batching, stores = config.batching, list[PromptStore]()
+    keys = PromptKeys(page)
+    for worker, bound in enumerate(info.stores if page else []):
+        blocks = BlockTables(bound.windows, bound.num_blocks, info.block_size)
+        one = blocks.most_blocks(FIRST, info.max_model_len, batching.max_rows)
+        room = [n + -(-batching.prefill_chunk // info.block_size) + 1 for n in one]
+        if any(n <= r for n, r in zip(bound.num_blocks, room, strict=True)):
+            return []
+        stores.append(PromptStore(worker, promises.conductor.directory, keys, blocks, room))
+    promises.keys = keys if stores else None
+    return stores
 
 
 def promises_of(config: EngineConfig, clock: Callable[[], float]) -> Promises:

@@ -238,6 +238,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Find no KV of finished requests any more, here or in a later engine; blocks are free with the next step."""
         self.scheduler.forget_prefixes(self.wire.begin_era() if self.scheduler.tier else b"")
+        self.scheduler.prefill.forget_prompts()
 
     def drop_session(self, name: SessionName) -> bool:
         """Forget a session and give up its KV, but for what others have too; the blocks are free with the next step,

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 
-from lamina.protocol.plan import (
-    GRANTS_AHEAD,
-    Free,
-    Grant,
-    New,
-    SequenceOp,
-    StepPlan,
-)
+from lamina.protocol.plan import GRANTS_AHEAD, Free, Grant, New, SequenceOp, StepPlan
 
+from .blocks.prompt_store import PromptStore
 from .promises import Promises
 from .rounds.steps import ScheduledStep
 from .sequence import Sequence
@@ -26,7 +21,8 @@ NOTHING = -1
 class _PrefillLoad:
     index: int
     prompts: deque[Sequence] = field(default_factory=deque)  # that have tokens left to schedule, in their order
-    held: int = NOTHING  # the sequence in its store
+    store: PromptStore | None = None  # None: it has the prompt that it computes, and no other
+    held: int = NOTHING  # the sequence that is in such a store
     next_step: int = 0
     in_flight: list[Sequence] = field(default_factory=list)  # of each chunk, its sequence
     computing: Sequence | None = None  # of the chunks that are computed now
@@ -35,7 +31,8 @@ class _PrefillLoad:
 
 class Prefill:
     """Deals prompts to prefill workers: the Conductor has said at the arrival of a prompt which one computes it
-    (engine.promises). Each worker has one prompt after the other, first come, first served.
+    (engine.promises). Each worker has one prompt after the other, first come, first served, and of each computes what
+    neither the memory workers have nor its own store.
 
     A chunk is a step of a batch that is the worker's own. The memory workers are told of it by a Grant, in the plan of
     the batch in which the sequence will decode; so blocks for a chunk are held from then on. GRANTS_AHEAD chunks of
@@ -45,9 +42,18 @@ class Prefill:
 
     PROMPTS = 2  # of a worker: the one that it computes, and one so that it need not wait
 
-    def __init__(self, num_workers: int, chunk: int, first_batch: int, promises: Promises | None = None) -> None:
-        """``first_batch``: the number of the first worker's batch; those of the others follow."""
-        self._workers = [_PrefillLoad(i) for i in range(num_workers)]
+    def __init__(
+        self,
+        num_workers: int,
+        chunk: int,
+        first_batch: int,
+        promises: Promises | None = None,
+        stores: Several[PromptStore] = (),
+    ) -> None:
+        """``first_batch``: the number of the first worker's batch; those of the others follow. ``stores``: what they
+        keep of prompts; none of them: nothing.
+        """
+        self._workers = [_PrefillLoad(i, store=stores[i] if stores else None) for i in range(num_workers)]
         self._chunk = chunk
         self._first_batch = first_batch
         self.promises = promises or Promises(num_workers)
@@ -80,10 +86,28 @@ class Prefill:
         """Whether the worker of a sequence can take its prompt."""
         return len(self._workers[self.promises.expect(sequence)].prompts) < self.PROMPTS
 
+    def match(self, sequence: Sequence, most: int) -> int:
+        """Of a sequence that is to be computed, the first tokens that its worker has already, ``most`` at most."""
+        store = self._workers[self.promises.expect(sequence)].store
+        return store.match(sequence, most) if store else 0
+
+    def follows(self, sequence: Sequence, known: int) -> bool:
+        """Whether more of it will soon be there than its ``known`` first tokens, which the memory workers have: by a
+        prompt that its worker computes, or will before.
+        """
+        worker = self._workers[self.promises.expect(sequence)]
+        before = [*worker.in_flight, *worker.prompts]
+        return worker.store is not None and worker.store.will_match(sequence, known, before)
+
     def add(self, sequence: Sequence) -> None:
-        """Give a new sequence, which has its id, to its worker."""
+        """Give a new sequence, which has its id, to its worker. Of what has KV on the memory workers, the worker has
+        all.
+        """
         sequence.prefill_worker = self.promises.expect(sequence)
-        self._workers[sequence.prefill_worker].prompts.append(sequence)
+        worker = self._workers[sequence.prefill_worker]
+        worker.prompts.append(sequence)
+        if worker.store:
+            worker.store.promise(sequence, sequence.num_scheduled)
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence that has no chunk in flight."""
@@ -92,6 +116,8 @@ class Prefill:
             worker = self._workers[sequence.prefill_worker]
             if sequence in worker.prompts:
                 worker.prompts.remove(sequence)
+            if worker.store:
+                worker.store.drop(sequence)
             if worker.computing is sequence:
                 self._go_on(worker)
             sequence.prefill_worker = None
@@ -104,6 +130,8 @@ class Prefill:
             worker.prompts.clear()
             worker.in_flight.clear()
             worker.held, worker.computing = NOTHING, None
+            if worker.store:
+                worker.store.clear()
         for sequence in ended:
             self.promises.drop(sequence)
         self.promises.forget()
@@ -121,18 +149,10 @@ class Prefill:
     def begin(self, sequence: Sequence, grant: Grant, view: int = 0) -> ScheduledStep:
         """The worker's step for a grant that was given, under ``view``."""
         worker = self._workers[grant.worker]
-        ops: list[SequenceOp] = []
-        if worker.held != sequence.id:
-            ops = [Free(worker.held)] if worker.held != NOTHING else []
-            ops.append(New(sequence.id))
-            worker.held = sequence.id
-        plan = StepPlan(
-            view=view,
-            batch=self._first_batch + worker.index,
-            step=grant.step,
-            ops=ops,
-            rows=[grant.rows],
-        )
+        batch, ops = self._first_batch + worker.index, self._ops(worker, sequence)
+        plan = StepPlan(view=view, batch=batch, step=grant.step, ops=ops, rows=[grant.rows])
+        if worker.store:
+            worker.store.apply(plan)
         draws = [sequence] if grant.first + grant.count == sequence.num_promised else []
         step = ScheduledStep(plan, [sequence], draws, worker.index)
         worker.next_step += 1
@@ -146,6 +166,21 @@ class Prefill:
             worker.prompts.popleft()
         return step
 
+    def _ops(self, worker: _PrefillLoad, sequence: Sequence) -> list[SequenceOp]:
+        """Of the worker's next plan, for a chunk of a sequence."""
+        if worker.store:
+            return worker.store.begin(sequence)
+        before, worker.held = worker.held, sequence.id
+        if before == sequence.id:
+            return []
+        return [*([] if before == NOTHING else [Free(before)]), New(sequence.id)]
+
+    def forget_prompts(self) -> None:
+        """No prompt begins any more with what workers have of those before it."""
+        for worker in self._workers:
+            if worker.store:
+                worker.store.forget()
+
     def complete(self, step: ScheduledStep, worker: int) -> None:
         """The memory workers have the K and V of ``step``, which ``worker`` has computed."""
         load = self._workers[worker]
@@ -154,6 +189,8 @@ class Prefill:
         sequence.num_prefilling -= 1
         if step.draws:
             self.promises.computed(sequence, load.since_s)
+            if load.store:
+                load.store.computed(sequence)
             self._go_on(load)
             sequence.prefill_worker = None
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from lamina.request import OverloadedError, Refusal
 
+from .blocks.prompt_store import PromptKeys
 from .conductor import Conductor, ConductorRules, KnownPrompt
 from .conductor.choice import PromptChoice
 from .conductor.directory import Directory
@@ -21,6 +22,8 @@ from .conductor.estimate import PrefillFit, PrefillTime, StepFit
 from .conductor.overload import NO_LIMITS, DecodePool, TokenTime
 from .sequence import Sequence
 
+NO_BOUND = 1 << 62  # pages of a worker: its store says what it gives up
+NO_TRANSFER = 1e-12  # tokens per second: no way is that slow
 FIRST_LAW = PrefillTime(0.0, 1e-4, 0.0)  # of prompts, until some were computed
 
 
@@ -28,6 +31,7 @@ class _Booking(NamedTuple):
     choice: PromptChoice
     at_s: float
     ttft_s: float  # that was expected
+    shares: bool = False  # another completion of the request computes its prompt
 
 
 @dataclass
@@ -51,11 +55,14 @@ class Promises:
     def __init__(self, num_workers: int = 0, max_num_seqs: int = 1, clock: Callable[[], float] = float) -> None:
         """``num_workers``: of prefill workers; 0 = the compute workers do it."""
         self.pooled: Callable[[Sequence], int] = lambda sequence: 0  # its first tokens that need not be computed
+        self.keys: PromptKeys | None = None  # of what prefill workers keep of prompts; None: nothing
+        self.shared: Callable[[Sequence], int] = lambda sequence: 0  # those that completions of a request compute once
         self.limited = False
-        self.conductor = _conductor(max(1, num_workers), ConductorRules(policy="auto"))
+        self.conductor = _conductor(Directory(max(1, num_workers), NO_BOUND), ConductorRules(policy="auto"))
         self._clock, self._max_num_seqs, self._apart = clock, max_num_seqs, num_workers > 0
         self._steps = StepFit()
         self._booked = dict[Sequence, _Booking]()
+        self._first = dict[int, Sequence]()  # of a request's completions, the one that computes the prompt for all
         self._decoding = set[Sequence]()
         self._inline = dict[Sequence, float]()  # whose rows compute workers have, since when
         self._since_s = 0.0  # the last of these was done
@@ -63,7 +70,7 @@ class Promises:
 
     def promise(self, rules: ConductorRules) -> None:
         """Keep to these from now on. Nobody has come yet."""
-        self.conductor = _conductor(self.conductor.num_workers, rules)
+        self.conductor = _conductor(self.conductor.directory, rules)
         self.limited = rules.limits != NO_LIMITS
 
     @property
@@ -88,15 +95,28 @@ class Promises:
         """Book a sequence whose prompt is to be computed, unless it is booked; its worker."""
         if sequence not in self._booked:
             self._leave(sequence)
-            prompt, now = self._known(sequence), self._clock()
-            choice = self.conductor.choose(prompt, now)
+            prompt, now, first = self._known(sequence), self._clock(), self._first.get(sequence.request_id)
+            shares = first is not None and (shared := self.shared(sequence)) > prompt.everywhere
+            if first is not None and shares:
+                choice = self._behind(first, prompt._replace(everywhere=shared), now)
+            else:
+                choice = self.conductor.choose(prompt, now)
+                self._first.setdefault(sequence.request_id, sequence)
             self.conductor.book(sequence, prompt, choice, now)
-            self._booked[sequence] = _Booking(choice, now, choice.ttft_s)
+            self._booked[sequence] = _Booking(choice, now, choice.ttft_s, shares)
         return self._booked[sequence].choice.worker
 
+    def _behind(self, first: Sequence, prompt: KnownPrompt, now: float) -> PromptChoice:
+        """For a completion that goes on behind what ``first`` computes: its own rows are those of a step of others, and
+        where prefill workers are none of these has them.
+        """
+        at = self.conductor.choose(prompt, now, {self._booked[first].choice.worker})
+        own_s = 0.0 if self._apart else at.prefill_s - self.conductor.fit.law.a
+        return at._replace(prefill_s=own_s, ttft_s=at.queue_s + own_s, reason="shared with another completion")
+
     def is_booked(self, sequence: Sequence) -> bool:
-        """Whether a worker is to compute its prompt."""
-        return sequence in self._booked
+        """Whether a worker is to compute its prompt, for it alone or for others too."""
+        return sequence in self._booked and not self._booked[sequence].shares
 
     def begun(self, sequence: Sequence) -> float:
         """The worker of a booked sequence computes its prompt from now on, which is returned."""
@@ -109,14 +129,17 @@ class Promises:
         of which it is such a part.
         """
         booked, now, counts = self._booked.pop(sequence), self._clock(), self._counts
+        self._end_sharing(sequence)
         self.conductor.computed(sequence, now, part * (now - since_s), sequence.num_cached)
-        counts.prompts, counts.expected_s = counts.prompts + 1, counts.expected_s + booked.ttft_s
-        counts.real_s += now - booked.at_s
+        if not booked.shares:
+            counts.prompts, counts.expected_s = counts.prompts + 1, counts.expected_s + booked.ttft_s
+            counts.real_s += now - booked.at_s
         if not sequence.finished:
             self._join(sequence)
 
     def decodes(self, sequence: Sequence) -> None:
         """A sequence decodes whose prompt is for no prefill worker."""
+        self._end_sharing(sequence)  # who goes on behind it still does
         self.drop(sequence)
         self._join(sequence)
 
@@ -143,13 +166,33 @@ class Promises:
         self._inline.pop(sequence, None)
         if self._booked.pop(sequence, None) is not None:
             self.conductor.cancelled(sequence, self._clock())
+            if self._end_sharing(sequence):
+                self._book_anew(
+                    [s for s, b in self._booked.items() if b.shares and s.request_id == sequence.request_id]
+                )
         self._leave(sequence)
+
+    def _end_sharing(self, sequence: Sequence) -> bool:
+        """It computes nothing for others any more; whether it did."""
+        does = self._first.get(sequence.request_id) is sequence
+        if does:
+            del self._first[sequence.request_id]
+        return does
+
+    def _book_anew(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self._booked.pop(sequence)
+            self.conductor.cancelled(sequence, self._clock())
+        for sequence in sequences:
+            if not sequence.finished:
+                self.expect(sequence)
 
     def forget(self) -> None:
         """No prompt is being computed any more: all that are not computed are booked anew."""
         booked = list(self._booked)
         self.conductor.forget()
         self._booked.clear()
+        self._first.clear()
         self._inline.clear()
         for sequence in booked:
             self.expect(sequence)
@@ -168,8 +211,18 @@ class Promises:
         now, one = self._clock(), self.conductor
         return replace(self._counts, prefill_load=one.prefill_load(now), decode_load=one.decode_load())
 
+    @property
+    def replicas(self) -> int | None:
+        """Pages of prompts that prefill workers have beside the first one of each; None where they keep nothing."""
+        return None if self.keys is None else self.conductor.directory.num_replicas
+
     def _known(self, sequence: Sequence) -> KnownPrompt:
-        return KnownPrompt(sequence.num_promised, everywhere=0 if self._apart else self.pooled(sequence))
+        tokens, priority = sequence.num_promised, sequence.priority
+        if not self._apart:
+            return KnownPrompt(tokens, everywhere=self.pooled(sequence), priority=priority)
+        if self.keys is None:
+            return KnownPrompt(tokens, priority=priority)
+        return KnownPrompt(tokens, self.keys.of(sequence), self.keys.page, priority=priority)
 
     def _join(self, sequence: Sequence) -> None:
         if self.limited:
@@ -207,13 +260,13 @@ class Promises:
             self.begun(next(iter(self._inline)))
 
 
-def _conductor(num_workers: int, rules: ConductorRules) -> Conductor:
-    """Of workers whose stores have nothing for another prompt: only queues differ."""
+def _conductor(directory: Directory, rules: ConductorRules) -> Conductor:
+    """Of workers that know nothing of their times yet, and send each other nothing."""
     return Conductor(
         rules=rules,
-        directory=Directory(num_workers, 0),
+        directory=directory,
         fit=PrefillFit(FIRST_LAW, trusted=False),
-        tokens_per_s=1.0,
+        tokens_per_s=NO_TRANSFER,
         decoding=DecodePool(1, TokenTime(0.0, 0.0, 0.0), 0.0, trusted=0),
-        num_workers=num_workers,
+        num_workers=directory.num_workers,
     )

@@ -352,7 +352,7 @@ class Scheduler:
     def _next(self, batch: Batch) -> ScheduledStep | None:
         picked, plan = self._pick(batch)
         if not any(s.wants_rows and s not in picked for s in batch.running):  # that waits for blocks
-            granted, chunks = grant_chunks(self.prefill, self._ledger, batch, picked, self._plan, self.view)
+            granted, chunks = grant_chunks(self.prefill, self._ledger, batch, picked, self._plan, self._relief)
             plan, self._chunks = granted or plan, self._chunks + chunks
         if not picked and not batch.ops:
             return None

@@ -61,6 +61,7 @@ class Sequence:
     )
     page_keys: list[bytes] = field(default_factory=list)  # of its whole pages, as far as they were asked for
     part_keys: dict[int, bytes] = field(default_factory=dict)  # so, by length, of pages that are not whole
+    prompt_keys: list[bytes] = field(default_factory=list)  # of its prompt's whole pages, for prefill workers
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -118,7 +118,8 @@ class Cohort:
         self.kv_bytes, self.backend = [ready.kv_bytes for ready in ranks], ranks[0].summary.get("attention", "")
         self.binds = [ready.bind for ready in ranks if ready.bind is not None]
         log.info("view %d: %s", self.view, ", ".join(f"{m.label} is pid {m.handle.pid or '?'}" for m in self._members))
-        ready = msgspec.structs.replace(as_one(ranks, self.topology), replicas=self._present.replicas)
+        ready = as_one([*readies.values()], self.topology)
+        ready = msgspec.structs.replace(ready, replicas=self._present.replicas)
         return self.tier.completed(ready, self._identity, stored)
 
     def next_view(self) -> int:

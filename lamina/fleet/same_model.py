@@ -35,8 +35,9 @@ def check_alike(readies: Mapping[str, ComputeReady]) -> None:
                 )
 
 
-def as_one(ranks: Sequence[ComputeReady], topology: TopologyOptions) -> ComputeReady:
-    """What all ranks of a replica have said."""
+def as_one(readies: Sequence[ComputeReady], topology: TopologyOptions) -> ComputeReady:
+    """What all ranks of a replica have said, who come first, and prefill workers of their stores, who come last."""
+    ranks = readies[: topology.tensor_parallel_size]
     for rank, ready in enumerate(ranks if len(ranks) > 1 else []):
         (q_heads, kv_heads), size = ready.summary["heads"][0], ready.summary["weight_bytes"]
         own = [f"{rank * n}..{(rank + 1) * n - 1}" for n in (q_heads, kv_heads)]
@@ -48,4 +49,5 @@ def as_one(ranks: Sequence[ComputeReady], topology: TopologyOptions) -> ComputeR
     if len(ranks) > 1:
         log.info("--collective %s: %s", topology.collective, ranks[0].summary["collective"])
     capacities = [Capacity(r.windows, r.lanes, r.stripe, r.stays, r.sparse, r.num_blocks, r.holders) for r in ranks]
-    return msgspec.structs.replace(ranks[0], **of_all_ranks(capacities)._asdict())
+    stores = [bound for ready in readies for bound in ready.stores]
+    return msgspec.structs.replace(ranks[0], **of_all_ranks(capacities)._asdict(), stores=stores)

@@ -21,7 +21,7 @@ from lamina.request import FILTERS, Score
 from .options.engine import BatchingOptions, Deadlines, DeviceOptions, KVOptions, ModelOptions
 from .options.topology import TopologyOptions
 from .partition import Lanes
-from .plan import Bind, Keep, StepPlan
+from .plan import Bind, Bound, Keep, StepPlan
 from .tiers import TierFacts, TierPlace
 
 MAX_FRAME = 1 << 28
@@ -214,6 +214,7 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
     summary: dict[str, Any]  # of the program: slices, cut and message bytes, seconds of each stage
     tier: TierFacts | None = None  # of the memory workers, filled in by the driver; None: they keep nothing beside it
     replicas: int = 0  # that there are in this view, filled in by the driver; 0: as many as at the start
+    stores: list[Bound] = []  # of a prefill worker, its own; the driver puts those of all together
 
 
 class Penalties(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

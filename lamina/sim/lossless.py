@@ -17,7 +17,7 @@ from lamina.engine.engine import Engine
 from lamina.engine.wire import ViewChanged
 from lamina.protocol.control import ComputeReady, Drawn, RunRound, RunStep, StepDone
 from lamina.protocol.partition import Lanes
-from lamina.protocol.plan import Keep
+from lamina.protocol.plan import Bound, Keep
 
 from .clock import VirtualClock
 
@@ -181,7 +181,8 @@ def leap(engine: Engine, wire: LosslessWire, until: float = float("inf")) -> lis
 class SimulatedPool(NamedTuple):
     """Workers that take the time of a function, as an engine sees them. ``blocks`` of ``block`` tokens; sequences of up
     to ``longest`` tokens, ``most`` at once, in ``batches``. ``chunk``: rows of prompts in a round or, with ``prefill``
-    workers, on one of these; 0 = prompts take no time.
+    workers, on one of these; 0 = prompts take no time. ``kept``: blocks that such a worker has for prompts beside the
+    longest, which others may begin like; 0 = nothing is kept of prompts.
     """
 
     layers: int
@@ -192,6 +193,7 @@ class SimulatedPool(NamedTuple):
     batches: int = 1
     chunk: int = 0
     prefill: int = 0
+    kept: int = 0
 
     def engine(
         self,
@@ -209,8 +211,10 @@ class SimulatedPool(NamedTuple):
             "transport": "shm", "block_size": self.block, "max_num_seqs": self.most, "memory_workers": 1,
             "prefill_chunk": self.chunk or max(self.longest, self.block),
             "prefill_workers": self.prefill if self.chunk else PREFILL_WORKERS, "pipeline": self.batches,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": bool(self.kept),
         }  # fmt: skip
+        store = Bound(windows=[0], lanes=[Lanes()], stripe=0, num_blocks=[self.kept + self.longest // self.block + 1])
+        ready = msgspec.structs.replace(ready, stores=[store] * self.prefill if self.kept else [])
         wire = LosslessWire(clock, ready, seconds, chunk_s)
         return Engine(wire, make_config(options), clock), wire
 

@@ -71,8 +71,9 @@ def test_a_preempted_prompt_is_computed_again(llama_path: Path, prompts: list[li
     """KV memory for hardly more than the longest: sequences make room for each other, and nothing is lost."""
     longest = [prompts[3] + prompts[1]] * 3
     found = []
+    alone: dict[str, Any] = {"enable_prefix_caching": False, "prefill_workers": 1, "prefill_chunk": 32}  # each its own
     for options in ({}, {"max_model_len": 160, "kv_memory": "120KB", "block_size": 16}):
-        with LLM(str(llama_path), transport="loopback", prefill_workers=1, prefill_chunk=32, **options) as llm:
+        with LLM(str(llama_path), transport="loopback", **alone, **options) as llm:
             outputs = llm.generate(longest, SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
             found.append([o.outputs[0].token_ids for o in outputs])
             preempted = llm.engine.scheduler.num_preemptions

@@ -6,13 +6,15 @@ import random
 from collections import deque
 
 from lamina.engine.blocks.prefixes import Prefixes
+from lamina.engine.blocks.prompt_store import PromptKeys, PromptStore
 from lamina.engine.prefill import Prefill
+from lamina.engine.promises import Promises
 from lamina.engine.rounds.steps import ScheduledStep
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.partition import Lanes
-from lamina.protocol.placement import Place
+from lamina.protocol.placement import FIRST, Place
 from lamina.protocol.plan import Fork, Free, Grant, New, StepPlan
 from lamina.request import CompletionOutput, SamplingParams
 
@@ -108,6 +110,7 @@ class FakePrefill:
         self.tables = tables
         self.stored: dict[int, list[int]] = {}
         self.steps: deque[ScheduledStep] = deque()
+        self.num_rows = 0
 
     def run(self) -> tuple[ScheduledStep, dict[int, int]]:
         step = self.steps.popleft()
@@ -117,6 +120,7 @@ class FakePrefill:
         kv = self.stored[rows.sequence]
         assert rows.first == len(kv)
         kv += step.tokens
+        self.num_rows += rows.count
         return step, {rows.sequence: next_token(kv)} if step.draws else {}
 
 
@@ -138,15 +142,29 @@ def drive(
     prefill_workers: int = 0,
     window: int = 0,
     page: int = 0,
+    kept: int = 0,
 ) -> Scheduler:
     """Run to the end. Rounds are served in order; the driver hears of several batches' steps in any order.
 
     ``regroups``: deal anew now and then; ``cancels``: end a sequence now and then. ``page``: of retained sequences.
+    ``kept``: blocks that a prefill worker has for prompts beside the one that it computes.
     """
     windows = [window] * len(lanes)
     ledger, tables = (BlockTables(windows, [blocks] * len(lanes), block_size, lanes, stripe) for _ in range(2))
     chunk = MAX_ROWS - 4
-    prefill = Prefill(prefill_workers, chunk, 4)
+    most = max(len(s.prompt) + (s.params.max_tokens or 0) for s in sequences)
+    room = BlockTables([window], [1], block_size).most_blocks(FIRST, most, MAX_ROWS)[0] + chunk // block_size + 1
+    promises = Promises(prefill_workers)
+
+    def store_blocks() -> BlockTables:
+        return BlockTables([window], [room + kept], block_size)
+
+    promises.keys = PromptKeys(page) if kept else None
+    stores = [
+        PromptStore(w, promises.conductor.directory, promises.keys, store_blocks(), [room])
+        for w in range(prefill_workers if promises.keys else 0)
+    ]
+    prefill = Prefill(prefill_workers, chunk, 4, promises, stores)
     scheduler = Scheduler(
         ledger,
         max_num_seqs=4,
@@ -155,10 +173,7 @@ def drive(
         prefill=prefill,
         prefixes=Prefixes(ledger, page),
     )
-    most = max(len(s.prompt) + (s.params.max_tokens or 0) for s in sequences)
-    prefills = [
-        FakePrefill(BlockTables([window], [-(-most // block_size)], block_size)) for _ in range(prefill_workers)
-    ]
+    prefills = [FakePrefill(store_blocks()) for _ in range(prefill_workers)]
     pool, order = FakePool(tables), arrivals or random.Random(0)
     rounds: list[list[ScheduledStep]] = []
     served: list[tuple[ScheduledStep, dict[int, int]]] = []  # with the tokens drawn; the driver has not heard yet
@@ -171,7 +186,7 @@ def drive(
         if cancels and cancels.random() < 0.05:
             cancels.choice(sequences).finish("abort")
         steps = scheduler.schedule()
-        for step in steps if prefill_workers else []:
+        for step in steps if prefill_workers and not page else []:
             assert all(row.count == 1 for row in step.plan.rows), "prompts are not for the compute workers"
         assert all(step.plan.num_rows <= MAX_ROWS for step in steps)
         rounds += [steps] if steps else []
@@ -198,6 +213,7 @@ def drive(
             break
     assert all(s.finished for s in sequences), "stuck"
     scheduler.forget_prefixes()
+    scheduler.num_prefilled = sum(p.num_rows for p in prefills)  # type: ignore[attr-defined]
     for step in scheduler.schedule():
         pool.run(step)
     tables.check_integrity()

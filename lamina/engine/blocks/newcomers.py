@@ -181,10 +181,11 @@ class Newcomers:
         loads_some = isinstance(ways[0], Load)
         hit = next((way for way in ways if isinstance(way, Hit)), None)
         elsewhere = self._prefill.wants(sequence, hit.length if hit else 0)
-        if ways == ASIDE:
+        if ways == ASIDE or (elsewhere and self._prefill.follows(sequence, hit.length if hit else 0)):
             return False
-        if elsewhere:  # from its first token on
-            ways, hit = [None], None
+        if elsewhere:
+            hit = self._hit_of_both(sequence, hit)
+            ways = [hit]
         begun = hit.length if hit else 0
         counts = [self._cuts.piece(sequence.num_promised - begun, budget, begun) for budget in here.budgets]
         able = [i for i, count in enumerate(counts) if loads_some or count > 0]
@@ -233,6 +234,14 @@ class Newcomers:
             return ASIDE if coming.num_loading or coming.prefill_worker is not None else []
         load = self._tier.find(sequence, hit.length if hit else 0) if self._tier else None
         return [way for way in (load, hit) if way is not None] + [None]
+
+    def _hit_of_both(self, sequence: Sequence, hit: Hit | None) -> Hit | None:
+        """Of a sequence that a prefill worker computes: as much of ``hit`` as this one has too."""
+        length = self._prefill.match(sequence, hit.length) if hit else 0
+        if not length:
+            return None
+        both = self._prefixes.match([x for x in self._prefixes.beginnings(sequence) if x.length <= length])
+        return both if both and both.length == length else None
 
     def _to_load(self, sequence: Sequence) -> Load | None:
         """Beside the pool, of one that waits for its turn; preempted ones come back soon, and truncated ones from their

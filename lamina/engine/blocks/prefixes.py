@@ -95,6 +95,11 @@ class Prefixes:
         self.num_hit = 0  # of them, in forks
 
     @property
+    def page(self) -> int:
+        """Tokens; 0 = nothing is retained."""
+        return self._page
+
+    @property
     def num_retained(self) -> int:
         return len(self._retained)
 
@@ -117,6 +122,13 @@ class Prefixes:
         """Of a waiting sequence, the tokens that somebody has already or will have soon: what need not be computed."""
         beginnings = self.beginnings(sequence)
         return beginnings[-1].length if beginnings else 0
+
+    def shared(self, sequence: Sequence) -> int:
+        """Tokens that another completion of its request begins with, once this one has them."""
+        if not self._page or sequence.discarded or sequence.sparse or sequence.params.prompt_logprobs is not None:
+            return 0
+        stop = len(sequence.prompt) - 1  # a row has to draw
+        return stop if self._exact and stop >= self._page else stop // self._page * self._page
 
     def match(self, beginnings: list[Common]) -> Hit | None:
         """The most of ``beginnings`` whose KV is there."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from lamina.engine.prefill import Prefill
 from lamina.engine.sequence import Sequence, Shadow
@@ -42,9 +42,7 @@ class Relief:
         def helps(sequence: Sequence) -> bool:
             return relieves(self._room.blocks_of(sequence.place, sequence.num_scheduled))
 
-        if oldest := self._prefixes.oldest:
-            number = next((n for n in oldest if relieves(self._ledger.own_blocks(n))), oldest[0])
-            batch.ops.append(self._prefixes.evict(number))
+        if self.give_up(batch, relieves):
             return None
         newest = batch.running[::-1]  # and shadows before all others, whose answers depend on when they give way
         newest.sort(key=lambda s: (not isinstance(s, Shadow), -s.priority))
@@ -57,6 +55,14 @@ class Relief:
             victim.finish("abort")
         self.preempt(batch, victim)
         return None if isinstance(victim, Shadow) else victim
+
+    def give_up(self, batch: Batch, relieves: Callable[[Iterable[int]], bool] = any) -> bool:
+        """Give up the oldest of what is retained whose blocks of its own are of use; whether there was any."""
+        oldest = self._prefixes.oldest
+        if oldest:
+            number = next((n for n in oldest if relieves(self._ledger.own_blocks(n))), oldest[0])
+            batch.ops.append(self._prefixes.evict(number))
+        return bool(oldest)
 
     def preempt(self, batch: Batch, victim: Sequence) -> None:
         """Its KV is freed with the batch's next plan, or kept beside the pool."""

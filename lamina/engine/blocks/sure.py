@@ -9,10 +9,11 @@ from lamina.engine.prefill import Prefill
 from lamina.engine.rounds.steps import ScheduledStep
 from lamina.engine.sequence import Sequence
 from lamina.protocol.blocks.tables import PlanError
-from lamina.protocol.plan import Free, Grant, New, Rows, SequenceOp, StepPlan
+from lamina.protocol.plan import Fork, Free, Grant, New, Rows, SequenceOp, StepPlan
 
 from .ledger import Ledger
 from .newcomers import Batch
+from .relief import Relief
 from .room import rows_of
 
 
@@ -48,18 +49,35 @@ def grant_chunks(
     batch: Batch,
     picked: dict[Sequence, int],
     plan: Callable[[Batch, dict[Sequence, int]], StepPlan],
-    view: int,
+    relief: Relief,
 ) -> tuple[StepPlan | None, list[ScheduledStep]]:
     """Let prefill workers go on with sequences of ``batch``, as far as there are blocks beside those of ``picked``, for
-    which ``plan`` gives a plan. The plan that says so, None where nobody does; and the steps of these workers.
+    which ``plan`` gives a plan; what is retained gives way. The plan that says so, None where nobody does; and the
+    steps of these workers.
     """
     sure, steps = None, list[ScheduledStep]()
-    for sequence in batch.running:
+    forked = {op.sequence for op in batch.ops if isinstance(op, Fork)}  # they have to be there first
+    for sequence in (s for s in batch.running if s.id not in forked):
         while (grant := prefill.next_grant(sequence)) is not None and not sequence.finished:
             sure = sure or SureRoom(ledger, batch.ops, rows_of(picked))
+            at = len(batch.ops)
             batch.ops.append(grant)
-            if not sure.takes(grant) and not ledger.can_apply(plan(batch, picked)):
-                batch.ops.pop()
-                return plan(batch, picked) if steps else None, steps
-            steps.append(prefill.begin(sequence, grant, view))
+            if not sure.takes(grant) and not _make_room(ledger, batch, picked, plan, relief):
+                del batch.ops[at]
+                return plan(batch, picked), steps
+            steps.append(prefill.begin(sequence, grant, plan(batch, picked).view))
     return plan(batch, picked) if steps else None, steps
+
+
+def _make_room(
+    ledger: Ledger,
+    batch: Batch,
+    picked: dict[Sequence, int],
+    plan: Callable[[Batch, dict[Sequence, int]], StepPlan],
+    relief: Relief,
+) -> bool:
+    """Whether the batch's plan can be; as much as that needs is given up."""
+    while not ledger.can_apply(plan(batch, picked)):
+        if not relief.give_up(batch):
+            return False
+    return True

@@ -23,6 +23,10 @@ class Directory:
         self._ready: dict[bytes, int] = {}
         self.num_replicas = 0  # pages held beside the first holder's
 
+    @property
+    def num_workers(self) -> int:
+        return len(self._stores)
+
     def held(self, keys: Sequence[bytes]) -> list[int]:
         """Of each worker, so many pages from the first on."""
         return self._matches(keys, self._held)
@@ -60,6 +64,19 @@ class Directory:
             if self._held.get(key, 0) & bit and not self._ready.get(key, 0) & bit:
                 self._stores[worker].forget(key)
                 self._forget(worker, key)
+
+    def gave_up(self, worker: int, keys: Sequence[bytes]) -> None:
+        """``worker`` has these no more."""
+        bit = 1 << worker
+        for key in keys:
+            if self._held.get(key, 0) & bit:
+                self._stores[worker].forget(key)
+                self._forget(worker, key)
+
+    def has_copies(self, key: bytes) -> bool:
+        """Whether several workers have it."""
+        holders = self._ready.get(key, 0)
+        return holders & (holders - 1) != 0
 
     def lost(self, worker: int) -> None:
         """``worker`` has nothing any more."""

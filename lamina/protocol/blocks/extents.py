@@ -133,9 +133,11 @@ class Extents:
         return all(set(self.numbers(g, part)) <= set(self.numbers(g, extent)) for g in groups)
 
     def alike(self, one: Place, other: Place, length: int) -> bool:
-        """Whether the first ``length`` tokens of a sequence have the same owners at both places."""
+        """Whether the first ``length`` tokens of a sequence have the same owners at both places, as far as that counts
+        here: who keeps all has them wherever they lie.
+        """
         stripe = self._placement.stripe * self._block_size
-        return self._placement.alike(one, other, -(-length // stripe) if stripe else 0)
+        return self._keeps_all or self._placement.alike(one, other, -(-length // stripe) if stripe else 0)
 
     def advance(self, extent: Extent, row: Rows) -> Extent:
         """The extent once ``row`` is planned: blocks that neither it nor the rows before it can see are given back."""

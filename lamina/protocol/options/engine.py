@@ -103,7 +103,7 @@ class BatchingOptions(Options, frozen=True, kw_only=True):
     enable_prefix_caching: Annotated[
         bool | None,
         "keep the KV of finished requests while nobody needs its blocks, for prompts that begin with the same tokens; "
-        "unset = yes, unless there are prefill workers, or the model is a torch.nn.Module, whose weights may change",
+        "unset = yes, unless the model is a torch.nn.Module, whose weights may change",
     ] = None
     preemption_mode: Annotated[
         str,
@@ -137,6 +137,13 @@ class DeviceOptions(Options, frozen=True, kw_only=True):
     kv_memory: Annotated[
         str, ReadText(size_text), "memory for KV blocks on each memory worker, such as 512MiB or 4GiB"
     ] = "auto"
+    prefill_kv_memory: Annotated[
+        str,
+        ReadText(size_text),
+        "memory on each prefill worker for K and V of prompts, the one that it computes and those before "
+        "it that others may begin like, such as 4GiB; auto = for 8 of the longest, but all together an eighth of what "
+        "is free at most",
+    ] = "auto"
     compute_threads: Annotated[int, Meta(ge=0, le=MOST_THREADS), "threads of the compute worker; 0 = all cores"] = 0
     memory_threads: Annotated[
         int, Meta(ge=0, le=MOST_THREADS), "threads of each memory worker; 0 = an equal share of the cores"
@@ -154,6 +161,11 @@ class DeviceOptions(Options, frozen=True, kw_only=True):
             if not _DEVICE.fullmatch(getattr(self, name)):
                 raise ValueError(f"{flag(name)} must be cpu, cuda, cuda:N or auto, not {getattr(self, name)!r}")
         self.kv_bytes()
+        self.prefill_kv_bytes()
+
+    def prefill_kv_bytes(self) -> int:
+        """``prefill_kv_memory`` in bytes; 0 = choose at start. Raises ValueError on anything else than a size."""
+        return 0 if self.prefill_kv_memory == "auto" else parse_size(self.prefill_kv_memory, "--prefill-kv-memory")
 
     def kv_bytes(self) -> int:
         """``kv_memory`` in bytes; 0 = choose at start. Raises ValueError on anything else than a size."""
@@ -305,8 +317,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def keeps_prefixes(self) -> bool:
         """Whether the KV of finished requests serves prompts that begin alike."""
-        asked = self.batching.enable_prefix_caching
-        return not self.topology.prefill_workers if asked is None else asked
+        return self.batching.enable_prefix_caching is not False
 
     def gpu_number(self, role: str, index: int) -> int:
         """A worker's number among the workers of a host, which take its GPUs in turn: compute workers first, memory

@@ -285,6 +285,11 @@ def _check_ranks(config: EngineConfig) -> None:
 
 def _check_devices(config: EngineConfig) -> None:
     devices, size = config.devices, config.topology.tensor_parallel_size
+    if devices.prefill_kv_memory != "auto" and not config.topology.prefill_workers:
+        raise ValueError(
+            f"--prefill-kv-memory {devices.prefill_kv_memory} is of prefill workers: say how many by "
+            f"--prefill-workers, or leave it out"
+        )
     for name in ("compute_device", "memory_device"):
         if config.launching.starter == "ray" and getattr(devices, name) == "auto":
             raise ValueError(

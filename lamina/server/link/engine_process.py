@@ -292,6 +292,7 @@ class _Loop:
             steps=self._steps,
             recovering=self._pools.recovering,
             promised=self._engine.promises.counts(),
+            kv_replicas=self._engine.promises.replicas,
         )
 
     def _ready(self) -> Ready:

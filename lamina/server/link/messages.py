@@ -199,6 +199,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
         False  # a worker was lost, and another one takes its place: the engine lives, and no step is done
     )
     promised: PromiseCounts | None = None  # None: nothing is
+    kv_replicas: int | None = None  # pages of prompts that prefill workers have besides; None: they keep none
 
 
 def fitted(state: State, ready: Ready) -> State:

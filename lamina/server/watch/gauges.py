@@ -70,6 +70,9 @@ class EngineGauges(Collector):
             yield from self._sessions(state)
         if state.promised is not None:
             yield from self._promised(state.promised)
+        if state.kv_replicas is not None:
+            text = "pages of prompts that prefill workers have beside the first one of each"
+            yield self._gauge("kv_replicas", text, state.kv_replicas)
         steps = self._counter("engine_steps", "steps that were finished")
         steps.add_metric(self._values, state.steps)
         yield steps

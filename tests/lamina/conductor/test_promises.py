@@ -6,7 +6,7 @@ import pytest
 from scheduled import make
 from test_conducted_prefill import Hand
 
-from lamina.engine.conductor import ConductorRules
+from lamina.engine.conductor import ConductorRules, KnownPrompt
 from lamina.engine.conductor.estimate import StepFit
 from lamina.engine.conductor.overload import Limits
 from lamina.engine.prefill import Prefill
@@ -176,6 +176,49 @@ def test_completions_of_one_request_do_not_wait_for_each_other() -> None:
     promises.check([make(number, 50, 5) for number in range(1, 9)], lambda length: PLENTY)
     assert taken(promises, make(20, 50, 5), room=0.5)
     assert not taken(promises, make(21, 50, 5), room=0.5)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_completions_of_one_request_are_booked_as_one_prompt(workers: int) -> None:
+    """One computes the prompt, the others go on behind that; if it is lost, the next one computes it."""
+    clock = Hand()
+    promises = promising(clock, workers=workers, ttft_s=100.0)
+    promises.conductor.fit.law = promises.conductor.fit.law._replace(b=0.01)
+    promises.shared = lambda sequence: len(sequence.prompt) - 1
+
+    def queues() -> float:
+        ways = (promises.conductor.choose(KnownPrompt(1), 0.0, {w}) for w in range(max(1, workers)))
+        return sum(way.queue_s for way in ways)
+
+    each = [make(1, 50, 5) for _ in range(4)]
+    for sequence in each:
+        promises.expect(sequence)
+    own = 0.0 if workers else 0.03
+    assert queues() == pytest.approx(0.5 + own)
+    assert [promises.is_booked(s) for s in each] == [True, False, False, False]
+    assert promises.conductor.num_waiting == 4, "all will decode"
+    promises.drop(each[0])
+    assert [promises.is_booked(s) for s in each] == [False, True, False, False]
+    assert queues() == pytest.approx(0.5 + own * 2 / 3)
+    since = promises.begun(each[1])
+    clock.now += 0.5
+    _drawn(each[1])
+    promises.computed(each[1], since)
+    for sequence in each[2:]:
+        promises.decodes(sequence)
+    assert promises.conductor.num_waiting == 0
+    assert promises.conductor.decoding.num_running == 3
+    counts = promises.counts()
+    assert counts is not None
+    assert counts.prompts == 1
+
+
+def test_completions_that_share_nothing_are_booked_each() -> None:
+    promises = promising(Hand(), workers=1, ttft_s=100.0)
+    each = [make(1, 50, 5) for _ in range(3)]
+    for sequence in each:
+        promises.expect(sequence)
+    assert all(promises.is_booked(s) for s in each)
 
 
 def test_a_loss_leaves_no_promise_of_who_has_ended() -> None:

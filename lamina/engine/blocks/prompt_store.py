@@ -1,0 +1,190 @@
+"""What prefill workers have of prompts, by what the driver lets them keep. Pure policy: no torch, no I/O, no clock."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
+from hashlib import sha256
+from typing import NamedTuple
+
+from lamina.engine.conductor.directory import Directory
+from lamina.engine.sequence import Sequence
+from lamina.protocol.placement import FIRST
+from lamina.protocol.plan import Fork, Free, Keep, New, SequenceOp, StepPlan
+
+from .ledger import Ledger
+
+
+class PromptKeys:
+    """Of the whole pages of prompts: a key stands for the salt and all tokens up to the page's end."""
+
+    def __init__(self, page: int) -> None:
+        """``page``: tokens."""
+        self.page = page
+
+    def of(self, sequence: Sequence) -> list[bytes]:
+        """From its first page on. They stay with the sequence, as its prompt does not change."""
+        keys, count = sequence.prompt_keys, len(sequence.prompt) // self.page
+        if len(keys) < count:
+            key = sha256(b"salt" + sequence.salt).digest()
+            for at in range(0, count * self.page, self.page):
+                key = sha256(key + array("q", sequence.prompt[at : at + self.page]).tobytes()).digest()
+                keys.append(key)
+        return keys
+
+
+class _Whole(NamedTuple):
+    """The first ``length`` tokens of a kept prompt."""
+
+    number: int
+    length: int
+
+
+class PromptStore:
+    """K and V of the prompt that a prefill worker computes, and of those before it while there is room: what begins
+    alike is not computed again. Of what gives way, that comes first which other workers have too, then what was used
+    the longest ago. Ops are for the worker's next plan.
+    """
+
+    def __init__(self, worker: int, directory: Directory, keys: PromptKeys, ledger: Ledger, room: Several[int]) -> None:
+        """``ledger``: of the worker's blocks. ``room``: those by layer group that kept prompts never take: for the
+        prompt that is computed, and for the first chunk of the next, in whose plan others give way.
+        """
+        self._worker, self._directory, self._keys, self._ledger = worker, directory, keys, ledger
+        self._spare = [n - r for n, r in zip(ledger.num_blocks, room, strict=True)]
+        self._kept = OrderedDict[int, list[bytes]]()  # those that are whole, the least recently used first
+        self._having = dict[bytes, dict[int, None]]()  # page -> which of these have it
+        self._sources = dict[int, int]()  # of prompts that are to begin with what is kept -> whose that is
+        self._leaving = set[int]()  # sources that go as soon as they were used
+        self._computing: tuple[int, list[bytes]] | None = None
+        self._ops: list[SequenceOp] = []
+
+    def match(self, sequence: Sequence, most: int) -> int:
+        """Tokens with which it may begin, ``most`` at most."""
+        whole = self._match(sequence, most)
+        return whole.length if whole else 0
+
+    def will_match(self, sequence: Sequence, most: int, others: Iterable[Sequence]) -> bool:
+        """Whether one of ``others``, which will be computed, has more pages of it than are kept of ``most`` tokens."""
+        keys, kept = self._keys.of(sequence), self.match(sequence, most) // self._keys.page
+        return kept < min(len(keys), (sequence.num_promised - 1) // self._keys.page) and any(
+            self._keys.of(other)[kept : kept + 1] == keys[kept : kept + 1] for other in others
+        )
+
+    def promise(self, sequence: Sequence, length: int) -> None:
+        """A sequence, which has its id, will begin with so many tokens: no more than ``match`` has said."""
+        if length and (whole := self._match(sequence, length)):
+            self._sources[sequence.id] = whole.number
+
+    def begin(self, sequence: Sequence) -> list[SequenceOp]:
+        """The ops before the first chunk of a sequence, none before others."""
+        if self._computing is not None and self._computing[0] == sequence.id:
+            return []
+        self._settle()
+        ops, self._ops = self._ops, []
+        source = self._sources.pop(sequence.id, None)
+        if source is None:
+            ops.append(New(sequence.id))
+        else:
+            ops.append(Fork(sequence.id, source, sequence.num_scheduled))
+            ops += self._used(source)
+        self._computing = sequence.id, [] if sequence.outlived else self._keys.of(sequence)
+        return ops
+
+    def apply(self, plan: StepPlan) -> None:
+        """The worker will have this plan."""
+        self._ledger.apply(plan)
+
+    def computed(self, sequence: Sequence) -> None:
+        """A prompt is whole."""
+        if self._computing is not None and self._computing[0] == sequence.id:
+            self._settle()
+
+    def drop(self, sequence: Sequence) -> None:
+        """A prompt will not be computed any further."""
+        if (source := self._sources.pop(sequence.id, None)) is not None:
+            self._ops += self._used(source)
+        if self._computing is not None and self._computing[0] == sequence.id:
+            self._computing = None
+            self._ops.append(Free(sequence.id))
+
+    def forget(self) -> None:
+        """Nothing of what is kept is to be found any more."""
+        if self._computing is not None:
+            self._computing = self._computing[0], []
+        for number in list(self._kept):
+            self._give_up(number)
+
+    def clear(self) -> None:
+        """The worker has nothing any more, and knows that."""
+        self._kept.clear()
+        self._having.clear()
+        self._sources.clear()
+        self._leaving.clear()
+        self._computing, self._ops = None, []
+        self._ledger.reconcile([])
+
+    def _match(self, sequence: Sequence, most: int) -> _Whole | None:
+        """In whole pages. Its last token is in none of them: a row has to draw."""
+        page = self._keys.page
+        most = min(most, sequence.num_promised - 1)
+        for count in range(min(most // page, len(keys := self._keys.of(sequence))), 0, -1):
+            for number in self._having.get(keys[count - 1], ()):
+                if self._ledger.shared_of(Keep(number, count * page, FIRST)) is not None:
+                    return _Whole(number, count * page)
+        return None
+
+    def _settle(self) -> None:
+        """Keep the prompt that was computed if there is room, else free it."""
+        if self._computing is None:
+            return
+        (number, keys), self._computing = self._computing, None
+        others = [*self._having.get(keys[-1], ())] if keys else []
+        for other in others:  # they have all of it
+            self._kept.move_to_end(other)
+        if others or not keys or not self._make_room():
+            self._ops.append(Free(number))
+            self._directory.gave_up(self._worker, [key for key in keys if key not in self._having])
+            return
+        beginnings = [n for key in keys for n in self._having.get(key, ()) if self._kept[n][-1] == key]
+        self._kept[number] = keys
+        for key in keys:
+            self._having.setdefault(key, {})[number] = None
+        for other in beginnings:
+            self._give_up(other)
+
+    def _make_room(self) -> bool:
+        """Whether all that is held can be kept. Others give way."""
+        held = [n - free for n, free in zip(self._ledger.num_blocks, self._ledger.free_blocks, strict=True)]
+        while any(n > spare for n, spare in zip(held, self._spare, strict=True)):
+            victims = [n for n in self._kept if n not in self._sources.values()]
+            if not victims:
+                return False
+            victim = min(victims, key=lambda n: not self._directory.has_copies(self._kept[n][-1]))
+            own = self._ledger.own_blocks(victim)  # less than it makes free, where another victim has the others
+            held = [n - m for n, m in zip(held, own, strict=True)]
+            self._give_up(victim)
+        return True
+
+    def _give_up(self, number: int) -> None:
+        keys = self._kept.pop(number)
+        for key in keys:
+            del self._having[key][number]
+            if not self._having[key]:
+                del self._having[key]
+        self._directory.gave_up(self._worker, [key for key in keys if key not in self._having])
+        if number in self._sources.values():
+            self._leaving.add(number)
+        else:
+            self._ops.append(Free(number))
+
+    def _used(self, source: int) -> list[SequenceOp]:
+        """A prompt has begun with it, or will not."""
+        if source in self._kept:
+            self._kept.move_to_end(source)
+        elif source not in self._sources.values():
+            self._leaving.discard(source)
+            return [Free(source)]
+        return []

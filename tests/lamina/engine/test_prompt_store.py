@@ -1,0 +1,178 @@
+"""What prefill workers keep of prompts: found, begun with, given up; nobody gets another one's K and V."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduled import check_tokens, drive, make
+
+from lamina.engine.blocks.prompt_store import PromptKeys, PromptStore
+from lamina.engine.conductor.directory import Directory
+from lamina.engine.sequence import Sequence
+from lamina.protocol.blocks.tables import BlockTables
+from lamina.protocol.partition import Lanes
+from lamina.protocol.plan import Fork, Free, New, Rows, SequenceOp, StepPlan
+
+PAGE = 4
+EACH = (Lanes((True, False)), Lanes((False, True)))
+
+
+def prompt(number: int, alike: int, more: int, outputs: int = 3, salt: bytes = b"") -> Sequence:
+    """``alike`` tokens that all have, and so many of its own."""
+    sequence = make(number, alike + more, outputs)
+    sequence.prompt[:alike] = range(alike)
+    sequence.tokens[:alike] = range(alike)
+    sequence.salt = salt
+    return sequence
+
+
+def test_what_begins_alike_is_computed_once() -> None:
+    sequences = [prompt(number, 40, 20) for number in range(6)]
+    alone = drive([prompt(number, 40, 20) for number in range(6)], blocks=120, page=PAGE, prefill_workers=1)
+    kept = drive(sequences, blocks=120, page=PAGE, prefill_workers=1, kept=60)
+    check_tokens(sequences)
+    assert alone.num_prefilled == 6 * 60  # type: ignore[attr-defined]
+    assert kept.num_prefilled == 60 + 5 * 20  # type: ignore[attr-defined]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    shapes=st.lists(
+        st.tuples(st.integers(0, 30), st.integers(1, 20), st.integers(1, 6), st.sampled_from([b"", b"a"])),
+        min_size=1,
+        max_size=9,
+    ),
+    blocks=st.integers(16, 60),
+    kept=st.integers(1, 30),
+    seed=st.integers(0, 1000),
+    num_batches=st.integers(1, 3),
+    cancels=st.none() | st.builds(random.Random, st.integers(0, 1000)),
+    prefill_workers=st.integers(1, 3),
+    window=st.sampled_from([0, 0, 0, 9]),
+    lanes=st.sampled_from([(Lanes(),), EACH]),
+)
+def test_any_mix_gives_every_sequence_its_own_tokens(
+    shapes: list[tuple[int, int, int, bytes]],
+    blocks: int,
+    kept: int,
+    seed: int,
+    num_batches: int,
+    cancels: random.Random | None,
+    prefill_workers: int,
+    window: int,
+    lanes: tuple[Lanes, ...],
+) -> None:
+    """Memory enough and too little on both sides; sequences that begin in different lanes."""
+    sequences = [prompt(number, *shape) for number, shape in enumerate(shapes)]
+    drive(
+        sequences,
+        blocks=blocks,
+        arrivals=random.Random(seed),
+        num_batches=num_batches,
+        cancels=cancels,
+        prefill_workers=prefill_workers,
+        window=window,
+        lanes=lanes,
+        page=PAGE,
+        kept=kept,
+    )
+    check_tokens(sequences)
+
+
+class Desk:
+    """One store of two, and what its worker would have."""
+
+    def __init__(self, kept: int, workers: int = 2) -> None:
+        self.directory = Directory(workers, 1 << 40)
+        self.keys = PromptKeys(PAGE)
+        self.stores = [
+            PromptStore(w, self.directory, self.keys, BlockTables([0], [kept + 20], PAGE), [20]) for w in range(workers)
+        ]
+        self._step = 0
+
+    def compute(self, sequence: Sequence, at: int = 0, most: int = 1000) -> list[SequenceOp]:
+        """All of a prompt, after what may be begun with; the ops before it."""
+        store = self.stores[at]
+        sequence.id = sequence.request_id
+        sequence.num_scheduled = store.match(sequence, most)
+        store.promise(sequence, sequence.num_scheduled)
+        return self.finish(sequence, at)
+
+    def finish(self, sequence: Sequence, at: int = 0) -> list[SequenceOp]:
+        store, first = self.stores[at], sequence.num_scheduled
+        keys = self.keys.of(sequence)
+        self.directory.take(at, keys)
+        ops = store.begin(sequence)
+        self._step += 1
+        rows = [Rows(sequence.id, first, sequence.num_promised - first)]
+        store.apply(StepPlan(step=self._step, ops=ops, rows=rows))
+        self.directory.arrived(at, keys)
+        store.computed(sequence)
+        return ops
+
+
+def test_a_prompt_begins_with_the_most_that_is_there() -> None:
+    desk = Desk(kept=20)
+    assert desk.compute(prompt(1, 8, 9)) == [New(1)]
+    assert desk.compute(prompt(2, 16, 9)) == [Fork(2, 1, 8)]
+    assert desk.compute(prompt(3, 16, 9)) == [Fork(3, 2, 16)]
+    assert desk.stores[0].match(prompt(4, 16, 9), 15) == 12
+    assert desk.stores[0].match(prompt(5, 16, 1, salt=b"other"), 1000) == 0
+    assert desk.stores[0].match(prompt(6, 8, 0), 1000) == 4, "its last token is for a row that draws"
+
+
+def test_who_was_used_the_longest_ago_gives_way() -> None:
+    desk = Desk(kept=10)
+    for number in range(3):
+        desk.compute(make(number, 12, 1))
+    assert desk.stores[0].match(_again(0), 1000) == 8
+    desk.compute(_again(0, name=10))
+    assert Free(1) in desk.compute(make(3, 12, 1)) + desk.compute(make(4, 12, 1))
+    assert [desk.stores[0].match(_again(n), 1000) for n in (0, 1)] == [8, 0]
+
+
+def test_who_has_copies_gives_way_before_others() -> None:
+    desk = Desk(kept=9)
+    for number in range(3):
+        desk.compute(make(number, 12, 1))
+    desk.compute(_again(2, name=20), at=1)
+    assert desk.directory.num_replicas == 3
+    desk.compute(make(5, 12, 1))
+    assert [desk.stores[0].match(_again(n), 1000) for n in range(3)] == [8, 8, 0]
+    assert desk.directory.num_replicas == 0
+    assert desk.directory.held(desk.keys.of(_again(2))) == [0, 3]
+
+
+def test_what_is_promised_stays_and_what_is_forgotten_is_found_by_nobody() -> None:
+    desk = Desk(kept=6)
+    desk.compute(make(0, 12, 1))
+    store, late = desk.stores[0], _again(0, name=7)
+    late.id, late.num_scheduled = 7, store.match(late, 1000)
+    store.promise(late, late.num_scheduled)
+    desk.compute(make(1, 24, 1))
+    store.forget()
+    assert store.match(_again(0), 1000) == 0
+    assert desk.directory.held(desk.keys.of(_again(0))) == [0, 0]
+    assert desk.finish(late)[-2:] == [Fork(7, 0, 8), Free(0)]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_prompt_that_is_dropped_leaves_nothing(begun: bool) -> None:
+    desk = Desk(kept=6)
+    store, gone = desk.stores[0], make(0, 12, 1)
+    gone.id = 0
+    if begun:
+        store.apply(StepPlan(step=100, ops=store.begin(gone), rows=[Rows(0, 0, 5)]))
+    store.drop(gone)
+    assert desk.compute(make(1, 12, 1)) == [*([Free(0)] if begun else []), New(1)]
+    assert store.match(_again(0), 1000) == 0
+
+
+def _again(number: int, name: int = -1) -> Sequence:
+    """The same prompt as one before."""
+    sequence = make(number, 12, 1)
+    sequence.request_id = name
+    return sequence
