@@ -1,4 +1,4 @@
-"""Paged decode attention of the memory workers against the limit of the memory that it reads, and against its peers.
+"""Paged attention of the memory workers against the limit of the memory that it reads, and against its peers.
 
 The storage and the calls are those of a memory worker's step: blocks that sequences filled side by side, a row table,
 ``attend_stored`` over the stored tokens, ``write`` of the new ones, ``finish`` over those. The limit is a plain read of
@@ -67,29 +67,35 @@ class Problem:
         self.stored_heads = args.batch * args.context * args.kv_heads  # of tokens
         self.stored_bytes = self.stored_heads * head_bytes(args.head_dim, args.head_dim, self.kv_dtype)
         generator = torch.Generator().manual_seed(0)
-        shape = args.batch, args.kv_heads, args.head_dim
-        self.q = torch.randn(args.batch, args.heads, args.head_dim, generator=generator).to(self.dtype)
+        count = args.batch * args.rows
+        shape = count, args.kv_heads, args.head_dim
+        self.q = torch.randn(count, args.heads, args.head_dim, generator=generator).to(self.dtype)
         self.k, self.v = (torch.randn(shape, generator=generator).to(self.dtype) for _ in range(2))
         self.tables, self.rows = self._fill_tables()
         self.layers = [self._store(generator) for _ in range(max(1, -(-COLD_BYTES // self.stored_bytes)))]
         self.table = row_table(self.tables, 0, self.rows, align=CHUNK_TOKENS)
         self.at = write_index(self.tables, 0, self.rows, CPU)
 
+    @property
+    def _blocks_each(self) -> int:
+        args = self.args
+        return int(-(-(args.context + args.rows) // args.block_size))
+
     def _fill_tables(self) -> tuple[BlockTables, list[Rows]]:
         """Sequences that grew side by side, ``--grow`` tokens at a time, and the rows of the next step."""
         args, size = self.args, self.args.block_size
-        tables = BlockTables([0], [args.batch * (-(-args.context // size) + 1)], size)
+        tables = BlockTables([0], [args.batch * self._blocks_each], size)
         order, plans = range(args.batch), range(0, args.context, args.grow)
         tables.apply(StepPlan(step=0, ops=[New(i) for i in order], rows=[]))
         for at in plans:
             tables.apply(StepPlan(step=1, ops=[], rows=[Rows(i, at, min(args.grow, args.context - at)) for i in order]))
-        rows = [Rows(i, args.context, 1) for i in order]
+        rows = [Rows(i, args.context, args.rows) for i in order]
         tables.apply(StepPlan(step=2, ops=[], rows=rows))
         return tables, rows
 
     def _store(self, generator: torch.Generator) -> LayerStore:
         args = self.args
-        blocks = args.batch * (-(-args.context // args.block_size) + 1)
+        blocks = args.batch * self._blocks_each
         dims = args.head_dim, args.head_dim
         store = allocate(blocks, args.kv_heads, args.block_size, *dims, dtype=self.kv_dtype, device=CPU)
         for x in store.k, store.v, *(store.scales or ()):
@@ -214,9 +220,10 @@ def check(problem: Problem, players: dict[str, AttentionCompetitor]) -> dict[str
     """Norm-wise difference of each from dense attention in fp64. Raises ValueError where one is wrong."""
     args = problem.args
     k, v = (x.double() for x in problem.contiguous(0))
-    q = problem.q.double().view(args.batch, args.kv_heads, -1, args.head_dim)
-    want = torch.cat([((a @ b.mT) * args.head_dim**-0.5).softmax(-1) @ c for a, b, c in zip(q, k, v, strict=True)])
-    want = want.view(problem.q.shape)
+    by_head = problem.q.double().view(args.batch, args.rows, args.kv_heads, -1, args.head_dim).transpose(1, 2)
+    q = by_head.flatten(2, 3)
+    want = torch.stack([((a @ b.mT) * args.head_dim**-0.5).softmax(-1) @ c for a, b, c in zip(q, k, v, strict=True)])
+    want = want.view(by_head.shape).transpose(1, 2).reshape(problem.q.shape)
     errors = {}
     for name, competitor in players.items():
         if name != "read":
@@ -279,8 +286,10 @@ def summary(problem: Problem, name: str, turns: dict[str, list[dict[str, float]]
     rates = {who: spread([gb / t["attention"] for t in quiet(x)]) for who, x in turns.items()}
     on_core = {who: spread([gb * threads / t["cpu"] for t in x]) for who, x in turns.items()}
     parts = {part: median(t[part] for t in quiet(turns[name])) for part in ("prepare", "attention", "append", "finish")}
+    products = 4 * len(problem.q) * problem.args.context * problem.args.heads * problem.args.head_dim
     return {
         "backend": name,
+        "gflop_s": products / parts["attention"] / 1e9,
         "gb_s": rates[name]["median"],
         "read_limit_gb_s": rates["read"]["median"],
         "ratio": rates[name]["median"] / rates["read"]["median"],
@@ -311,6 +320,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=0, help="of each competitor; 0 = all cores")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--context", type=int, default=4096, help="stored tokens of each sequence")
+    parser.add_argument(
+        "--rows", type=int, default=1, help="of each sequence: 1 decodes, more are a piece of a prompt (--no-peers)"
+    )
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -327,6 +339,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print the JSON lines instead of a table")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args(arguments)
+    if args.rows > 1 and args.peers:
+        parser.error("--rows: peers decode; add --no-peers")
     args.threads = args.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(args.threads)
     problem = Problem(args)
@@ -363,6 +377,7 @@ def table(line: dict[str, Any]) -> str:
     out.append("quiet turns: " + ", ".join(f"{name} {n}" for name, n in line["quiet_turns"].items()))
     ratios = f"ratio to the limit {line['ratio']:.3f}, by CPU time {line['ratio_on_core']:.3f}"
     out.append(f"{ratios}; append {line['append_share']:.1%} of a layer's step")
+    out.append(f"{line['gflop_s']:.0f} GFLOP/s over stored tokens")
     return "\n".join(out)
 
 

@@ -17,7 +17,7 @@ LAMINA_TARGET("amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,a
 namespace lamina::attention {
 namespace {
 
-#include "avx512_vectors.h"
+#include "avx512/vectors.h"
 #include "kernel.h"
 #include "loops.h"
 #include "task.h"

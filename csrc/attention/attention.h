@@ -20,7 +20,7 @@ constexpr int kChunk = 128;  // merge.CHUNK_TOKENS
 constexpr int kTile = 32;  // queries of a task at most
 constexpr int kSplitLevel = 5;  // a task has at most 2 ** 5 chunks, where one tile is all that a sequence has
 constexpr int kPad = 32;  // rows of scratch are padded to a multiple of it, in numbers
-constexpr int kScores = kChunk + 8;  // a query's scores of a chunk, with room for the last vector's surplus
+constexpr int kScores = kChunk + 16;  // a query's scores of a chunk, with room for the last vector's surplus
 
 struct Operator {
   int64_t q_heads, kv_heads, qk_dim, v_dim, window;
@@ -75,6 +75,7 @@ struct Call {
 };
 
 inline int64_t padded(int64_t dim) { return (dim + kPad - 1) / kPad * kPad; }
+inline int64_t spread(int64_t qk_dim) { return 2 * padded(qk_dim); }  // numbers of a query's own form at most
 
 // Numbers in a node of `queries` queries: o [queries, padded v_dim], lse [kTile].
 inline int64_t node_size(const Operator& op, int64_t queries) { return queries * padded(op.v_dim) + kTile; }
@@ -90,11 +91,11 @@ class Scratch {
   float* data() const {
     return reinterpret_cast<float*>((reinterpret_cast<std::uintptr_t>(memory_.get()) + 63) & ~std::uintptr_t(63));
   }
-  // A tile's queries and scores, and the nodes that wait for their siblings: one per level, and one being computed.
+  // A tile's queries, spread, and scores, and the nodes that wait for their siblings: one per level, and one being computed.
   static std::size_t needed(const Operator& op, int64_t chunks) {
     int64_t levels = 3;
     while (chunks >>= 1) levels += 2;  // a range that is not aligned keeps one node on either side
-    return std::size_t(kTile * (padded(op.qk_dim) + kScores) + levels * node_size(op, kTile));
+    return std::size_t(kTile * (spread(op.qk_dim) + kScores) + levels * node_size(op, kTile));
   }
 
  private:

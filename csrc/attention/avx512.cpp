@@ -16,7 +16,7 @@ LAMINA_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 namespace lamina::attention {
 namespace {
 
-#include "avx512_vectors.h"
+#include "avx512/vectors.h"
 #include "kernel.h"
 #include "loops.h"
 #include "select.h"

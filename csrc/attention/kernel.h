@@ -187,25 +187,31 @@ struct Softmax {
   float top, total;  // log-sum-exp = top + log(total)
 };
 
-// Scores to weights that add up to 1, or all 0. It covers the whole vectors over tokens `low .. high`, of which the
-// query sees those of its view.
-inline Softmax softmax(const Operator& op, const View& view, int low, int high, float* score) {
-  const int begin = low / W * W, end = (high + W - 1) / W * W;
+// Products of tokens `begin .. end`, whole vectors, to scores times `unit`, which are -inf where the query does not see
+// them. Returns the highest.
+inline float see(const Operator& op, float unit, const View& view, int begin, int end, float* score) {
   const bool bent = op.softcap > 0 || op.slopes, whole = view.low <= begin && view.high >= end;
-  V most = set(kNone), total = {};
+  const float scale = bent ? op.scale : op.scale * unit;
+  V most = set(kNone);
   for (int t = begin; t < end; t += W) {
-    V x = load(score + t) * op.scale;
+    V x = load(score + t) * scale;
     if (bent || !whole) {
       const V at = lanes(std::make_index_sequence<W>()) + float(t);
       if (op.softcap > 0) x = tanh(x / op.softcap) * op.softcap;
       if (op.slopes) x += view.slope * (at - view.self);
+      if (bent) x = x * unit;
       x = (at >= float(view.low)) & (at < float(view.high)) ? x : set(kNone);
     }
     most = max(most, x);
     store(score + t, x);
   }
-  const float top = fold(most, [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; });
+  return fold(most, [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; });
+}
+
+// Scores of tokens `begin .. end`, of which `top` is the highest, to weights that add up to 1, or all 0.
+inline Softmax softmax(float top, int begin, int end, float* score) {
   const V shift = set(top > -__FLT_MAX__ ? top : -__FLT_MAX__);  // -inf less -inf would be NaN
+  V total = {};
   for (int t = begin; t < end; t += W) {
     const V x = exp(load(score + t) - shift);
     total += x;

@@ -155,7 +155,9 @@ inline void accumulate(const float* weight, const T* v, int64_t stride, int low,
 template <class T, class S>
 struct Vectors {
   using Row = typename Dot<S>::Row;
-  static constexpr int kMost = 4;
+  static constexpr int kMost = 4, kStep = W;
+  static constexpr float kUnit = 1;
+  static constexpr bool kLate = false;  // whether o is divided by the sum of the weights, which else add up to 1
 
   static int64_t width(int64_t dim) {
     constexpr int step = Dot<S>::step;
@@ -189,6 +191,9 @@ struct Vectors {
                                 : accumulate<S, 1>;
     f(weight, v, stride, low, high, first, dim, o, stride_o, ahead);
   }
+
+  // Scores times kUnit, of which `top` is the highest, to weights in `add`'s own form; begin, end: multiples of kStep.
+  static Softmax weights(float top, int begin, int end, float* score) { return softmax(top, begin, end, score); }
 
   // Behind all calls of one kind: the results are there from now on.
   static void settle() {}

@@ -10,10 +10,11 @@ class Run {
         tile_{op_, each_ * task.heads, padded(op_.v_dim)}, first_row_(call.rows->row[task.sequence]),
         first_(call.stored ? call.rows->first[task.sequence] : 0), token_(call.stored ? 1 : op_.kv_heads),
         next_head_(call.stored ? call.rows->block_size : 1), queries_(scratch.data()),
-        scores_(queries_ + kTile * padded(op_.qk_dim)), space_(scores_ + kTile * kScores) {}
+        scores_(queries_ + kTile * spread(op_.qk_dim)), space_(scores_ + kTile * kScores) {}
 
   // The task's node in `space_`.
   Node compute() {
+    for (int64_t i = 0; i < tile_.queries; ++i) rows_[i] = int((task_.begin + i % each_) / group_);
     load_queries();
     Node nodes[2 * 64];
     int64_t depth = 0;
@@ -98,7 +99,7 @@ class Run {
   int64_t head(int64_t query) const {
     return (task_.head + query / each_) * group_ + (task_.begin + query % each_) % group_;
   }
-  int64_t row(int64_t query) const { return (task_.begin + query % each_) / group_; }
+  int64_t row(int64_t query) const { return rows_[query]; }
   int64_t place(int64_t query) const { return (first_row_ + row(query)) * op_.q_heads + head(query); }
 
   void load_queries() {
@@ -140,6 +141,7 @@ class Run {
   void attend(int64_t begin, const Chunk& here, const Chunk& next, Node& node) {
     View views[kTile];
     Block blocks[kTile];
+    float totals[kTile] = {};
     const int low = here.pieces[0].low, high = here.pieces[here.count - 1].high;
     const int64_t per_head = divide(begin, low, high, views, blocks), count = per_head * task_.heads;
     for (const bool values : {false, true}) {
@@ -153,11 +155,19 @@ class Run {
               score_keys(blocks[i], here.pieces[p], h, ahead);
         }
       loops_.settle();
-      if (!values) weights(blocks, count, views, node);
+      if (!values) weights(blocks, count, views, node, totals);
     }
     for (const Block* block = blocks; block < blocks + count; ++block)
-      for (int64_t i = 0; block->low >= block->high && i < block->count * tile_.stride; ++i)
-        node.o[block->query * tile_.stride + i] = 0;
+      if (block->low >= block->high)
+        for (int64_t i = 0; i < block->count * tile_.stride; ++i) node.o[block->query * tile_.stride + i] = 0;
+      else if (Loops::kLate)
+        for (int i = block->query; i < block->query + block->count; ++i)
+          divide_by(totals[i], node.o + i * tile_.stride);
+  }
+
+  void divide_by(float total, float* o) const {
+    const V share = set(1 / total);
+    for (const float* const end = o + tile_.stride; o < end; o += W) store(o, load(o) * share);
   }
 
   // Queries of the block that begins with `query`: of one head, and its blocks as equal as can be.
@@ -215,13 +225,20 @@ class Run {
   }
 
   // Scores to weights; the log-sum-exp to the node.
-  void weights(const Block* blocks, int64_t count, const View* views, Node& node) {
-    float totals[kTile];
-    for (const Block* block = blocks; block < blocks + count; ++block)
-      for (int i = block->query; i < block->query + block->count; ++i) {
-        const Softmax result = softmax(op_, views[i], block->low, block->high, scores_ + i * kScores);
-        node.lse[i] = result.top, totals[i] = result.total;
-      }
+  void weights(const Block* blocks, int64_t count, const View* views, Node& node, float* totals) {
+    constexpr int step = Loops::kStep;
+    float tops[kTile];
+    const auto each = [&](auto f) __attribute__((always_inline)) {
+      for (const Block* block = blocks; block < blocks + count; ++block)
+        for (int i = block->query; i < block->query + block->count; ++i)
+          f(i, block->low / step * step, (block->high + step - 1) / step * step, scores_ + i * kScores);
+    };
+    // All of one before the next: no query waits for the highest score of the one before it.
+    each([&](int i, int begin, int end, float* x) { tops[i] = see(op_, Loops::kUnit, views[i], begin, end, x); });
+    each([&](int i, int begin, int end, float* x) {
+      const Softmax result = Loops::weights(tops[i], begin, end, x);
+      node.lse[i] = result.top, totals[i] = result.total;
+    });
     for (int64_t i = 0; i < tile_.queries; i += W) store(node.lse + i, load(node.lse + i) + log(load(totals + i)));
   }
 
@@ -250,6 +267,7 @@ class Run {
   const int64_t first_row_, first_;  // first_: position of the first row, 0 where positions count from it
   const int64_t token_, next_head_;  // rows from one token to the next, and from one head to the next
   float *const queries_, *const scores_, *const space_;
+  int rows_[kTile];  // of the queries, in the step
   Loops loops_;
 };
 

@@ -8,7 +8,9 @@
 // [16 pairs of tokens, 16 numbers]; 4: weights [queries, 32 tokens]; 5, 6: o [queries, 16 numbers].
 class Tiles {
  public:
-  static constexpr int kMost = 16;
+  static constexpr int kMost = 16, kStep = 2 * W;  // kStep: numbers of a row, or tokens, in a tile
+  static constexpr float kUnit = 1;
+  static constexpr bool kLate = false;
 
   // Fewer queries than make two blocks of vectors are not worth it while keys come from memory: loads of tiles wait for
   // their lines. All rows of the sequence in the step count, not those of a task, so that bits do not depend on tasks.
@@ -59,6 +61,8 @@ class Tiles {
     }
   }
 
+  static Softmax weights(float top, int begin, int end, float* score) { return softmax(top, begin, end, score); }
+
   void add(int count, const float* weight, const BFloat16* v, int64_t stride, int low, int high, bool first,
            int64_t dim, float* o, int64_t stride_o, Ahead ahead) {
     set_for(count);
@@ -89,8 +93,6 @@ class Tiles {
   }
 
  private:
-  static constexpr int kStep = 2 * W;  // numbers of a row, or tokens, in a tile
-
   // Of 32 tokens, those that are there.
   struct Range {
     int low, high;
