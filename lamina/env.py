@@ -11,6 +11,7 @@ from lamina.netstack.contract.key import cluster_key as given_key
 
 LEASE_BYTES = "LAMINA_LEASE_BYTES"
 LEASE_METER = "LAMINA_LEASE_METER"
+PACKED = "LAMINA_PACKED_WEIGHTS"
 # name -> what it is for; where a flag says the same, the flag wins
 VARIABLES = {
     KEY: "the key that peers of a cluster share, hexadecimal, 16 bytes or more; default: a fresh one for each run",
@@ -33,6 +34,7 @@ VARIABLES = {
     "LAMINA_CACHE": "folder of captures kept from one start to the next; empty: none; default: ~/.cache/lamina",
     LEASE_BYTES: "set by `lend` for its guests: the most KV memory that one may take",
     LEASE_METER: "set by `lend` for its guests: a descriptor of what one has read of it",
+    PACKED: "set by a launcher for its workers: the memory file where those of one host have packed weights together",
     "LAMINA_TRIPWIRE": "set by `drill` for its server: the file by which it ends a worker at a message of a kind",
     "LAMINA_BENCH_LIFE_LINE": "set by `bench` for the servers that it starts: a descriptor that ends with it",
 }

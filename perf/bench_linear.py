@@ -31,7 +31,8 @@ from torch import Tensor
 
 from lamina.attention._native import VARIANTS, Kernels
 from lamina.gemm._native import Engine, usable
-from lamina.gemm.native import TYPES, HugePages
+from lamina.gemm.native import TYPES
+from lamina.gemm.pages import HugePages
 
 REST_S = 0.003  # before a turn, while idle threads of the one before go on spinning for work
 TURN_S = 0.5
@@ -85,7 +86,7 @@ def native_packed(layers: LayerWeights, variant: str, threads: int) -> Callable[
     engine = Engine(threads, variant)
     shapes = [(TYPES[w.dtype], *w.shape, w.stride(0)) for w in layers.weights]
     pages = HugePages()
-    room = [pages.take(engine.packed_bytes(*shape[:3])) for shape in shapes]
+    room = [pages.place(w, engine.packed_bytes(*s[:3]))[0] for w, s in zip(layers.weights, shapes, strict=True)]
     for w, to, shape in zip(layers.weights, room, shapes, strict=True):
         engine.pack(w.data_ptr(), to.data_ptr(), *shape)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from lamina.converter import SlicedProgram
+    from lamina.gemm import LinearBackend
     from lamina.models.read_shard import WeightBytes
     from lamina.protocol.partition import Partition
     from lamina.protocol.plan import LayerShape
@@ -46,6 +47,7 @@ class _RankFacts(NamedTuple):
     max_len: int
     vocab_size: int
     packed: int  # bytes of weights in an order of the linear layers' own, where a worker has them twice; or 0
+    shared: int  # of those, what the workers of this host have together
 
 
 def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMemory]:
@@ -62,7 +64,8 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
     topology = config.topology
     runtimes = {role: idle if role == "memory" else working for role in topology.counts}
     left = free - sum(runtimes[role].private * n for role, n in topology.counts.items())
-    left -= (facts.weights.copied + facts.packed) * (topology.num_compute + topology.prefill_workers)
+    own = facts.weights.copied + facts.packed - facts.shared
+    left -= own * (topology.num_compute + topology.prefill_workers) + facts.shared
     workers = [
         *(_compute(facts, config, i) for i in range(topology.num_compute)),
         *(_prefill(facts, config, i, left) for i in range(topology.prefill_workers)),
@@ -101,7 +104,6 @@ def _memory_runtime(config: EngineConfig) -> Iterator[Measured]:
 
 def _facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
     from lamina import gemm, netstack
-    from lamina.gemm.packing import bytes_to_pack
     from lamina.kv.stored import stored_dtype
     from lamina.models.checkpoint import find_checkpoint, read_config
     from lamina.models.convert import layer_shapes
@@ -126,8 +128,10 @@ def _facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
     backend = gemm.get(linear(config.model.gemm, pick("--compute-device", config.devices.compute_device, 0)), 1)
     weights = config.topology.of_rank(config.topology.weights, 0)
     max_len, wire = config.model.max_model_len or max_model_len(settings), planned.program.calls[0].q.dtype
+    stored = weight_bytes(planned.model, directory, planned.shard)
+    packed, shared = (0, 0) if in_process else _packed(planned.program, backend, config, stored, free)
     return _RankFacts(
-        weights=weight_bytes(planned.model, directory, planned.shard),
+        weights=stored,
         program=planned.program,
         layers=layers,
         partition=partition_of(config.topology.partition, layers, weights, max_len),
@@ -135,8 +139,21 @@ def _facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
         kv_dtype=stored_dtype(config.kv.kv_cache_dtype, wire),
         max_len=max_len,
         vocab_size=settings.get_text_config().vocab_size,
-        packed=0 if in_process else bytes_to_pack(planned.program, backend, free, config.topology, config.devices),
+        packed=packed,
+        shared=shared,
     )
+
+
+def _packed(
+    program: SlicedProgram, backend: LinearBackend, config: EngineConfig, stored: WeightBytes, free: int
+) -> tuple[int, int]:
+    """Bytes of packed weights of a worker, and what of them workers have together: of weights that are mapped."""
+    from lamina.gemm.packing import has_room, may_share, packed_weights
+
+    needed = sum(size for _, size in packed_weights(program, backend))
+    together = config.launching.starter == "local" and may_share(config.topology)
+    shared = needed * stored.mapped // max(sum(stored), 1) if together else 0
+    return (needed, shared) if has_room(needed, shared, free, config.topology, config.devices) else (0, 0)
 
 
 def _compute(facts: _RankFacts, config: EngineConfig, index: int) -> WorkerMemory:
@@ -156,8 +173,8 @@ def _compute(facts: _RankFacts, config: EngineConfig, index: int) -> WorkerMemor
         name=f"compute-{index}",
         device=_device("--compute-device", config.devices.compute_device, config.gpu_number("compute", index)),
         part=index % ranks,
-        mapped=facts.weights.mapped,
-        copied=facts.weights.copied + facts.packed,
+        mapped=facts.weights.mapped + facts.shared,
+        copied=facts.weights.copied + facts.packed - facts.shared,
         slots=slots,
         workspace=_slices(facts, config) + carried,
     )
@@ -177,8 +194,8 @@ def _prefill(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> 
     return WorkerMemory(
         name=f"prefill-{index}",
         device=_device("--compute-device", config.devices.compute_device, config.gpu_number("prefill", index)),
-        mapped=facts.weights.mapped,
-        copied=facts.weights.copied + facts.packed,
+        mapped=facts.weights.mapped + facts.shared,
+        copied=facts.weights.copied + facts.packed - facts.shared,
         kv=_blocks(facts, config, alone, 0, config.devices.prefill_kv_bytes() or chosen),
         slots=config.topology.memory_workers * _prefill_channel(facts, config),
         workspace=_slices(facts, config) + attention,

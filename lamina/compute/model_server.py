@@ -16,8 +16,7 @@ from msgspec import structs
 from lamina import gemm, netstack
 from lamina.collective import Collective
 from lamina.env import cluster_key
-from lamina.gemm import LinearBackend
-from lamina.gemm.packing import bytes_to_pack
+from lamina.gemm import LinearBackend, packing
 from lamina.memory.store import available_bytes
 from lamina.netstack import ChannelError
 from lamina.observe.trace import Event
@@ -181,7 +180,8 @@ class ModelServer:
         self.clock.lap("convert_s")
         backend = gemm.get(linear(start.model.gemm, self.staging.device), torch.get_num_threads())
         if self.module is None and not here:
-            backend.packs = bytes_to_pack(program, backend, available_bytes(), start.topology, start.devices) > 0
+            patience = start.deadlines.start_timeout_s / 2
+            packing.decide(program, backend, available_bytes, start.topology, start.devices, patience)
         layers = layer_shapes(program)
         program = self.staging.place(program)
         partition = self._partition(layers, max_len)
@@ -203,6 +203,7 @@ class ModelServer:
         )
         for each in todo:
             program = each.run(program)
+        cut.backend.pages.done()
         return program
 
     def ready(self, cut: CutModel, bounds: Sequence[Bound], view: int) -> ComputeReady:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from lamina.converter import SlicedProgram
 
+    from .pages import Pages
+
 # name -> module of this package with a function open_backend(threads); imported when first used
 BACKENDS: dict[str, str] = {"native": "native", "torch": "torch"}
 
@@ -31,6 +33,7 @@ class LinearBackend(Protocol):
         ...
 
     packs: bool  # whether weights for ``engine`` are copied into an order by which it is faster; False at first
+    pages: Pages  # where to
 
     @property
     def engine(self) -> object | None:

@@ -8,39 +8,18 @@ less time then. What native computes of a row depends on that row alone, bit for
 
 from __future__ import annotations
 
-import mmap
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ._native import Engine, usable
+from .pages import HugePages, Pages
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_LIMIT = (1 << 63) - 1
-LINE, SLAB = 64, 64 << 20  # bytes
 # Rows of bf16 up to which native is about as fast as torch, by variant, where torch has a product of its own for it
 # (perf/DIARY.md). The last two are for CPUs without bf16 instructions: others have a variant before them.
 MOST_ROWS = {"amx": 128, "avx512_bf16": 128, "avx512": 32, "avx2": 32}
-
-
-class HugePages:
-    """Memory in huge pages, where the system has some: many tensors share slabs, as small ones would have none."""
-
-    def __init__(self) -> None:
-        self._left = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, size: int) -> Tensor:
-        """``size`` bytes of zeros, at a multiple of 64."""
-        room = -(-size // LINE) * LINE
-        if room > len(self._left):
-            whole = max(SLAB, room)
-            memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # what is shared has none
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            self._left = torch.frombuffer(memory, dtype=torch.uint8)
-        taken, self._left = self._left[:size], self._left[room:]
-        return taken
 
 
 class NativeLinear:
@@ -52,7 +31,7 @@ class NativeLinear:
         """Raises ValueError where the CPU lacks ``variant``, or AVX2."""
         self.engine = Engine(threads, variant)
         self.packs = False
-        self._pages = HugePages()
+        self.pages: Pages = HugePages()
         self._run = self.engine.linear
         self.most_rows: dict[torch.dtype, int] = {}  # by dtype, where there is a limit
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -67,13 +46,14 @@ class NativeLinear:
         return self.engine.packed_bytes(TYPES[dtype], cols, k_size) if dtype in TYPES else 0
 
     def packed(self, w: Tensor) -> Tensor:
-        """A copy of w [N, K] in that order, in huge pages where the system has some.
+        """A copy of w [N, K] in that order, in ``pages``.
 
         Raises ValueError where the variant has none.
         """
         kind, (cols, k_size) = TYPES[w.dtype], w.shape
-        to = self._pages.take(self.packed_bytes(w.dtype, cols, k_size))
-        self.engine.pack(w.data_ptr(), to.data_ptr(), kind, cols, k_size, w.stride(0))
+        to, is_there = self.pages.place(w, self.packed_bytes(w.dtype, cols, k_size))
+        if not is_there:
+            self.engine.pack(w.data_ptr(), to.data_ptr(), kind, cols, k_size, w.stride(0))
         return to
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:

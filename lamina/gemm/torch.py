@@ -6,12 +6,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .pages import HugePages, Pages
+
 
 class Torch:
     """torch.nn.functional.linear under the name of the seam."""
 
     own_threads = False
     packs = False
+    pages: Pages = HugePages()  # which stay empty
     engine = None
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lamina import cores
+from lamina.env import PACKED
 from lamina.facts.room import check_kv_room, free_bytes
 from lamina.processes import is_stopped
 from lamina.protocol.options.engine import EngineConfig
@@ -81,12 +82,14 @@ class ProcessWorker:
 
     place = ""
 
-    def __init__(self, role: str, index: int, threads: int = 0, on: cores.Cores = ()) -> None:
-        """``threads`` of OpenMP; 0 = what the environment says, else all cores. ``on``: its cores; empty = any."""
+    def __init__(self, role: str, index: int, threads: int = 0, on: cores.Cores = (), **env: str) -> None:
+        """``threads`` of OpenMP; 0 = what the environment says, else all cores. ``on``: its cores; empty = any.
+        ``env``: what its environment has besides.
+        """
         self.role, self.index = role, index
         self.sock, theirs = socket.socketpair()
         with theirs:
-            self._process = start(role, theirs, threads, on)
+            self._process = start(role, theirs, threads, on, **env)
         self.pid = self._process.pid
 
     def fate(self) -> str | None:
@@ -128,15 +131,19 @@ class LocalLauncher:
     """All workers on this machine; they end by their control links alone."""
 
     def __init__(self, key: bytes, wanted: Mapping[str, int], on: Mapping[str, Sequence[cores.Cores]]) -> None:
-        """``on``: the cores of each worker of a role; empty = any."""
+        """``on``: the cores of each worker of a role; empty = any. LAMINA_PACKED_WEIGHTS of the workers is a file in
+        memory, this launcher's own and empty: its first user fills it.
+        """
         self.key = key
         self._wanted, self._on = dict(wanted), {role: list(each) for role, each in on.items()}
+        self._packed = open(os.memfd_create("lamina-packed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "rb")  # noqa: SIM115
 
     def share(self, role: str, index: int) -> int:
         return len(self._cores(role, index)) or max(1, len(os.sched_getaffinity(0)) // self._wanted[role])
 
     def start(self, role: str, index: int, threads: int = 0) -> ProcessWorker:
-        return ProcessWorker(role, index, threads, self._cores(role, index))
+        packed = f"/proc/{os.getpid()}/fd/{self._packed.fileno()}"
+        return ProcessWorker(role, index, threads, self._cores(role, index), **{PACKED: packed})
 
     def _cores(self, role: str, index: int) -> cores.Cores:
         """Of one in the place of a worker that somebody else had lent, those of the last one here."""
@@ -156,7 +163,8 @@ class LocalLauncher:
         self._on[role] = [self._on[role][n] for n in numbers]
         self._wanted[role] = len(numbers)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._packed.close()
 
 
 def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> LocalLauncher:
@@ -198,12 +206,14 @@ def neighbours() -> list[int]:
     return sorted(os.sched_getaffinity(0), key=place_of)
 
 
-def start(role: str, control: socket.socket, threads: int, on: cores.Cores) -> Process:
-    """The process of a worker. Forked from the warm process: what that has imported need not be imported again."""
+def start(role: str, control: socket.socket, threads: int, on: cores.Cores, **env: str) -> Process:
+    """The process of a worker, with ``env`` in its environment besides. Forked from the warm process: what that has
+    imported need not be imported again.
+    """
     arguments = ["--cores", ",".join(map(str, on))] if on else []
-    serve, own = ":".join(ROLES[role]), environment(threads)
+    serve, own = ":".join(ROLES[role]), {**environment(threads), **env}
     if any(own.get(name) for name in BINDING):
-        return Fresh(spawn(role, control, threads, arguments))
+        return Fresh(spawn(role, control, threads, arguments, (), **env))
     for _ in range(2):  # a warm process that has died is replaced
         if (warm := START.begin(own)) is None:
             break
@@ -217,7 +227,7 @@ def start(role: str, control: socket.socket, threads: int, on: cores.Cores) -> P
             break
     else:
         START.give_up(gone, why)
-    return Fresh(spawn(role, control, threads, arguments))
+    return Fresh(spawn(role, control, threads, arguments, (), **env))
 
 
 def spawn(
