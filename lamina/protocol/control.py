@@ -174,9 +174,7 @@ class Halted(msgspec.Struct, frozen=True, kw_only=True, tag="halted"):
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
-    """Compute or prefill worker -> driver: a channel of ``view`` has ended, and its other end knows better why. The
-    worker waits for a Halt, a Connect, or its end.
-    """
+    """Compute or prefill worker -> driver: a channel of ``view`` has ended. It waits for Halt, Connect, or its end."""
 
     view: int
     text: str
@@ -191,9 +189,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
 
 
 class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready"):
-    """Compute or prefill worker -> driver, in answer to a Connect: the memory workers are bound. What it says of the
-    model must be what all others say.
-    """
+    """Compute or prefill worker -> driver, in answer to a Connect: memory workers are bound. All say one model."""
 
     view: int = 0  # of the Connect
     vocab_size: int
