@@ -6,6 +6,8 @@ import gc
 import sys
 import threading
 from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -48,6 +50,10 @@ SPREAD = [
 ]
 
 
+# Tests of one case follow each other so: a parameter of the fixture would have all cases over shm come first.
+transports = pytest.mark.parametrize("native", ["shm", "tcp"], indirect=True)
+
+
 @pytest.fixture(params=["shm", "tcp"])
 def native(request: pytest.FixtureRequest) -> Iterator[Pool]:
     with memory_pool(request.param) as pool:
@@ -60,27 +66,48 @@ def plain() -> Iterator[Pool]:
         yield pool
 
 
+class Wanted(NamedTuple):
+    """What the layers in Python give of STEPS."""
+
+    o: list[list[Tensor]]  # by step and layer
+    stats: list[dict[str, float]]  # by worker
+    stored: list[Tensor]  # of numbers of 8 bits
+
+
+@lru_cache(1)
+def in_python(weights: tuple[float, ...], **options: Any) -> Wanted:
+    """Computed once for both transports, whose tests follow each other. Nobody writes to it."""
+    with memory_pool() as pool:
+        m = model(pool, list(weights), LAYERS, **options)
+        o = [m.step(number, ops, rows) for number, (ops, rows) in enumerate(STEPS)]
+        end(m, pool)
+        return Wanted(o, [w.stats() for w in pool.workers], stored(pool) if "kv_cache_dtype" in options else [])
+
+
+def check_steps(m: Model, wanted: Wanted) -> None:
+    for number, (ops, rows) in enumerate(STEPS):
+        for layer, (a, b) in enumerate(zip(m.step(number, ops, rows), wanted.o[number], strict=True)):
+            assert torch.equal(a, b), (number, layer)
+
+
+@transports
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("partition", "weights"), SPREAD, ids=str)
 def test_bits_are_those_of_the_layers_in_python(
-    native: Pool, plain: Pool, partition: str, weights: list[float], dtype: str, overlap: bool
+    native: Pool, partition: str, weights: list[float], dtype: str, overlap: bool
 ) -> None:
-    options = {"partition": partition, "dtype": dtype, "overlap": overlap, "max_rows": 200}
-    found, wanted = (model(p, weights, LAYERS, **options) for p in (native, plain))  # type: ignore[arg-type]
-    for number, (ops, rows) in enumerate(STEPS):
-        for layer, (a, b) in enumerate(zip(found.step(number, ops, rows), wanted.step(number, ops, rows), strict=True)):
-            assert torch.equal(a, b), (number, layer)
-    for m, pool in ((found, native), (wanted, plain)):
-        end(m, pool)
-    for pool, share in ((native, 1.0), (plain, 0.0)):
-        for worker in pool.workers:
-            stats = worker.stats()
-            assert stats["native_turns"] == share * stats["turns"]
-            assert stats["attend_s"] > 0
+    options: dict[str, Any] = {"partition": partition, "dtype": dtype, "overlap": overlap, "max_rows": 200}
+    found, wanted = model(native, weights, LAYERS, **options), in_python(tuple(weights), **options)
+    check_steps(found, wanted)
+    end(found, native)
+    told = [worker.stats() for worker in native.workers]
+    for stats, share in ((told, 1.0), (wanted.stats, 0.0)):
+        for each in stats:
+            assert each["native_turns"] == share * each["turns"]
+            assert each["attend_s"] > 0
     for name in ("rows", "stored_bytes", "bytes_sent", "bytes_received", "turns"):
-        a, b = ([worker.stats()[name] for worker in pool.workers] for pool in (native, plain))
-        assert a == b, name
+        assert [each[name] for each in told] == [each[name] for each in wanted.stats], name
 
 
 def run_ahead(m: Model) -> Iterator[Tensor]:
@@ -110,20 +137,18 @@ def test_a_plan_may_come_before_any_layer(native: Pool, plain: Pool, partition: 
         assert torch.equal(a, b), number
 
 
+@transports
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("partition", "weights"), [SPREAD[1], SPREAD[4]], ids=str)
 def test_numbers_of_8_bits_are_rounded_as_in_python(
-    native: Pool, plain: Pool, kind: str, dtype: str, partition: str, weights: list[float]
+    native: Pool, kind: str, dtype: str, partition: str, weights: list[float]
 ) -> None:
-    options = {"partition": partition, "dtype": dtype, "kv_cache_dtype": kind, "max_rows": 200}
-    found, wanted = (model(p, weights, LAYERS, **options) for p in (native, plain))  # type: ignore[arg-type]
-    for number, (ops, rows) in enumerate(STEPS):
-        for layer, (a, b) in enumerate(zip(found.step(number, ops, rows), wanted.step(number, ops, rows), strict=True)):
-            assert torch.equal(a, b), (number, layer)
-    for m, pool in ((found, native), (wanted, plain)):
-        end(m, pool)
-    for a, b in zip(stored(native), stored(plain), strict=True):
+    options: dict[str, Any] = {"partition": partition, "dtype": dtype, "kv_cache_dtype": kind, "max_rows": 200}
+    found, wanted = model(native, weights, LAYERS, **options), in_python(tuple(weights), **options)
+    check_steps(found, wanted)
+    end(found, native)
+    for a, b in zip(stored(native), wanted.stored, strict=True):
         assert same(a, b)
     assert native.workers[0].stats()["native_turns"] == len(LAYERS) * sum(bool(rows) for _, rows in STEPS)
 
