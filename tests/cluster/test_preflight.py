@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from forked import ROOT, ForkedProgram
 from worker_processes import WARM, workers_of
 
 from lamina.cli.launch import main
 
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples/tiny_lm/model")
 
 
@@ -56,9 +58,11 @@ def test_tokens_for_which_there_is_no_room_are_told(capsys: pytest.CaptureFixtur
 
 @pytest.mark.timeout(300)
 def test_sigterm_ends_generate_and_its_workers_before_it() -> None:
-    process = ForkedProgram(["generate", MODEL, "--prompt", "x", "--ignore-eos", "--max-tokens", "2000"])
-    assert process.stdout is not None
-    with process.stdout:
+    command = [sys.executable, "-m", "lamina.cli.launch", "generate", MODEL, "--prompt", "x", "--ignore-eos"]
+    with subprocess.Popen(
+        [*command, "--max-tokens", "2000"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout is not None
         assert process.stdout.read(1), "it generates"
         workers = [pid for pid, command in workers_of(process.pid) if not command.startswith(WARM)]
         assert len(workers) == 3
