@@ -21,7 +21,7 @@ from .street import DrillSizes, LendingStreet, Reading, until
 SILENCE_S = 300.0  # that fails a stream, and anything else that does not come
 SOON_S = 30.0
 WAITS_S = 4.0  # in which a request that needs a new loan gets nothing while there is no ledger
-BACK_S = 3.0  # for blocks of a dead debtor: 2, and a heartbeat until the ledger knows
+BACK_S = 8.0  # for blocks of a dead debtor, by the ledger: by the end of its link, before that of its lease
 EARLY = 8  # tokens behind which a hit comes
 
 
