@@ -48,7 +48,8 @@ class SimInstance:
         out = self.debtor.tick(now)
         for loan in [b for b in self.debtor.loans.values() if b.recalled]:
             out += self.debtor.give_back(loan.creditor, loan.lease, loan.blocks - loan.recalled)
-        return out + self.settle_down()
+        out += self.settle_down()
+        return out + self._recall()
 
     def hear(self, sender: str, message: msgspec.Struct) -> list[Outgoing]:
         """What it says to a message."""
@@ -82,10 +83,14 @@ class SimInstance:
         self._grow_home(now)
         self.swapped = self.data - self.local - self.debtor.blocks
         self.debtor.wanted = 0 if self._one_way and self.creditor.lent else self.swapped
-        if (self._recalls or self._one_way) and self.swapped and self.creditor.lent:
-            held = {lease.number: lease.debtor for lease in self.creditor.leases.values()}
-            out += [(held[order.lease], order) for order in self.creditor.recall(self.swapped)]
         return out
+
+    def _recall(self) -> list[Outgoing]:
+        """Now and then, and not as an answer: else two who lend each other would go on for ever."""
+        if not ((self._recalls or self._one_way) and self.swapped and self.creditor.lent):
+            return []
+        held = {lease.number: lease.debtor for lease in self.creditor.leases.values()}
+        return [(held[order.lease], order) for order in self.creditor.recall(self.swapped)]
 
     def _shrink_home(self) -> None:
         """Give its own leases of its own memory back as far as its data does not need them."""
