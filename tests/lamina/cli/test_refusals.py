@@ -27,6 +27,11 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 0}, "--block-size must be at least 1, not 0"),
     ({"prefill_workers": -1}, "--prefill-workers must be at least 0, not -1"),
     ({"prefill_workers": 1025}, "--prefill-workers must be at most 1024, not 1025"),
+    (
+        {"prefill_kv_memory": "2GiB"},
+        "--prefill-kv-memory 2GiB is of prefill workers: say how many by --prefill-workers, or leave it out",
+    ),
+    ({"prefill_kv_memory": "much"}, "--prefill-kv-memory must be a size such as 512MiB or 4GiB, not 'much'"),
     ({"max_model_len": -1}, "--max-model-len must be at least 0, not -1"),
     ({"memory_sms": -1}, "--memory-sms must be at least 0, not -1"),
     ({"compute_threads": -1}, "--compute-threads must be at least 0, not -1"),

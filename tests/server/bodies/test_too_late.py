@@ -19,7 +19,7 @@ from lamina.request import Blame, Refusal
 from lamina.server.answer.answers import DONE, KEEP_ALIVE
 from lamina.server.config import ServerConfig
 from lamina.server.link.client import PromptRefusedError
-from lamina.server.link.messages import Add, Refused
+from lamina.server.link.messages import Add, Refused, State
 
 LATE = Refusal("ttft", 3.25, 0.01, 1.2)
 TOLD = {
@@ -163,3 +163,11 @@ def test_gauges_tell_of_the_loads() -> None:
     text = service.metrics.render(vllm=False).decode()
     for name in ("prefill_load", "decode_load", "first_tokens_total", "first_token_expected_seconds_total"):
         assert f"lamina:{name}{{" in text
+
+
+@pytest.mark.parametrize(("replicas", "told"), [(None, False), (3, True)])
+def test_a_gauge_tells_of_copies_on_prefill_workers(replicas: int | None, told: bool) -> None:
+    service = make_service()
+    service.client.state = State(running=0, waiting=0, free_blocks=[48], preemptions=0, steps=1, kv_replicas=replicas)
+    text = service.metrics.render(vllm=False).decode()
+    assert ('lamina:kv_replicas{engine="0",model_name="tiny"} 3.0' in text) == told
