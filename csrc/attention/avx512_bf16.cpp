@@ -17,10 +17,11 @@ LAMINA_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
 namespace lamina::attention {
 namespace {
 
-#include "avx512/pairs.h"
 #include "avx512/vectors.h"
 #include "kernel.h"
 #include "loops.h"
+
+#include "avx512/pairs.h"  // behind those
 #include "select.h"
 #include "tally.h"
 #include "task.h"

@@ -50,6 +50,7 @@ def test_every_stream_goes_on(part: int) -> None:
         612,  # what a sequence was forked from in this round gives way in it
         924,  # the plan of a batch comes before that of another one, whose transfer was begun before
         2136,  # a prefill worker dies while it tells of two chunks
+        1000014,  # nobody decodes, and what is retained is in the way of a chunk of a prompt
     ],
 )
 def test_rare_ones(seed: int) -> None:
