@@ -133,7 +133,7 @@ struct Tallying {
 };
 
 using Bound = void (*)(const Selecting&, const Choice&, int64_t head, float* queries, float* scores);
-using Tally = void (*)(const Tallying&, int64_t head, float* queries, float* scores, int64_t* to);
+using Tally = int64_t (*)(const Tallying&, int64_t head, float* queries, float* scores, int64_t* to);
 using RunTask = void (*)(const Call&, int64_t task, Scratch&);
 
 // Partial results of `queries` queries: o [queries, v_dim], lse [queries].
@@ -155,7 +155,7 @@ struct Variant {
   // qk_dim]. By whether K has scales.
   std::array<std::array<Bound, 2>, kDtypes> bound;
   // What the rows' softmax gives each block, added to `to` [blocks], by a KV head. Room: queries [group, padded qk_dim],
-  // scores [group, tokens of all blocks + 16].
+  // scores [group, tokens of all blocks + 16]. Returns the products of a query and a key that it took.
   std::array<std::array<Tally, kStored>, kDtypes> tally;
   std::uint64_t (*read)(const void*, std::size_t);  // every byte once: what a read limit is measured with
 };

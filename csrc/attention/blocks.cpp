@@ -26,7 +26,7 @@ void select_all(Engine& engine, const Selecting& of, std::size_t choices, int th
   });
 }
 
-void tally_all(Engine& engine, const Tallying& of, int64_t* to, int threads) {
+int64_t tally_all(Engine& engine, const Tallying& of, int64_t* to, int threads) {
   const Operator& op = *of.op;
   const std::lock_guard lock(engine.busy);
   const auto heads = std::size_t(op.kv_heads);
@@ -36,11 +36,13 @@ void tally_all(Engine& engine, const Tallying& of, int64_t* to, int threads) {
     room.queries.resize(std::size_t(op.group() * padded(op.qk_dim)));
     room.scores.resize(std::size_t(op.group() * (of.blocks * of.block_size + 16)));
   }
+  std::atomic<int64_t> pairs{0};
   engine.pool.each(heads, all, [&](std::size_t head, std::size_t thread) {
     Choosing& room = engine.choosing[thread];
-    engine.variant->tally[engine.dtype][engine.stored](of, int64_t(head), room.queries.data(), room.scores.data(),
-                                                       to + int64_t(head) * of.blocks);
+    pairs += engine.variant->tally[engine.dtype][engine.stored](of, int64_t(head), room.queries.data(),
+                                                                room.scores.data(), to + int64_t(head) * of.blocks);
   });
+  return pairs;
 }
 
 PyObject* kernels_select(PyObject* object, PyObject* args) {
@@ -90,6 +92,7 @@ PyObject* kernels_tally(PyObject* object, PyObject* args) {
   const bool sense = kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0 && qk_dim > 0 && block_size > 0 &&
                      !k_scale == (engine.stored == kAsQueries);
   bool enough = true;
+  int64_t pairs = 0;
   if (sense) {
     Py_BEGIN_ALLOW_THREADS;
     const Operator op{q_heads, kv_heads, qk_dim, qk_dim, 0, scale, softcap, pointer<float>(sinks), nullptr};
@@ -97,7 +100,7 @@ PyObject* kernels_tally(PyObject* object, PyObject* args) {
                       ints_of(ids), ints_of(seen),    count_of(seen),   count_of(ids),
                       block_size};
     try {
-      tally_all(engine, of, pointer<int64_t>(to), threads);
+      pairs = tally_all(engine, of, pointer<int64_t>(to), threads);
     } catch (const std::bad_alloc&) {
       enough = false;
     }
@@ -106,7 +109,7 @@ PyObject* kernels_tally(PyObject* object, PyObject* args) {
   PyBuffer_Release(&ids), PyBuffer_Release(&seen);
   if (!enough) return PyErr_NoMemory();
   if (!sense) return PyErr_Format(PyExc_ValueError, "no rows can be counted so");
-  Py_RETURN_NONE;
+  return PyLong_FromLongLong(pairs);
 }
 
 }  // namespace lamina::attention

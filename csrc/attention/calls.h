@@ -21,9 +21,10 @@ struct Calls {
   // Without the GIL; calls take turns. Of `call` everything but rows, tasks and what belongs to them. Throws
   // std::bad_alloc.
   void (*attend)(void* engine, Call call, Prepared, int threads);
-  // The same of select, for so many choices, and of a tally of all KV heads: to [kv_heads, blocks], which it adds to.
+  // The same of select, for so many choices, and of a tally of all KV heads: to [kv_heads, blocks], which it adds to;
+  // returns its products of a query and a key.
   void (*select)(void* engine, const Selecting&, std::size_t choices, int threads);
-  void (*tally)(void* engine, const Tallying&, int64_t* to, int threads);
+  int64_t (*tally)(void* engine, const Tallying&, int64_t* to, int threads);
   // read_choices and make_tasks, for modules that are not linked with them.
   bool (*choices)(const int64_t* numbers, int64_t count, const int64_t* blocks, int64_t all, int64_t width,
                   std::vector<Choice>* to);

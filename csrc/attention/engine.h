@@ -48,7 +48,7 @@ T* pointer(unsigned long long address) {
 
 // As Calls says.
 void select_all(Engine&, const Selecting&, std::size_t choices, int threads);
-void tally_all(Engine&, const Tallying&, int64_t* to, int threads);
+int64_t tally_all(Engine&, const Tallying&, int64_t* to, int threads);
 
 PyObject* kernels_select(PyObject* kernels, PyObject* args);
 PyObject* kernels_tally(PyObject* kernels, PyObject* args);

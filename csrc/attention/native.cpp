@@ -161,7 +161,7 @@ PyObject* kernels_new(PyTypeObject* type, PyObject* args, PyObject*) {
                    select_all(*static_cast<Engine*>(engine), of, choices, threads);
                  },
                  [](void* engine, const Tallying& of, int64_t* to, int threads) {
-                   tally_all(*static_cast<Engine*>(engine), of, to, threads);
+                   return tally_all(*static_cast<Engine*>(engine), of, to, threads);
                  },
                  read_choices,
                  make_tasks};

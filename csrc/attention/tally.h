@@ -48,10 +48,11 @@ inline void add_shares(const Tallying& of, float* scores, int64_t tokens, const 
 
 // See Variant. T: of q; S: of K.
 template <class T, class S>
-void tally(const Tallying& of, int64_t head, float* queries, float* scores, int64_t* to) {
+int64_t tally(const Tallying& of, int64_t head, float* queries, float* scores, int64_t* to) {
   const Operator& op = *of.op;
   const int64_t dim = op.qk_dim, wide = padded(dim), group = op.group(), stride = of.blocks * of.block_size + W;
   const S* keys = static_cast<const S*>(of.k);
+  int64_t pairs = 0;
   for (int64_t r = 0; r < of.rows; ++r) {
     for (int64_t g = 0; g < group; ++g) {
       const T* q = static_cast<const T*>(of.q) + (r * op.q_heads + head * group + g) * dim;
@@ -67,14 +68,15 @@ void tally(const Tallying& of, int64_t head, float* queries, float* scores, int6
         const float* q = queries + g * wide;
         float* into = scores + g * stride + t;
         if (group - g >= 4)
-          dot_key<4>(q, wide, keys + row * dim, dim, scale, into, stride), g += 4;
+          dot_key<4>(q, wide, keys + row * dim, dim, scale, into, stride), g += 4, pairs += 4;
         else
-          dot_key<1>(q, wide, keys + row * dim, dim, scale, into, stride), g += 1;
+          dot_key<1>(q, wide, keys + row * dim, dim, scale, into, stride), g += 1, pairs += 1;
       }
     }
     for (int64_t g = 0; g < group; ++g)
       add_shares(of, scores + g * stride, tokens, op.sinks ? op.sinks + head * group + g : nullptr, to);
   }
+  return pairs;
 }
 
 // By Stored.

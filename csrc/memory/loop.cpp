@@ -92,8 +92,9 @@ Result Loop::run_stage(std::uint64_t start) {
       break;
     case Stage::kWrite: {
       write();
-      if (!step().countings.empty()) count();
-      counts.write_ns += now_ns() - start;
+      const std::uint64_t written = now_ns();
+      counts.write_ns += written - start;
+      if (!step().countings.empty()) count(), counts.score_ns += now_ns() - written;
       span(Event::kWrite, &start);
       Link& from = links[source()];
       for (; from.held; --from.held) from.calls->engine->release();

@@ -120,7 +120,7 @@ struct Step {
 enum class Event : std::int64_t { kWaitQ = 22, kWaitKV, kStored, kWrite, kFresh, kSend, kReserve = 30 };
 
 struct Counts {
-  std::uint64_t attend_ns, write_ns, wait_ns, turns, received_bytes, sent_bytes;
+  std::uint64_t attend_ns, write_ns, score_ns, wait_ns, turns, received_bytes, sent_bytes;
 };
 
 // done: the round is. pause: nothing has come in time, or it is time to look elsewhere. other: the last message is none

@@ -186,8 +186,9 @@ PyObject* loop_counts(PyObject* object, PyObject*) {
   loop.counts = {};
   const auto seconds = [](std::uint64_t ns) { return double(ns) / 1e9; };
   using Number = unsigned long long;
-  return Py_BuildValue("KdddKK", Number(counts.turns), seconds(counts.attend_ns), seconds(counts.write_ns),
-                       seconds(counts.wait_ns), Number(counts.received_bytes), Number(counts.sent_bytes));
+  return Py_BuildValue("KddddKK", Number(counts.turns), seconds(counts.attend_ns), seconds(counts.write_ns),
+                       seconds(counts.score_ns), seconds(counts.wait_ns), Number(counts.received_bytes),
+                       Number(counts.sent_bytes));
 }
 
 PyObject* loop_spans(PyObject* object, PyObject*) { return spans_of(loop_of(object)->loop->spans); }

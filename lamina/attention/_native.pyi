@@ -94,11 +94,12 @@ class Kernels:
         block_size: int,
         to: int,
         threads: int,
-    ) -> None:
+    ) -> int:
         """Add what rows attend each block to ``to`` [KV heads, blocks] int64: lamina.attention.scores.
 
         ``operator``: query heads, KV heads, qk_dim, scale, softcap, address of sinks (0 = none). q, k and its scales (0
-        where it has none) by address. Raises ValueError where these make no sense.
+        where it has none) by address. Returns the products of a query and a key that it took. Raises ValueError where
+        these make no sense.
         """
 
     def read(self, address: int, nbytes: int, threads: int) -> int:

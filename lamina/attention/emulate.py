@@ -52,6 +52,14 @@ class Emulate(AttentionBackend):
     ) -> None:
         self._inner.finish(op, prepared.inner, stored, q, kv, out)
 
+    def scores(self, op: Operator, store: LayerStore, blocks: Tensor, q: Tensor, seen: Tensor) -> Tensor:
+        """K is read once more, half of what a token has."""
+        times, tokens = self._times, len(blocks) * store.k.shape[2]
+        self._device.begin(times.attention_s + tokens * store.token_bytes / 2 * times.attention_byte_s)
+        scores = self._inner.scores(op, store, blocks, q, seen)
+        self._device.finish()
+        return scores
+
     def append(self, store: LayerStore, at: WriteIndex, rows: StoredRows) -> None:
         self._inner.append(store, at, rows)
 

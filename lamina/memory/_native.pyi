@@ -30,8 +30,10 @@ class Loop:
     def at(self) -> tuple[int, int]:
         """The turn in the round, layer * steps + step; and whether K and V are due (1) or Q (0)."""
 
-    def counts(self) -> tuple[int, float, float, float, int, int]:
-        """Turns, seconds of attention, of writing and of waiting, bytes received and sent since the last call."""
+    def counts(self) -> tuple[int, float, float, float, float, int, int]:
+        """Turns, seconds of attention, of writing, of scoring and of waiting, bytes received and sent, all since the
+        last call.
+        """
 
     def spans(self) -> bytes:
         """Since the last call; see lamina.observe.trace.native_spans. The number is that of a step in its round."""

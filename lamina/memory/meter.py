@@ -11,7 +11,7 @@ class Meter:
     """Seconds, counts and bytes by name."""
 
     def __init__(self) -> None:
-        names = "attend_s write_s grant_s wait_s plan_s "
+        names = "attend_s write_s score_s grant_s wait_s plan_s "
         names += "steps rows turns native_turns refused dropped stores connects stored_bytes bytes_received bytes_sent "
         names += (
             "load_s save_s fetch_s kv_loaded_bytes kv_saved_bytes kv_peer_bytes kv_fetched_pages kv_failed_transfers "

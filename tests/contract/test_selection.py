@@ -211,6 +211,25 @@ def test_native_kernels_choose_as_the_reference_does(wire: torch.dtype, dim: int
         get("native", CPU, wire, stored).select(op, store, choices, q, got)
 
 
+def test_the_last_rows_of_a_prompt_are_scored_for_a_tenth_of_its_pairs() -> None:
+    """By the kernels' own count, of 256 rows of 5,000 that come in two chunks: no row meets what lies behind it."""
+    length, window, op = 5000, 256, operator()
+    store = allocate(-(-length // SIZE), HEADS, SIZE, DIM, DIM, torch.bfloat16, CPU)
+    store.k.normal_()
+    blocks, to = np.arange(-(-length // SIZE)), torch.zeros(HEADS, -(-length // SIZE), dtype=torch.int64)
+    q = torch.randn(window, HEADS * EACH, DIM).bfloat16()
+    for variant in VARIANTS:
+        kernels, pairs = NativeAttention(torch.bfloat16, variant).kernels, 0
+        for rows in (range(100), range(100, window)):
+            seen = np.array([length - window + 1 + r for r in rows])
+            shape = (op.q_heads, op.kv_heads, DIM, op.spec.scale, 0.0, 0)
+            of = (q[rows.start :].data_ptr(), store.k.data_ptr(), 0, blocks, seen, SIZE)
+            pairs += kernels.tally(shape, *of, to.data_ptr(), 1)
+        each = pairs / op.q_heads
+        assert (round(each / length**2, 3), round(each / (length * (length + 1) / 2), 3)) == (0.05, 0.1)
+        assert each < window * length
+
+
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("dim", "each", "stored", "softcap", "sinks"),

@@ -97,6 +97,11 @@ def test_attention_takes_its_time_and_changes_nothing(monkeypatch: pytest.Monkey
     assert torch.equal(*results)
     assert np.isfinite(results[0].numpy()).all()
     assert seconds[1] >= 0.03 + 8192e-5
+    of = op, store, torch.tensor(tables.block_ids(0, 0, 0, 4)), q, torch.tensor([64])
+    start = time.monotonic()
+    scores = get("emulate", device, dtype).scores(*of)
+    assert time.monotonic() - start >= 0.03 + 4096e-5, "K alone is read"
+    assert torch.equal(scores, get("auto", device, dtype).scores(*of))
 
 
 def test_without_the_variable_nothing_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,7 @@ class HostLayers:
             meter.add("bytes_sent", messages.o_bytes)
         with meter.time("write_s"):
             step.write(layer, rows)
+        with meter.time("score_s"):
             step.score(layer, q)
         trace.add(Event.WRITE, start, step.plan, layer)
         for arrival in (q_arrival, kv_arrival):

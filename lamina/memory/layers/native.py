@@ -33,7 +33,7 @@ except ImportError:  # not built: HostLayers does it
     Loop = None  # type: ignore[assignment,misc]
 
 DONE, PAUSE = 0, 1  # what a run comes to
-COUNTS = "turns", "attend_s", "write_s", "wait_s", "bytes_received", "bytes_sent"
+COUNTS = "turns", "attend_s", "write_s", "score_s", "wait_s", "bytes_received", "bytes_sent"
 WIRE = torch.float32, torch.bfloat16, torch.float16  # attention::Dtype
 STORED = None, torch.int8, torch.float8_e4m3fn  # attention::Stored; first: as on the wire
 
