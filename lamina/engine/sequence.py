@@ -41,7 +41,7 @@ class Sequence:
     sparse: bool = False  # in most layers it keeps some of its KV alone: nobody else may begin with that
     dense: bool = False  # its rows attend all of its KV where those of others attend some
     budget: int = 0  # tokens that it keeps or attends in place of the engine's; 0: those
-    scores: BlockScores | None = None  # of a sparse one that has had rows, under this id
+    scores: BlockScores | None = None  # of a sparse one that has had rows
     awaits_scores: bool = False  # so it has no rows before memory workers have told and its blocks are dropped
     num_loading: int = 0  # whose KV is being loaded; before that is done it has no rows, or its first ones alone
     num_drawing: int = 0  # tokens being drawn by steps in flight
@@ -100,8 +100,13 @@ class Sequence:
         return self.num_scheduled > 0 and self.num_promised - self.num_scheduled <= 1
 
     def rows_due(self, picked: Mapping[Sequence, int]) -> int:
-        """Tokens that it could have rows for now; ``picked``: rows of those before it in the same step."""
-        return self.num_promised - self.num_scheduled
+        """Tokens that it could have rows for now, up to where it loses blocks; ``picked``: rows of those before it in
+        the same step.
+        """
+        upto = self.num_promised
+        if self.scores is not None and self.scores.stop > self.num_scheduled:
+            upto = min(upto, self.scores.stop)
+        return upto - self.num_scheduled
 
     def tokens_at(self, first: int, count: int) -> list[int]:
         """The tokens of scheduled rows; -1 where the step before draws it."""
@@ -157,7 +162,9 @@ class Sequence:
         self.id = -1
         self.num_scheduled = self.num_cached = self.num_loading = self.num_offered = 0
         self.num_told = -1
-        self.scores, self.awaits_scores = None, False
+        self.awaits_scores = False
+        if self.scores is not None:
+            self.scores.begin_again()
 
     def _want_logits_again(self) -> None:
         """Behind the last token: nobody has chosen by the old ones."""

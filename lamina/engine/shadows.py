@@ -97,7 +97,7 @@ class Shadows:
                 if sequence.num_outputs:
                     self._rebuild(sequence)
                 elif self.tokens:
-                    sequence.budget = self.tokens
+                    sequence.budget, sequence.scores = self.tokens, None
                 else:
                     self._keep_all(sequence)
             for batch in batches:
@@ -128,7 +128,7 @@ class Shadows:
         self.num_rebuilt += 1
 
     def _keep_all(self, sequence: Sequence) -> None:
-        sequence.sparse, sequence.budget = False, 0
+        sequence.sparse, sequence.budget, sequence.scores = False, 0, None
         if self._options.selects and not sequence.dense:
             sequence.dense, sequence.salt = True, sequence.salt + DENSE
             sequence.page_keys.clear()

@@ -7,14 +7,13 @@ first ones (sinks, arXiv 2309.17453) and the most recent ones are always kept.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lamina.protocol.options.sparsity import SparsityOptions
 
-PROMPT_ROWS = 16  # the last ones of a prompt, which are scored
-DECODE_ROWS = 8  # the same before blocks are dropped again
+DECODE_ROWS = 8  # that are scored before blocks are dropped again
 
 
 class Budget(NamedTuple):
@@ -31,9 +30,19 @@ def budget_of(options: SparsityOptions, block_size: int) -> Budget:
     return Budget(options.kv_budget, options.kv_sink, options.kv_recent, block_size)
 
 
+class PastDrop(NamedTuple):
+    """What a sequence lost once it had ``length`` tokens."""
+
+    length: int
+    blocks: list[int]
+
+
 @dataclass
 class BlockScores:
-    """Of a sequence, since it has begun: what is known of its blocks, and what was dropped."""
+    """Of a sequence, since it has begun: what is known of its blocks, and what was dropped. One that was preempted or
+    whose KV was lost is computed again, and loses the same blocks at the same tokens again: so what its tokens attend
+    is what they attended.
+    """
 
     due: int  # tokens that it has when blocks are dropped next
     window: int  # rows before that which are scored
@@ -42,6 +51,13 @@ class BlockScores:
     fresh: list[int] = field(default_factory=list)  # sums over these rows, by block
     before: list[int] = field(default_factory=list)  # scores by which blocks were dropped last
     dropped: list[int] = field(default_factory=list)  # ascending
+    past: list[PastDrop] = field(default_factory=list)  # the oldest first
+    again: list[PastDrop] = field(default_factory=list)  # of these, those that are still to come once more
+
+    @property
+    def stop(self) -> int:
+        """Tokens that the sequence has when it loses blocks next: no step has rows behind them."""
+        return self.again[0].length if self.again else self.due
 
     def add(self, scores: Sequence[int]) -> None:
         """What one memory worker has told of its heads."""
@@ -56,8 +72,13 @@ class BlockScores:
         self.before = [a // max(1, self.rows) + b // 2 for a, b in zip(now, old, strict=True)]
         gone = choose(self.before, self.dropped, length, budget)
         self.dropped = sorted([*self.dropped, *gone])
+        self.past.append(PastDrop(length, gone))
         self.fresh, self.rows = [], 0
         return gone
+
+    def begin_again(self) -> None:
+        """Nothing of the sequence is stored any more, and no report will come."""
+        self.fresh, self.rows, self.left, self.again = [], 0, 0, list(self.past)
 
 
 def free_blocks(length: int, budget: Budget) -> tuple[int, int, int]:
@@ -78,6 +99,11 @@ def choose(scores: Sequence[int], dropped: Collection[int], length: int, budget:
     room = budget.tokens // budget.block_size - (len(kept) - len(free))
     if len(free) <= room:
         return []
-    pooled = {n: max(free.get(m, 0) for m in (n - 1, n, n + 1)) for n in free}
+    pooled = pool(free)
     best = sorted(free, key=lambda n: (pooled[n], scores[n], n), reverse=True)[: max(0, room)]
     return sorted(free.keys() - set(best))
+
+
+def pool(scores: Mapping[int, int]) -> dict[int, int]:
+    """By block: the best score of it and its neighbours."""
+    return {n: max(scores.get(m, 0) for m in (n - 1, n, n + 1)) for n in scores}

@@ -29,7 +29,8 @@ wherever its two best logits lie further apart than ten times the measured logit
 comparison goes on with the token that Lamina chose, and such ties may be 1 % of all tokens. bounded = the
 log-probabilities err by at most 0.01, or in half precision and with --kv-cache-dtype int8 or fp8 by at most 4 times
 what transformers errs with its numbers rounded in the same way. nothing = of answers with --kv-sparsity, which leaves
-KV out; but the runs with it are bitwise equal to each other.
+KV out; but the runs with it are bitwise equal to each other, while nobody is preempted or lost: behind that, evict goes
+on with the blocks that it had, token-equal, and of select nothing is promised.
 Exit status: 0 = all promises are kept, 1 = one is broken or a worker was lost, 2 = bad input. A setting that this model
 or machine cannot run is listed as refused, with the reason. The model is loaded in fp32, once for transformers and once
 for each compute worker.

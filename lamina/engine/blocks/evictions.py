@@ -1,7 +1,8 @@
 """When a sequence loses blocks: behind its prompt, and again now and then. Pure policy: no torch, no I/O, no clock.
 
 The last rows before that are scored by all memory workers. A sequence whose last such row is under way has no rows
-until their reports are there and its blocks are dropped, so the plans of one sequence do not depend on who is fast.
+until their reports are there and its blocks are dropped, so the plans of one sequence do not depend on who is fast. One
+that begins anew, as it was preempted or a worker was lost, is not scored once more where it was: it loses what it lost.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from lamina.engine.sequence import Sequence
-from lamina.kv.sparsity import DECODE_ROWS, PROMPT_ROWS, BlockScores, Budget, budget_of
+from lamina.kv.sparsity import DECODE_ROWS, BlockScores, Budget, budget_of
 from lamina.protocol.options.sparsity import SCORE_TOKENS, SparsityOptions
 from lamina.protocol.plan import Prune
 from lamina.protocol.sparse import most_kept
@@ -27,11 +28,11 @@ class Evictions:
 
     def __init__(self, options: SparsityOptions, block_size: int, num_workers: int) -> None:
         """``num_workers``: memory workers, each of which tells the scores of its heads."""
-        self._budget = budget_of(options, block_size)
+        self._budget, self._window = budget_of(options, block_size), options.kv_window
         self.most_kept = most_kept(options)  # tokens, in a sparse layer
         self._num_workers = num_workers
         self._asked: dict[int, Sequence] = {}  # sequences with reports to come, by number
-        self._due: dict[Sequence, Prune] = {}  # for the next round
+        self._due: list[tuple[Sequence, Prune]] = []  # for the next round
         self.num_dropped = 0  # blocks, in each sparse layer
 
     @property
@@ -45,8 +46,14 @@ class Evictions:
         for sequence, count in picked.items():
             if not sequence.sparse:
                 continue
-            known = sequence.scores = sequence.scores or self._begin(sequence)
             first, stop = sequence.num_scheduled, sequence.num_scheduled + count
+            known = sequence.scores
+            if known is None or known.stop <= first:  # it begins with KV of others, behind what it lost
+                known = sequence.scores = self._begin(sequence)
+            if known.again:
+                if stop == known.stop:
+                    self._drop(sequence, known.again.pop(0).blocks)
+                continue
             rows = stop - max(first, known.due - known.window)
             if rows > 0:
                 ops.append(Score(sequence.id, rows))
@@ -60,7 +67,7 @@ class Evictions:
         """Of one that has its first rows: all that is known of it counts as its prompt."""
         known, most = len(sequence.tokens), self._budget_of(sequence).tokens
         if known > most:
-            return BlockScores(known, PROMPT_ROWS)
+            return BlockScores(known, self._window)
         return BlockScores(most + SCORE_TOKENS, DECODE_ROWS)
 
     def _budget_of(self, sequence: Sequence) -> Budget:
@@ -81,15 +88,20 @@ class Evictions:
             blocks = known.drop(sequence.num_scheduled, self._budget_of(sequence))
             known.due, known.window = sequence.num_scheduled + SCORE_TOKENS, DECODE_ROWS
             sequence.awaits_scores = False
-            if blocks:
-                self._due[sequence] = Prune(sequence.id, blocks)
+            self._drop(sequence, blocks)
+
+    def _drop(self, sequence: Sequence, blocks: list[int]) -> None:
+        if blocks:
+            self._due.append((sequence, Prune(sequence.id, blocks)))
 
     def prunes(self, running: Iterable[Sequence]) -> list[Prune]:
-        """For the next plan of a batch, of those that run in it. Who has gone, or begun anew, loses nothing more."""
+        """For the next plan of a batch, of those that run in it. Of those that went or begin anew none is left."""
         if not self._due:
             return []
-        self._due = {s: op for s, op in self._due.items() if s.id == op.sequence and not s.finished}
-        ops = [self._due.pop(sequence) for sequence in running if sequence in self._due]
+        numbers = {s.id for s in running}
+        ops = [op for _, op in self._due if op.sequence in numbers]
+        others = [(s, op) for s, op in self._due if op.sequence not in numbers]
+        self._due = [(s, op) for s, op in others if s.id == op.sequence and not s.finished]
         self.num_dropped += sum(len(op.blocks) for op in ops)
         return ops
 

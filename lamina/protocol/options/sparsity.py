@@ -58,6 +58,12 @@ class SparsityOptions(Options, frozen=True, kw_only=True):
     kv_full_layers: Annotated[int, Meta(ge=0), "with --kv-sparsity: the first layers, in which nothing is left out"] = 1
     kv_sink: Annotated[int, Meta(ge=0), "with --kv-sparsity: the first tokens, which always stay, in whole blocks"] = 4
     kv_recent: Annotated[int, Meta(ge=0), "with --kv-sparsity: the last tokens, which always stay, whole blocks"] = 64
+    kv_window: Annotated[
+        int,
+        Meta(ge=1),
+        "with --kv-sparsity evict: the last tokens of a prompt, whose attention says what stays of it: at most as many "
+        "as its question has, as text before that outvotes it",
+    ] = 4
     kv_error_budget: Annotated[
         str,
         "with --kv-sparsity: how far answers may be from those with all KV, as top1=0.1,kl=0.1,shadow=0.05 (default): "
@@ -84,12 +90,17 @@ class SparsityOptions(Options, frozen=True, kw_only=True):
         """Raises ValueError where options are for nothing, or the budget has no room for a choice."""
         if not self.approximates:
             own = SparsityOptions()
-            for name in ("kv_budget", "kv_full_layers", "kv_sink", "kv_recent", "kv_error_budget"):
+            for name in ("kv_budget", "kv_full_layers", "kv_sink", "kv_recent", "kv_window", "kv_error_budget"):
                 if getattr(self, name) != getattr(own, name):
                     raise ValueError(
                         f"--{name.replace('_', '-')} is for --kv-sparsity evict or select: say one, or leave it out"
                     )
             return
+        if self.selects and self.kv_window != SparsityOptions().kv_window:
+            raise ValueError(
+                "--kv-window says by which rows blocks are chosen that stay, and --kv-sparsity select keeps all: leave "
+                "it out, or use evict"
+            )
         parse_error_budget(self.kv_error_budget)
         always = -(-self.kv_sink // block_size) + -(-self.kv_recent // block_size) + 1  # the last block may be begun
         if self.kv_budget < (always + 1) * block_size:

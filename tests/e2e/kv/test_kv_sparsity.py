@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from lamina import LLM, RequestOutput, SamplingParams
+from lamina.protocol.sparse_ops import Scored
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 SHIPPED = str(Path(__file__).resolve().parents[3] / "examples" / "tiny_lm" / "model")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 DENSE = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, kv_sparsity="none")
 PROMPTS = [[(7 * i + k) % 90 + 5 for i in range(n)] for k, n in ((1, 400), (5, 333), (9, 60))]
+LONG = [prompt[:340] for prompt in PROMPTS[:2]]  # with 160 tokens behind them
 TINY: dict[str, Any] = {"dtype": "float32", "transport": "loopback", "prefill_chunk": 64, "block_size": 16}
 EVICT: dict[str, Any] = {**TINY, "kv_sparsity": "evict", "kv_budget": 128, "kv_recent": 32, "kv_full_layers": 1}
 
@@ -25,6 +27,10 @@ SELECT: dict[str, Any] = {**EVICT, "kv_sparsity": "select"}
 
 def told(outputs: list[RequestOutput]) -> Any:
     return [[(one.token_ids, one.logprobs) for one in output.outputs] for output in outputs]
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
 
 
 def dropped(llm: LLM) -> int:
@@ -138,21 +144,48 @@ def test_what_is_kept_is_not_frozen_on_the_prompt() -> None:
     assert sum(number * 16 >= 520 for number in kept) > 0.3 * len(kept), kept
 
 
-def test_one_that_was_lost_is_computed_in_full_and_loses_blocks_again(llama_path: Path, dense: Any) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+@pytest.mark.parametrize("when", ["blocks have gone", "scores are told and nothing is dropped"])
+def test_one_that_was_lost_loses_the_same_blocks_again_and_goes_on_with_the_same_tokens(
+    when: str, llama_path: Path, dense: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True)  # blocks go twice
     with LLM(str(llama_path), **{**EVICT, "memory_workers": 2, "transport": "shm"}) as llm:
-        killed = False
-        with llm.stream(PROMPTS[:2], params) as stream:
+        want, once = tokens_of(llm.generate(LONG, params)), dropped(llm)
+        evictions, before = llm.engine.scheduler.evictions, list[int]()
+        assert evictions is not None
+        report = evictions.report
+
+        def kill() -> None:
+            if not before:
+                before.append(dropped(llm) - once)
+                os.kill(llm.engine.wire.pids["memory-0"], signal.SIGKILL)  # type: ignore[attr-defined]
+
+        def told(said: Scored) -> None:
+            report(said)
+            if evictions._due and when.startswith("scores"):
+                kill()
+
+        monkeypatch.setattr(evictions, "report", told)
+        got = dict[int, list[int]]()
+        with llm.stream(LONG, params) as stream:
             for output in stream:
-                if not killed and len(output.outputs[0].token_ids) >= 10:
-                    os.kill(llm.engine.wire.pids["memory-0"], signal.SIGKILL)  # type: ignore[attr-defined]
-                    before, killed = dropped(llm), True
-                last = output
-        assert killed
-        assert last.finished
-        assert 0 < before < dropped(llm)
+                got[output.request_id] = output.outputs[0].token_ids
+                if len(output.outputs[0].token_ids) >= 145:
+                    kill()
+        assert [got[number] for number in sorted(got)] == want
+        assert (before[0] > 0) == (when == "blocks have gone")
+        assert dropped(llm) >= 2 * once + before[0], "those of before, and again"
         (short,) = llm.generate([PROMPTS[2]], PARAMS)
     assert short.outputs[0].token_ids == dense[2][0][0]
+
+
+def test_one_that_was_preempted_loses_the_same_blocks_again_and_goes_on_with_the_same_tokens(llama_path: Path) -> None:
+    params, answers = SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True), []
+    for room in ("auto", "300KB"):
+        with LLM(str(llama_path), **{**EVICT, "kv_memory": room, "max_model_len": 512}) as llm:
+            answers.append(tokens_of(llm.generate([*LONG, LONG[0][::-1]], params)))
+            assert (llm.engine.scheduler.num_preemptions > 0) == (room != "auto")
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(

@@ -145,11 +145,16 @@ def test_what_cannot_be_dropped_or_scored_is_refused_and_changes_nothing(ops: li
     made.apply(plan(1, Prune(1, [1]), Score(1, 1), rows=(Rows(1, 10 * SIZE + 3, 1),)))
 
 
-def test_a_dropped_block_is_not_written_again() -> None:
+def test_a_dropped_block_is_neither_written_nor_dropped_again() -> None:
     made = tables()
     made.apply(plan(1, Prune(1, [8])))
     with pytest.raises(PlanError, match="was dropped"):
         made.apply(plan(2, rows=(Rows(1, 8 * SIZE, 1),)))
+    for again in ([8], [4, 8]):
+        with pytest.raises(PlanError):
+            made.apply(plan(2, Prune(1, again)))
+    assert made.dropped(1, 1) == (8,)
+    assert made.free_blocks == (9, 10)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +164,8 @@ def test_a_dropped_block_is_not_written_again() -> None:
         ({"kv_sparsity": "evict", "kv_budget": 64}, "--kv-budget 64 has no room beside --kv-sink 4 and --kv-recent 64"),
         ({"kv_sparsity": "select", "kv_budget": 64}, "--kv-budget 64 has no room"),
         ({"kv_sparsity": "some"}, "kv.sparsity"),
+        ({"kv_window": 8}, "--kv-window is for --kv-sparsity evict or select"),
+        ({"kv_sparsity": "select", "kv_window": 8}, "--kv-window says by which rows .*: leave it out, or use evict"),
         ({"kv_error_budget": "default"}, "--kv-error-budget is for --kv-sparsity evict or select"),
         ({"kv_sparsity": "evict", "kv_error_budget": "top1"}, "'top1' is none of top1=, kl= and shadow="),
         ({"kv_sparsity": "evict", "kv_error_budget": "kl=0.1, top1=1.5"}, "'top1=1.5' is none of .* up to 1, such as"),
