@@ -116,10 +116,12 @@ class DecodeLamina:
         options |= {"max_model_len": len(prompts[0]) + tokens + 8, "max_num_seqs": self._batch, "prefill_chunk": CHUNK}
         self.llm = LLM(str(path), **options)
         self._engine = self.llm.engine
+        start = time.perf_counter()
         for seed, prompt in enumerate(prompts):
             self._engine.add(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed, **sampling))
         self._outputs: list[RequestOutput] = []
         self._step()  # the first after which all decode together
+        self.prompts_s = time.perf_counter() - start
 
     def turn(self, steps: int) -> list[float]:
         """Seconds of each step. One step is always in flight: so the first of a turn is not counted, and the last has

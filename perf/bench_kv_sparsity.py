@@ -1,6 +1,9 @@
-"""What --kv-sparsity costs in recall, on the demo's language model: key-value pairs, then ordinary text, then one
-question; one line for each distance, number of pairs and budget. Real workers. The question is part of the prompt
-(``seen``), or comes when the prompt is stored and has lost blocks, a token at a time (``later``).
+"""What --kv-sparsity costs, on the demo's language model. Real workers.
+
+recall: key-value pairs, then ordinary text, then one question; one line for each distance, number of pairs and budget.
+The question is part of the prompt (``seen``), or comes when the prompt is stored and has lost blocks, a token at a time
+(``later``). bits: of each byte of ordinary text behind a prompt, a token at a time. peers: the first one's questions
+answered by other projects, which peers/install.sh installs.
 
     python perf/bench_kv_sparsity.py --write
 """
@@ -9,12 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from common import record
+from peers.recall import ENVIRONMENTS, PEERS, RecallPeer
 
 from lamina import LLM, SamplingParams
 from lamina.models.tokens import load_tokenizer
@@ -59,40 +68,131 @@ def _right_later(llm: LLM, prompts: list[RecallPrompt]) -> int:
     return sum(answer == p.answer for answer, p in zip(answers, prompts, strict=True))
 
 
+def bits_per_byte(llm: LLM, tokenizer: Any, texts: Sequence[list[int]], prompt: int) -> float:
+    """Of what comes behind the first ``prompt`` tokens of each text: all are equally long."""
+    loss, nbytes = 0.0, sum(len(tokenizer.decode(text[prompt:]).encode()) for text in texts)
+    for at in range(0, len(texts), AT_ONCE):
+        part = texts[at : at + AT_ONCE]
+        with llm.lockstep([text[:prompt] for text in part], len(part[0]) - prompt) as rows:
+            for tokens in zip(*(text[prompt:] for text in part), strict=True):
+                logits = np.stack([np.frombuffer(x, "<f4") for x in rows.logits()]).astype(np.float64)
+                high = logits.max(1)
+                loss += float((high + np.log(np.exp(logits - high[:, None]).sum(1))).sum())
+                loss -= float(logits[np.arange(len(part)), tokens].sum())
+                rows.choose(tokens)
+    return loss / math.log(2) / nbytes
+
+
+class SparsityCosts:
+    """What the rows of all measurements have in common."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.tokenizer = args, load_tokenizer(str(MODEL), trust_remote_code=False)
+        text = self.tokenizer.encode(held_out_text(), add_special_tokens=False, verbose=False)
+        self._filler: npt.NDArray[np.int64] = np.array(text)
+
+    def budget(self, length: int, share: float) -> int:
+        """Tokens that stay of so many."""
+        return max(LEAST, int(length * share) // SIZE * SIZE) if share < 1 else length
+
+    def questions(self, distance: int) -> dict[int, list[RecallPrompt]]:
+        """By number of pairs."""
+        task = RecallTask(self.tokenizer)
+        return {n: task.prompts(self._filler, distance, count=self.args.prompts, pairs=n) for n in PAIRS}
+
+    def engine(self, form: str, budget: int) -> LLM:
+        """One that keeps or attends so many tokens."""
+        options: dict[str, Any] = {"kv_sparsity": form}
+        if form != "none":
+            options |= {"kv_budget": budget, "kv_recent": RECENT, "kv_full_layers": self.args.full_layers}
+        if form == "evict":
+            options |= {"kv_window": self.args.window}
+        return LLM(str(MODEL), transport="loopback", block_size=SIZE, enable_prefix_caching=False, **options)
+
+    def recall(self) -> Iterator[dict[str, Any]]:
+        """Of the engine."""
+        args = self.args
+        for distance, share in product(args.distances, args.shares):
+            asked = self.questions(distance)
+            for form, (pairs, prompts) in product(args.forms if share < 1 else ["none"], asked.items()):
+                length = max(len(p.tokens) for p in prompts)
+                budget = self.budget(length, share)
+                for order in args.orders:
+                    with self.engine(form, budget) as llm:
+                        answered = right(llm, prompts, order)
+                        evictions = llm.engine.scheduler.evictions
+                    yield {
+                        "form": form, "order": order, "distance": distance, "pairs": pairs, "share": share,
+                        "budget": budget, "length": length, "recall": answered,
+                        "dropped_blocks": evictions.num_dropped if evictions else 0,
+                    }  # fmt: skip
+
+    def bits(self, prompt: int = 1024, behind: int = 256) -> Iterator[dict[str, Any]]:
+        """Of the engine, beside all KV."""
+        starts = np.linspace(0, len(self._filler) - prompt - behind, self.args.prompts).astype(int)
+        texts = [self._filler[at : at + prompt + behind].tolist() for at in starts]
+        whole = 0.0
+        for share, form in [(1.0, "none"), *product([s for s in self.args.shares if s < 1], self.args.forms)]:
+            budget = self.budget(prompt, share)
+            with self.engine(form, budget) as llm:
+                bits = bits_per_byte(llm, self.tokenizer, texts, prompt)
+            whole = whole or bits
+            yield {
+                "form": form, "share": share, "budget": budget, "length": prompt, "tokens": behind,
+                "bits_per_byte": bits, "of_all_kv": bits / whole,
+            }  # fmt: skip
+
+    def peers(self) -> Iterator[dict[str, Any]]:
+        """The same questions, answered by others."""
+        args = self.args
+        with tempfile.TemporaryDirectory() as folder:
+            for name in args.peers:
+                python = args.peer_folder / ENVIRONMENTS[name] / "bin/python"
+                try:
+                    peer = RecallPeer(str(python), name, MODEL, Path(folder))
+                except (OSError, RuntimeError) as e:
+                    yield {"form": name, "missing": str(e)}
+                    continue
+                for distance, share, order in product(args.distances, args.shares, args.orders):
+                    for pairs, prompts in self.questions(distance).items():
+                        yield {
+                            "form": name, "order": order, "distance": distance, "pairs": pairs, "share": share,
+                            **self._by_peer(peer, prompts, order, share),
+                        }  # fmt: skip
+                peer.close()
+
+    def _by_peer(self, peer: RecallPeer, prompts: list[RecallPrompt], order: str, share: float) -> dict[str, Any]:
+        length, answered = max(len(p.tokens) for p in prompts), 0
+        budget = self.budget(length, share)
+        try:
+            for p in prompts:
+                answered += peer.answer(p.tokens, p.asked, len(p.answer), order, budget) == p.answer
+        except RuntimeError as e:
+            return {"missing": str(e)}
+        return {"budget": budget, "length": length, "recall": answered / len(prompts)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=64, help="questions of each row")
+    parser.add_argument("--measure", nargs="+", default=["recall", "bits"], choices=["recall", "bits", "peers"])
+    parser.add_argument("--prompts", type=int, default=64, help="questions, or texts, of each row")
     parser.add_argument("--distances", type=int, nargs="+", default=DISTANCES, help="tokens of text between")
     parser.add_argument("--full-layers", type=int, default=1, help="layers that keep all")
+    parser.add_argument("--window", type=int, default=4, help="--kv-window of evict")
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of the prompt's tokens; 1: all")
     parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS, help="of --kv-sparsity")
     parser.add_argument("--orders", nargs="+", default=ORDERS, choices=ORDERS, help="when the question comes")
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS), help="of --measure peers")
+    parser.add_argument("--peer-folder", type=Path, default=Path("build/peers"), help="their environments")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
-    tokenizer = load_tokenizer(str(MODEL), trust_remote_code=False)
-    filler = np.array(tokenizer.encode(held_out_text(), add_special_tokens=False, verbose=False))
     settings = {"prompts": args.prompts, "full_layers": args.full_layers, "block_size": SIZE, "recent": RECENT}
-    for distance, share in product(args.distances, args.shares):
-        asked = {n: RecallTask(tokenizer).prompts(filler, distance, count=args.prompts, pairs=n) for n in PAIRS}
-        for form, (pairs, prompts) in product(args.forms if share < 1 else ["none"], asked.items()):
-            length = max(len(p.tokens) for p in prompts)
-            budget = max(LEAST, int(length * share) // SIZE * SIZE) if share < 1 else length
-            options = {"kv_sparsity": form}
-            if form != "none":
-                options |= {"kv_budget": budget, "kv_recent": RECENT, "kv_full_layers": args.full_layers}
-            for order in args.orders:
-                with LLM(
-                    str(MODEL), transport="loopback", block_size=SIZE, enable_prefix_caching=False, **options
-                ) as llm:
-                    recall = right(llm, prompts, order)
-                    evictions = llm.engine.scheduler.evictions
-                line = {
-                    "form": form, "order": order, "distance": distance, "pairs": pairs, "share": share,
-                    "budget": budget, "length": length, "recall": recall,
-                    "dropped_blocks": evictions.num_dropped if evictions else 0,
-                }  # fmt: skip
-                record("bench_kv_sparsity", settings, line, write=args.write)
-                print(json.dumps(line), flush=True)
+    settings["window"] = args.window
+    costs = SparsityCosts(args)
+    for what in args.measure:
+        for line in getattr(costs, what)():
+            record("bench_kv_sparsity", settings, {"measure": what, **line}, write=args.write)
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a decode step of a whole engine takes by --kv-sparsity: engines that keep and attend all, evict and select,
 alike but for that, decode in turns of a few steps on the same cores. Wall time of a step, tokens a second, CPU time of
-the workers, K and V that attention reads. The model has random weights, and so few of them that attention
-takes most of the time.
+the workers, K and V that attention reads, and what of the time is attention and scoring. The model has random weights,
+and so few of them that attention takes most of the time.
 
 Prints a JSON line; --write appends it to perf/results/bench_sparse_steps.jsonl.
 
@@ -46,27 +46,34 @@ def steps_of(
                     path, prompts, tokens, dtype="bfloat16", transport="shm", memory_workers=1,
                     kv_memory=str(room), enable_prefix_caching=False, **sparse.get(name, {}),
                 )  # fmt: skip
-            read = {name: stored_bytes(player) for name, player in players.items()}
+            before = {name: counted(player) for name, player in players.items()}
             line = alternate(players, turns)
+            after = {name: counted(player) for name, player in players.items()}
             count = (turns + 1) * (TURN_STEPS + 1)
+
+            def of_a_step(what: str, unit: float, digits: int) -> dict[str, float]:
+                return {x: round((after[x][what] - before[x][what]) / count / unit, digits) for x in players}
+
             medians = {name: each["median"] for name, each in line["step_s"].items()}
             return {
                 **line,
                 "tokens_per_s": {name: round(batch / each, 1) for name, each in medians.items()},
                 "of_all_kv": {name: round(each / medians[forms[0]], 3) for name, each in medians.items()},
-                "kv_mb_of_a_step": {
-                    name: round((stored_bytes(player) - read[name]) / count / 1e6, 1)
-                    for name, player in players.items()
-                },
+                "kv_mb_of_a_step": of_a_step("stored_bytes", 1e6, 1),
+                "attend_ms_of_a_step": of_a_step("attend_s", 1e-3, 3),
+                "score_ms_of_a_step": of_a_step("score_s", 1e-3, 4),
+                "prompts_s": {name: round(player.prompts_s, 2) for name, player in players.items()},
+                "score_s_of_prompts": {name: round(before[name]["score_s"], 4) for name in players},
             }
         finally:
             for player in players.values():
                 player.close()
 
 
-def stored_bytes(player: DecodeLamina) -> float:
-    """That attention of the memory workers has read so far."""
-    return sum(counters.get("stored_bytes", 0.0) for counters in player.llm.stats().values())
+def counted(player: DecodeLamina) -> dict[str, float]:
+    """What the memory workers have read and spent so far."""
+    memory = [counters for name, counters in player.llm.stats().items() if name.startswith("memory")]
+    return {name: sum(each[name] for each in memory) for name in ("stored_bytes", "attend_s", "score_s")}
 
 
 def main() -> None:

