@@ -40,8 +40,8 @@ FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 class PrefixPlayer(Protocol):
     """An engine."""
 
-    def first_s(self, prompt: list[int], *, known: bool = False) -> float:
-        """Seconds until a prompt's first token. ``known``: its beginning is that of the first one of all."""
+    def first_s(self, prompt: list[int]) -> float:
+        """Seconds until a prompt's first token."""
         ...
 
     def close(self) -> None: ...
@@ -62,7 +62,7 @@ class PrefixLamina:
         self.cpu_s = 0.0  # of the last prompt
         self.cached = 0  # tokens of the last prompt
 
-    def first_s(self, prompt: list[int], *, known: bool = False) -> float:
+    def first_s(self, prompt: list[int]) -> float:
         """Seconds until a prompt's first token."""
         before, start = self.used_s(), time.perf_counter()
         self.cached = self._llm.generate([prompt], FIRST)[0].num_cached_tokens or 0
@@ -87,13 +87,14 @@ class PrefixPeer:
     """Another engine, in an environment and a process of its own."""
 
     def __init__(self, folder: Path, peer: str, path: Path, length: int) -> None:
-        script, name = str(Path(__file__).parent / "peers" / "prefix.py"), peer.split()[0]
-        python = str((folder / name / "bin" / "python").absolute())
-        self._child = Child(python, script, [peer, str(path), str(length)], None, **ENVIRONMENT.get(name, {}))
+        script, python = str(Path(__file__).parent / "peers" / "prefix.py"), folder / peer / "bin" / "python"
+        self._child = Child(
+            str(python.absolute()), script, [peer, str(path), str(length)], None, **ENVIRONMENT.get(peer, {})
+        )
 
-    def first_s(self, prompt: list[int], *, known: bool = False) -> float:
+    def first_s(self, prompt: list[int]) -> float:
         """Seconds until a prompt's first token."""
-        return float(self._child.ask(prompt=prompt, known=known)["seconds"])
+        return float(self._child.ask(prompt=prompt)["seconds"])
 
     def close(self) -> None:
         """End the process."""
@@ -146,7 +147,7 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
                 seconds[f"{name} cold"].append(player.first_s(cold))
                 if isinstance(player, PrefixLamina):
                     cpu[name].append(player.cpu_s)
-                seconds[f"{name} warm"].append(player.first_s(warm, known=True))
+                seconds[f"{name} warm"].append(player.first_s(warm))
             pressure.append(cpu_pressure())
     finally:
         for player in players.values():

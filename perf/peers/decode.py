@@ -170,7 +170,7 @@ def llama_cpp(run: PeerRun) -> Step:
 
     file, most = run.model / "model.gguf", 2048
     if not file.exists():
-        write_gguf(run.model, file)
+        _write_gguf(run.model, file)
     run.note = "KV in fp16"
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
@@ -224,7 +224,7 @@ def _llama_chain(lib: Any, sampling: dict[str, Any]) -> Any:
     return chain
 
 
-def write_gguf(model: Path, file: Path) -> None:
+def _write_gguf(model: Path, file: Path) -> None:
     """The benchmark's Llama as llama.cpp reads it: its names, and rotary halves interleaved."""
     import gguf  # type: ignore[import-not-found]
     import torch
