@@ -73,10 +73,11 @@ def min_bandwidth(message_bytes: float, model_s: float, attention_s: float) -> f
 
 def bytes_and_flops(weight_bytes: int, itemsize: int, flops_per_row: int, rows: float) -> tuple[float, float]:
     """Of one product: the bytes of the weights that some row needs, all of which are read, and the FLOPs. With experts
-    a few rows need less than all weights.
+    a row needs a share of the weights, and few rows less than all: each expert as likely as another, those of no row
+    are (1 - share) ** rows of them.
     """
-    flops = flops_per_row * rows
-    return min(weight_bytes, flops / 2 * itemsize), flops
+    flops, share = flops_per_row * rows, flops_per_row / 2 * itemsize / weight_bytes
+    return weight_bytes * (1 - (1 - share) ** rows if share < 1 else min(1.0, rows * share)), flops
 
 
 def gemm_seconds(work: GemmWork, batch: int, device: Device, count: int) -> tuple[float, bool]:

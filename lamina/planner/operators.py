@@ -69,6 +69,7 @@ class OperatorTables:
 
 def _read(path: Path) -> dict[tuple[str, str, int], list[Point]]:
     curves: dict[tuple[str, str, int], list[Point]] = {}
+    dtypes: dict[tuple[str, str], str] = {}
     with open(path, newline="") as file:
         lines = [(n, line) for n, line in enumerate(file, 1) if line.strip() and not line.startswith("#")]
     if not lines or next(csv.reader([lines[0][1]])) != COLUMNS:
@@ -78,11 +79,13 @@ def _read(path: Path) -> dict[tuple[str, str, int], list[Point]]:
         row = next(csv.reader([line]))
         if len(row) != len(COLUMNS):
             raise ValueError(f"{where}: {len(row)} fields, not {len(COLUMNS)}")
-        op, device, _, shape, seconds, source = row
+        op, device, dtype, shape, seconds, source = row
         if op not in OPERATORS:
             raise ValueError(f"{where}: {op} is not one of {', '.join(OPERATORS)}")
         if not source.strip():
             raise ValueError(f"{where}: source is empty: say who measured it")
+        if (before := dtypes.setdefault((op, device.lower()), dtype)) != dtype:
+            raise ValueError(f"{where}: {op} on {device} is of {dtype}, and of {before} before: a file for each")
         sizes = _sizes(shape, OPERATORS[op], where)
         took = _number(seconds, f"{where}: seconds")
         key, ranks, *of = (sizes[name] for name in OPERATORS[op])

@@ -13,6 +13,7 @@ from .rank import Operating, Planner, Ranking
 from .replay import Replayed, UnplayableError, jittered, replay
 from .words import shortlist
 
+FILLED = 4  # requests for each sequence that decodes, at least, so that beginning and end of a run weigh little
 _SEED = 0  # of where in a tick of the trace's clock a request came
 
 
@@ -23,11 +24,30 @@ class PlayedRow(NamedTuple):
     run: Replayed | None
     why: str = ""
 
+    @property
+    def as_run(self) -> Operating | None:
+        """The row with the numbers of its run; None where there is none."""
+        if self.run is None:
+            return None
+        tokens_s = self.run.tokens_s
+        dollars = self.point.hour / 3600 / tokens_s * 1e6
+        return self.point._replace(batch=self.run.batch, tbt_s=self.run.tbt_p50_s, tokens_s=tokens_s, dollars=dollars)
+
     def told(self) -> dict[str, Any]:
         """For JSON."""
-        if self.run is None:
-            return {"devices": self.point.deployment.label, "why_not": self.why}
-        return {"devices": self.point.deployment.label, "tokens_s": self.run.tokens_s, **self.run._asdict()}
+        label = self.point.deployment.label
+        if self.run is None or self.as_run is None:
+            return {"devices": label, "why_not": self.why}
+        money = {"hour": self.point.hour, "dollars": self.as_run.dollars}
+        return {"devices": label, "tokens_s": self.run.tokens_s, **money, **self.run._asdict()}
+
+
+def full(played: Sequence[PlayedRow]) -> list[Operating]:
+    """The runs with at least FILLED requests for each sequence, as rows: others never fill their deployments, so that
+    nothing can be said of these; empty where that is so of any.
+    """
+    runs = [(row.as_run, row.run) for row in played if row.as_run is not None and row.run is not None]
+    return [point for point, _ in runs] if all(run.requests >= FILLED * run.batch for _, run in runs) else []
 
 
 def _quiet(stage: str, done: int, total: int) -> None:
@@ -68,17 +88,20 @@ def played_text(played: Sequence[PlayedRow], rate: float | None = None) -> str:
     if not played:
         return ""
     more = ["closed form"] if rate is None else ["first token p50", "p99"]
-    rows = [["played", "sequences", "tokens/s", "TBT p50", "p99", "preempted", *more]]
-    for point, run, _ in played:
-        if run is not None:
+    rows = [["played", "sequences", "tokens/s", "$/Mtoken", "TBT p50", "p99", "preempted", *more]]
+    for row in played:
+        point, run, known = row.point, row.run, row.as_run
+        if run is not None and known is not None:
             seen = _ms(run.first_p50_s, run.first_p99_s) if rate is not None else [f"{point.tokens_s:.0f} tokens/s"]
-            counts = [f"{run.batch:.1f}", f"{run.tokens_s:.0f}"]
+            counts = [f"{run.batch:.1f}", f"{run.tokens_s:.0f}", f"{known.dollars:.3f}"]
             times = _ms(run.tbt_p50_s, run.tbt_p99_s)
             rows.append([point.deployment.label, *counts, *times, str(run.preemptions), *seen])
     lines = ["", *table(rows)] if len(rows) > 1 else [""]
     lines += [f"  not played: {p.point.deployment.label}: {p.why}" for p in played if p.run is None]
     if rate is None:
-        lines.append("  few requests never fill large deployments: play several times as many as there are sequences")
+        if not full(played):
+            many = f"play {FILLED} times as many requests as there are sequences"
+            lines.append(f"  so few never fill large deployments, and decide nothing: {many}")
     else:
         came = f"{rate:g} requests a second" if rate else "requests come as in the trace"
         lines.append(f"  {came}, spread within ticks of its clock; a prompt elsewhere takes no time")

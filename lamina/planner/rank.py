@@ -250,8 +250,8 @@ class Planner:
         return point._replace(hour=hour, dollars=hour / 3600 / point.tokens_s * 1e6)
 
     def with_link(self, factor: float) -> Planner:
-        """The same, but a link of another rate; devices' own cards do not limit it."""
-        link = replace(self.costs.link, rate=self.costs.link.rate * factor)
+        """The same, but a link of another rate, and the devices' own cards as many times as fast as they are."""
+        link = replace(self.costs.link, rate=self.costs.link.rate * factor, cards=self.costs.link.cards * factor)
         return replace(self, costs=replace(self.costs, link=link))
 
 

@@ -38,7 +38,7 @@ class UnplayableError(ValueError):
 class Replayed(NamedTuple):
     """Of a trace, behind its first tokens. batch: sequences that decode in a round, on average; tbt: seconds between
     two tokens of a sequence; first: from a request to its first token, 0 where all requests wait at once; rounds: all;
-    skipped: of them, since all alike (engine.rounds.leap); preemptions: of the scheduler.
+    skipped: of them, since all alike (engine.rounds.leap); preemptions: of the scheduler; requests: of the trace.
     """
 
     tokens: int
@@ -51,6 +51,7 @@ class Replayed(NamedTuple):
     rounds: int
     preemptions: int
     skipped: int
+    requests: int
 
     @property
     def tokens_s(self) -> float:
@@ -184,6 +185,7 @@ class _Replay:
             rounds=len(self._wire.decoding),
             preemptions=self._engine.scheduler.num_preemptions,
             skipped=self._skipped,
+            requests=self._asking.count,
         )
 
     def _take(self, outputs: list[RequestOutput]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -53,7 +53,7 @@ class PriceBook:
 @dataclass(frozen=True)
 class NetworkLink:
     """A network card in one direction. rate: of the line, in bytes per second; share: of it that a stack
-    reaches; round_trip_s: without data.
+    reaches; round_trip_s: without data. cards: the devices' own cards are so many times as fast as they are.
     """
 
     name: str
@@ -61,11 +61,27 @@ class NetworkLink:
     share: float
     round_trip_s: float
     source: str
+    cards: float = 1.0
 
     def bandwidth(self, *devices: Device) -> float:
         """Bytes per second of one card between two kinds of devices: no more than a card of either has."""
-        cards = [d.network_gbs * 1e9 for d in devices if d.network_gbs]
-        return self.share * min([self.rate, *cards])
+        slowest = self.slowest(devices)
+        return self.share * (min(self.rate, self._card(slowest)) if slowest else self.rate)
+
+    def cut_by(self, *devices: Device) -> str:
+        """Why the line's rate is not reached, in words; empty where a card of each device has it."""
+        slowest = self.slowest(devices)
+        if slowest is None or self._card(slowest) >= self.rate:
+            return ""
+        return f"cut to {self._card(slowest) * 8 / 1e9:.0f} Gbps by the card of {slowest.name}"
+
+    @staticmethod
+    def slowest(devices: Iterable[Device]) -> Device | None:
+        """The one with the slowest card; None where none states a card."""
+        return min((d for d in devices if d.network_gbs), key=lambda d: d.network_gbs or 0.0, default=None)
+
+    def _card(self, device: Device) -> float:
+        return (device.network_gbs or 0.0) * 1e9 * self.cards
 
 
 @dataclass(frozen=True)

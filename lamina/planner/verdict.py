@@ -12,18 +12,22 @@ from .rank import Operating, Planner, Ranking
 from .tables import errors
 from .traces import RequestTrace
 
-_RANGE = 32.0  # turning points are looked for up to this factor, both ways
+_RANGE = 32.0 * (1 + 1e-9)  # turning points are looked for up to this factor, both ways
 _STEP = math.sqrt(2.0)
 _BISECTIONS = 8
 _SHORTLIST = 8  # split deployments that are ranked anew
 
 
 class TurningPoint(NamedTuple):
-    """``what`` times ``factor`` is where the verdict is another one; None: nowhere within the range."""
+    """``what`` times ``factor`` is where the verdict is another one, ``value`` in words; None: nowhere between ``low``
+    and ``high`` times, as far as there is something to compare.
+    """
 
     what: str
     factor: float | None
     value: str
+    low: float
+    high: float
 
 
 class PlanVerdict(NamedTuple):
@@ -64,6 +68,27 @@ def tie_width(costs: CostModel, *deployments: Deployment) -> float:
     has = (costs.tables.has("linear", d.compute.name, d.ranks) for d in deployments)
     names = ("table" if h else f"roofline_{d.ranks}" for h, d in zip(has, deployments, strict=True))
     return max(known[name] for name in names)
+
+
+def decide_played(planner: Planner, verdict: PlanVerdict, points: Sequence[Operating]) -> PlanVerdict:
+    """The verdict by runs that were played, ``points`` with their tokens and dollars, where both kinds are among them.
+    Turns stay those of the closed form.
+    """
+    split, alone = _cheapest(points)
+    if split is None or alone is None:
+        return verdict
+    gain, width = alone.dollars / split.dollars - 1, tie_width(planner.costs, split.deployment, alone.deployment)
+    tie = abs(gain) < width
+    words = f"played, {_why(split, alone, gain, width if tie else 0.0)}"
+    if (gain >= width) != verdict.split:
+        words += f"; by the closed form {verdict.gain or 0.0:+.1%}"
+    return verdict._replace(split=gain >= width, tie=tie, gain=gain, width=width, words=words)
+
+
+def _cheapest(points: Sequence[Operating]) -> list[Operating | None]:
+    """Of the split ones, and of the others."""
+    kinds = ([p for p in points if p.deployment.split == kind] for kind in (True, False))
+    return [min(kind, key=lambda p: p.dollars, default=None) for kind in kinds]
 
 
 def best_reachable(ranking: Ranking) -> str:
@@ -116,19 +141,25 @@ def _turns(planner: Planner, asked: Sequence[Deployment], trace: RequestTrace, b
     turns = []
     memory, ranked = best.memory, planner.rank(asked, trace).points
     if memory is not None and memory != best.compute:
-        factor = _root(dearer)
         hour = planner.prices.hour(memory)
-        turns.append(TurningPoint(f"price of {memory.name}", factor, f"${hour * factor:.2f}/h" if factor else ""))
-    factor = _root(lambda f: anew(planner, trace.scaled(f)))
-    turns.append(
-        TurningPoint(
-            "length of prompts", factor, f"{trace.mean_prompt * factor:.0f} tokens on average" if factor else ""
-        )
+        turns.append(_turn(f"price of {memory.name}", dearer, lambda f: f"${hour * f:.2f}/h"))
+    mean, rate = trace.mean_prompt, planner.costs.link.rate * 8 / 1e9
+    longer = _turn(
+        "length of prompts", lambda f: anew(planner, trace.scaled(f)), lambda f: f"{mean * f:.0f} tokens on average"
     )
-    factor = _root(lambda f: anew(planner.with_link(f), trace))
-    rate = planner.costs.link.rate
-    turns.append(TurningPoint("rate of the link", factor, f"{rate * factor * 8 / 1e9:.0f} Gbps" if factor else ""))
-    return turns
+    faster = _turn("rate of the link", lambda f: anew(planner.with_link(f), trace), lambda f: f"{rate * f:.0f} Gbps")
+    return [*turns, longer, faster]
+
+
+def _turn(what: str, of: Callable[[float], float], told: Callable[[float], str]) -> TurningPoint:
+    """The one nearest to 1, and where the verdict turns back behind it."""
+    crossings, low, high = _crossings(of)
+    factor = min(crossings, key=lambda f: abs(math.log(f)), default=None)
+    if factor is None:
+        return TurningPoint(what, None, "", low, high)
+    behind = [f for f in crossings if f != factor and (f > factor) == (factor > 1)]
+    back = min(behind, key=lambda f: abs(math.log(f)), default=None)
+    return TurningPoint(what, factor, told(factor) + (f", and back at {told(back)}" if back else ""), low, high)
 
 
 def gain_by_price(planner: Planner, ranking: Ranking, device: str, factor: float) -> float:
@@ -142,26 +173,26 @@ def _repriced(planner: Planner, points: Sequence[Operating], device: str, factor
 
 def _gain(costs: CostModel, points: Sequence[Operating]) -> tuple[float, float]:
     """And the width of a tie."""
-    kinds = ([p for p in points if p.deployment.split == kind] for kind in (True, False))
-    split, alone = (min(kind, key=lambda p: p.dollars, default=None) for kind in kinds)
+    split, alone = _cheapest(points)
     if split is None or alone is None:
         return math.nan, 0.0  # nothing to compare with
     return alone.dollars / split.dollars - 1, tie_width(costs, split.deployment, alone.deployment)
 
 
-def _root(of: Callable[[float], float]) -> float | None:
-    """The factor nearest to 1 behind which ``of`` is on the other side of 0, up to _RANGE both ways, as far as it is a
-    number.
+def _crossings(of: Callable[[float], float]) -> tuple[list[float], float, float]:
+    """The factors behind which ``of`` is on the other side of 0, up to _RANGE both ways, as far as it is a number; and
+    the least and the greatest factor that were looked at.
     """
-    here, roots = of(1.0) >= 0, list[float]()
+    crossings, ends = list[float](), list[float]()
     for step in (_STEP, 1 / _STEP):
-        before, at = 1.0, step
+        here, before, at = of(1.0) >= 0, 1.0, step
         while 1 / _RANGE <= at <= _RANGE and not math.isnan(there := of(at)):
             if (there >= 0) != here:
-                roots.append(_between(of, before, at, here))
-                break
+                crossings.append(_between(of, before, at, here))
+                here = there >= 0
             before, at = at, at * step
-    return min(roots, key=lambda f: abs(math.log(f)), default=None)
+        ends.append(before)
+    return crossings, min(ends), max(ends)
 
 
 def _between(of: Callable[[float], float], same: float, other: float, sign: bool) -> float:

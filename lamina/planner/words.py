@@ -12,12 +12,13 @@ from lamina.facts.report import size, table
 from .cost import PartTime, halves
 from .deployment import GIB
 from .rank import Operating, Planner, Ranking, StoredTokens
-from .verdict import PlanVerdict, tie_width
+from .tables import NetworkLink
+from .verdict import PlanVerdict, TurningPoint, tie_width
 
 if TYPE_CHECKING:
     from .played import PlayedRow
 
-_HEAD = ["devices", "sequences", "tokens/s", "TBT", "$/h", "$/Mtoken", "compute", "memory", "link at least", "limit"]
+_HEAD = ["devices", "sequences", "tokens/s", "TBT", "$/h", "$/Mtoken", "compute", "memory", "between pools", "limit"]
 
 
 class Plan(NamedTuple):
@@ -44,15 +45,12 @@ def plan_text(plan: Plan) -> str:
         f"       ({model.source})",
         f"trace  {trace.name}: {len(trace.requests)} requests, {lengths}; {dropped}{surrogate}",
         "",
-        *table([_HEAD, *(_row(p) for p in shown)]),
+        *table([_HEAD, *(_row(p, tied=ties(planner, ranking, p)) for p in shown)]),
         f"  {len(ranking.points)} deployments ranked, {len(ranking.refused)} refused{_reasons(ranking)}",
         f"  {_tied(planner, ranking)}",
         "",
         f"{verdict.headline}: {verdict.words}",
-        *(
-            f"  turns at {t.what}: {t.value}" if t.factor else f"  no {t.what} within 32 times would turn it"
-            for t in verdict.turns
-        ),
+        *(f"  {_turns(t)}" for t in verdict.turns),
         f"  {_prompts(planner, shown[0], ranking)}",
         "",
         *_serve(planner, ranking, verdict),
@@ -120,10 +118,10 @@ def serve_command(planner: Planner, ranking: Ranking) -> str | None:
     return " ".join(["lamina-launch serve", model, *(f"{k} {v}" for k, v in flags.items())])
 
 
-def _row(p: Operating) -> list[str]:
+def _row(p: Operating, *, tied: bool) -> list[str]:
     return [
         p.deployment.label, f"{p.batch:.0f}", f"{p.tokens_s:.0f}", f"{p.tbt_s * 1e3:.1f} ms", f"{p.hour:.2f}",
-        f"{p.dollars:.3f}", f"{p.compute_busy:.0%}", f"{p.memory_busy:.0%}",
+        f"{'~' if tied else ''}{money(p.dollars)}", f"{p.compute_busy:.0%}", f"{p.memory_busy:.0%}",
         f"{p.bandwidth * 8 / 1e9:.0f} Gbps" if p.bandwidth else "-", p.limit,
     ]  # fmt: skip
 
@@ -149,6 +147,14 @@ def parts_of(planner: Planner, p: Operating, ranking: Ranking) -> dict[str, Part
     return dict(planner.costs.step(p.deployment, load).parts)
 
 
+def _turns(turn: TurningPoint) -> str:
+    if turn.factor:
+        return f"turns at {turn.what}: {turn.value}"
+    if turn.low == turn.high:
+        return f"{turn.what}: nothing to compare where it is another one"
+    return f"no {turn.what} from {turn.low:.2g} to {turn.high:.2g} times this one would turn it"
+
+
 def _reasons(ranking: Ranking) -> str:
     counts: dict[str, int] = {}
     for refused in ranking.refused:
@@ -156,22 +162,23 @@ def _reasons(ranking: Ranking) -> str:
     return "".join(f"; {n}: {why}" for why, n in sorted(counts.items(), key=lambda x: -x[1])[:3])
 
 
-def tied(planner: Planner, ranking: Ranking) -> int:
-    """How many of the first deployments cannot be told from the first by their dollars."""
-    best, count = ranking.points[0], 0
-    for p in ranking.points:
-        if p.dollars >= best.dollars * (1 + tie_width(planner.costs, best.deployment, p.deployment)):
-            break
-        count += 1
-    return count
+def money(dollars: float) -> str:
+    """Three decimals, or as many as two digits need."""
+    return f"{dollars:.3f}" if dollars >= 0.01 else f"{dollars:.2g}"
+
+
+def ties(planner: Planner, ranking: Ranking, point: Operating) -> bool:
+    """Whether a deployment behind the first cannot be told from it by its dollars."""
+    best = ranking.points[0]
+    width = tie_width(planner.costs, best.deployment, point.deployment)
+    return point is not best and point.dollars < best.dollars * (1 + width)
 
 
 def _tied(planner: Planner, ranking: Ranking) -> str:
-    count = tied(planner, ranking)
-    if count == 1:
+    count = sum(ties(planner, ranking, p) for p in ranking.points)
+    if not count:
         return "no other is as cheap within the model's error"
-    width = tie_width(planner.costs, *(p.deployment for p in ranking.points[:count]))
-    return f"dollars within the model's error, {width:.0%}, are a tie: the first {count} of them"
+    return f"~ {count} deployments cannot be told from the first, by the model's error for each pair of them"
 
 
 def _scope(planner: Planner) -> str:
@@ -194,7 +201,17 @@ def _prompts(planner: Planner, best: Operating, ranking: Ranking) -> str:
 
 def _serve(planner: Planner, ranking: Ranking, verdict: PlanVerdict) -> Sequence[str]:
     command = serve_command(planner, ranking) if verdict.split else None
-    return [f"serve it:  {command}", "           (devices on several hosts: docs/hosts.md)", ""] if command else []
+    if not command:
+        return []
+    name = planner.costs.model.name
+    model = f"MODEL: a checkpoint of {name}; " if " MODEL " in command else ""
+    return [f"serve it:  {command}", f"           ({model}devices on several hosts: docs/hosts.md)", ""]
+
+
+def _cut(link: NetworkLink, best: Operating) -> str:
+    memory = best.deployment.memory
+    cut = link.cut_by(best.deployment.compute, memory) if memory else ""
+    return f", {cut}" if cut else ""
 
 
 def _origins(planner: Planner, best: Operating, ranking: Ranking) -> list[str]:
@@ -202,7 +219,7 @@ def _origins(planner: Planner, best: Operating, ranking: Ranking) -> list[str]:
     parts += [[name, f"{x.seconds * 1e3:.2f} ms", x.origin] for name, x in parts_of(planner, best, ranking).items()]
     devices = {d.name: d for p in ranking.points for d in (p.deployment.compute, p.deployment.memory) if d}
     prices, base, link = planner.prices, planner.costs.baseline, planner.costs.link
-    unit = planner.memory.unit
+    unit, us = planner.memory.unit, link.round_trip_s * 1e6
     return [
         *table(parts),
         *(
@@ -211,7 +228,7 @@ def _origins(planner: Planner, best: Operating, ranking: Ranking) -> list[str]:
         ),
         *(f"  {d.name}: ${prices.hour(d):.2f}/h ({prices.sources[d.name]}; {prices.date})" for d in devices.values()),
         f"  memory: a sheet's GB is read as {unit}; {planner.costs.constants['memory_in_use']:.0%} of it in use",
-        f"  link {link.name}: {link.share:.1%} of its rate, {link.round_trip_s * 1e6:.1f} us and back ({link.source})",
+        f"  link {link.name}{_cut(link, best)}: {link.share:.1%} of its rate, {us:.1f} us and back ({link.source})",
         f"  homogeneous engines, --baseline {base.name}: {base.origin}",
         "  constants: lamina/planner/data/constants.toml, each with its origin; --json prints all",
     ]

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
+_PLANNED = {  # flags of a plan by devices, and what they are where nobody gives them
+    "devices": "", "device_file": "", "html": "", "operators": "", "rate": "", "slo_tbt": "", "prices": "paper",
+    "link": "400Gbps", "baseline": "ideal", "gigabyte": "GiB", "prompts": "elsewhere",
+}  # fmt: skip
 MOST_DEVICES = 64  # of a kind: so many deployments are ranked in seconds
 
 
@@ -33,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 0; raises ValueError for bad input."""
     from lamina.planner.deployment import deployments
     from lamina.planner.page import page
-    from lamina.planner.played import play, played_text
-    from lamina.planner.verdict import best_reachable, decide
+    from lamina.planner.played import full, play, played_text
+    from lamina.planner.verdict import best_reachable, decide, decide_played
     from lamina.planner.words import Plan, plan_json, plan_text
     from lamina.progress import progress_bar
 
@@ -46,10 +50,11 @@ def run(args: argparse.Namespace) -> int:
     OPTIONS["dtype"].check(args.dtype)
     check_writable(args.html, "--html")
     if args.calibrate:
-        for name in ("devices", "html", "operators", "rate"):
-            if getattr(args, name):
+        for name, unset in _PLANNED.items():
+            if (getattr(args, name) or "") != unset:
+                flag = f"--{name.replace('_', '-')}"
                 raise ValueError(
-                    f"--{name} does not go with --calibrate, which fits a run and predicts others: leave it out"
+                    f"{flag} does not go with --calibrate, which fits a run and predicts others: leave it out"
                 )
         return calibrated(args)
     for name in ("trace", "devices"):
@@ -71,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     verdict = decide(planner, ranking, trace)
     with progress_bar(sys.stderr.isatty()) as told:
         played = play(planner, ranking, args.rows, args.simulate, rate, told) if args.simulate else []
+    if rate is None:
+        verdict = decide_played(planner, verdict, full(played))
     plan = Plan(planner, ranking, verdict, played, args.rows, rate)
     if args.html:
         Path(args.html).write_text(page(plan))

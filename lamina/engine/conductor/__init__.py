@@ -86,8 +86,13 @@ class Conductor:
         """
         held, ready = self.directory.held(prompt.keys), self.directory.ready(prompt.keys)
         workers = [
-            WorkerMatch(w, queue_s, max(prompt.everywhere, prompt.length(held[w])), prompt.length(ready[w]))
-            for w, queue_s in enumerate(line.queue_s(now_s, prompt.priority) for line in self._lines)
+            WorkerMatch(
+                w,
+                line.queue_s(now_s, prompt.priority),
+                max(prompt.everywhere, prompt.length(held[w])),
+                prompt.length(ready[w]),
+            )
+            for w, line in enumerate(self._lines)
             if among is None or w in among
         ]
         return self._policy(

@@ -38,6 +38,8 @@ class PromptLine:
             return 0.0
         if self.prompts[0].due_s < now_s:
             self._foresee(now_s)
+        if self.prompts[-1].priority <= priority:
+            return self.prompts[-1].due_s - now_s
         ahead = self._ahead(priority)
         return self.prompts[ahead - 1].due_s - now_s if ahead else 0.0
 

@@ -20,7 +20,9 @@ from lamina.facts.hardware import DEVICES
 from lamina.planner.cost import BatchLoad, halves
 from lamina.planner.deployment import Deployment, deployments
 from lamina.planner.rank import StoredTokens
-from lamina.planner.verdict import _root, decide
+from lamina.planner.tables import link
+from lamina.planner.traces import RequestTrace, TracedRequest
+from lamina.planner.verdict import _turn, decide, decide_played
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
@@ -99,10 +101,60 @@ def test_a_turning_point_is_one() -> None:
     assert decide(near, near.rank(asked, trace), trace).split != decide(far, far.rank(asked, trace), trace).split
 
 
-def test_the_nearest_of_two_turning_points_is_told() -> None:
-    assert _root(lambda f: f - 0.6 if f < 1 else 4 - f) == pytest.approx(0.6, rel=1e-2)
-    assert _root(lambda f: 1.0) is None
-    assert _root(lambda f: 1.0 if f < 2 else float("nan")) is None, "no verdict where nothing can be compared"
+def test_the_nearest_of_two_turning_points_is_told_and_where_it_turns_back() -> None:
+    turn = _turn("price", lambda f: f - 0.6 if f < 1 else 4 - f, lambda f: f"{f:.1f}")
+    assert (turn.factor, turn.value) == (pytest.approx(0.6, rel=1e-2), "0.6")
+    back = _turn("price", lambda f: (f - 2) * (f - 8), lambda f: f"{f:.1f}")
+    assert back.value == "2.0, and back at 8.0"
+    never = _turn("price", lambda f: 1.0, str)
+    assert (never.factor, never.low, never.high) == (None, pytest.approx(1 / 32), pytest.approx(32))
+    short = _turn("price", lambda f: 1.0 if f < 2 else float("nan"), str)
+    assert short.factor is None, "no verdict where nothing can be compared"
+    assert short.high == pytest.approx(2**0.5), "as far as it was looked for"
+
+
+def test_a_faster_link_is_cut_by_the_card_and_a_search_has_faster_cards() -> None:
+    fast = link("1600Gbps")
+    assert fast.cut_by(DEVICES["h100"], DEVICES["h20"]) == "cut to 400 Gbps by the card of h100"
+    assert link("400Gbps").cut_by(DEVICES["h100"], DEVICES["h20"]) == ""
+    rates = [planner().with_link(f).costs.link.bandwidth(DEVICES["h100"], DEVICES["h20"]) for f in (0.5, 1, 4)]
+    assert rates == [pytest.approx(rates[1] / 2), rates[1], pytest.approx(4 * rates[1])]
+
+
+def test_dollars_of_a_row_are_those_of_its_hour() -> None:
+    stored = StoredTokens(even(10, 1000, 200), planner().costs.model)
+    point = planner().operate(Deployment(DEVICES["h100"], 4), stored)
+    assert point.hour == pytest.approx(4 * 11.06)  # type: ignore[union-attr]
+    assert point.dollars == pytest.approx(44.24 / (point.tokens_s * 3600 / 1e6))  # type: ignore[union-attr]
+
+
+def test_who_would_drop_more_than_a_tenth_is_refused_and_who_drops_less_drops_for_all() -> None:
+    asked = [Deployment(DEVICES["h100"], 2, DEVICES["h20"], n, 2) for n in (2, 8)]
+    room = planner().memory.for_kv(planner().costs.model, asked[0]) / planner().costs.model.kv_bytes_per_token
+    long, short = int(1.2 * room), 1000
+
+    def ranked(longer: int) -> tuple[int, int]:
+        rows = [TracedRequest(0.0, long, 10)] * longer + [TracedRequest(0.0, short, 10)] * (100 - longer)
+        ranking = planner().rank(asked, RequestTrace("made", tuple(rows)))
+        return len(ranking.points), len(ranking.trace.requests)
+
+    assert ranked(9) == (2, 91)
+    assert ranked(11) == (1, 100)
+
+
+def test_the_verdict_of_runs_that_were_played_goes_before_the_closed_form() -> None:
+    plan, trace = planner(), even(10, 1000, 200)
+    asked = [Deployment(DEVICES["h100"], 4), Deployment(DEVICES["h100"], 2, DEVICES["h20"], 4, 2)]
+    ranking = plan.rank(asked, trace)
+    formed = decide(plan, ranking, trace)
+    split, alone = ranking.best(split=True), ranking.best(split=False)
+    assert split is not None
+    assert alone is not None
+    slow, quick = (split._replace(dollars=alone.dollars * f) for f in (0.95, 0.5))
+    assert decide_played(plan, formed, [slow, alone]).headline == "do not disaggregate here"
+    assert decide_played(plan, formed, [quick, alone]).split
+    assert "played" in decide_played(plan, formed, [quick, alone]).words
+    assert decide_played(plan, formed, [quick]) == formed, "one kind alone says nothing"
 
 
 def test_one_batch_is_better_where_both_would_read_the_weights_again() -> None:

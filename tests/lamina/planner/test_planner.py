@@ -51,7 +51,8 @@ def test_small_batches_are_limited_by_memory_and_read_only_the_experts_they_use(
     assert gemm_seconds(dense, 1, _H100, 1) == (pytest.approx(10**9 / 3.35e12), False)
     experts = GemmWork(weight_bytes=8 * 10**9, itemsize=2, flops_per_token=2 * 10**9)
     assert gemm_seconds(experts, 1, _H100, 1)[0] == pytest.approx(2 * 10**9 / 3.35e12)
-    assert gemm_seconds(experts, 16, _H100, 1)[0] == pytest.approx(8 * 10**9 / 3.35e12)
+    assert gemm_seconds(experts, 2, _H100, 1)[0] == pytest.approx((1 - 0.75**2) * 8 * 10**9 / 3.35e12)
+    assert gemm_seconds(experts, 100, _H100, 1)[0] == pytest.approx(8 * 10**9 / 3.35e12)
 
 
 def test_windows_bound_what_is_read() -> None:
