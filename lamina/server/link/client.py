@@ -249,8 +249,7 @@ class EngineClient:
     async def close(self) -> None:
         """End the engine and its workers. Idempotent."""
         self._closing = True
-        with contextlib.suppress(OSError, RuntimeError):
-            self._send(Stop())
+        self._send(Stop())
         # The link stays open until then: its end would tell the engine to hurry. One that still loads hears nothing.
         await asyncio.to_thread(self._handle.join, JOIN_S if self._is_ready or self.failure else 0.0)
         for task in self._tasks:
@@ -259,7 +258,8 @@ class EngineClient:
 
     def _send(self, message: msgspec.Struct) -> None:
         data = self._encoder.encode(message)
-        self._writer.write(_LENGTH.pack(len(data)) + data)
+        with contextlib.suppress(OSError, RuntimeError):  # its link has ended: the next engine is asked anew
+            self._writer.write(_LENGTH.pack(len(data)) + data)
 
     async def _receive(self) -> Any:
         try:
