@@ -163,7 +163,7 @@ def test_another_engine_is_told_all_that_readers_have() -> None:
 
 
 READY_TWICE = msgspec.structs.replace(READY, num_blocks=[[5, 3], [4, 9]])
-STATE = State(running=1, waiting=2, free_blocks=[3], preemptions=4, steps=5)
+STATE = State(running=1, waiting=2, free_blocks=[3, 2], preemptions=4, steps=5)
 
 
 @pytest.mark.parametrize("before", [None, STATE])
