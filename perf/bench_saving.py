@@ -98,7 +98,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(args.model) if args.model else make(Path(folder) / "model", "bfloat16")
         media = {
-            "host": {"kv_offloading_size": "1GiB"},
+            "memory": {"kv_offloading_size": "1GiB"},
             "file": {"kv_store_dir": f"{folder}/kv", "kv_store_size": "2GiB"},
         }
         results = {name: measure(path, args, options) for name, options in media.items()}

@@ -74,16 +74,15 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def record(name: str, settings: dict[str, Any], results: dict[str, Any], *, write: bool) -> str:
     """One JSON line; with ``write`` it is appended to perf/results/<name>.jsonl too."""
-    line = json.dumps(
-        {
-            "benchmark": name,
-            "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ"),
-            "commit": commit(),
-            "host": host(),
-            "settings": settings,
-            **results,
-        }
-    )
+    facts = {
+        "benchmark": name,
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ"),
+        "commit": commit(),
+        "host": host(),
+        "settings": settings,
+    }
+    assert not facts.keys() & results.keys(), "a result would hide a fact of the run"
+    line = json.dumps(facts | results)
     if write:
         RESULTS.mkdir(exist_ok=True)
         with open(RESULTS / f"{name}.jsonl", "a") as f:

@@ -53,11 +53,12 @@ class AttentionBackend(Protocol):
     1. Meaning. ``AttentionSpec``, for any numbers of rows in a sequence: one (decode), some, a whole prompt. Query head
        h reads KV head h // (q_heads / kv_heads).
     2. Precision. Scores, softmax and sums in fp32 or better, whatever the dtype of the store; weights may be
-       rounded to bf16 where they meet V of bf16, as native does on AVX512-BF16, and for prompts on AMX. Where the store
-       is of 8 bits (``kv.stored``), a K or V is what its number and scale give in fp32; a step's own rows are attended
-       as they will be stored, never as they came. So a result does not tell which tokens were stored before the step
-       and which came with it, more than it does without scales: chunks of a prompt, replayed steps and workers that
-       split a sequence all read the same numbers.
+       rounded to bf16 where they meet V of bf16, as native does on AVX512-BF16, and for prompts on AMX; lse may be of
+       the sum of weights as they are rounded, so within 2^-8. Where the store is of 8 bits (``kv.stored``), a K or V is
+       what its number and scale give in fp32; a step's own rows are attended as they will be stored, never as they
+       came. So a result does not tell which tokens were stored before the step and which came with it, more than it
+       does without scales: chunks of a prompt, replayed steps and workers that split a sequence all read the same
+       numbers.
     3. Exactness. What a (sequence, query head) gets depends, bit for bit, on that sequence's rows and stored tokens
        alone: not on the other sequences of the step, the other heads of the worker, block ids or threads. Stored tokens
        are cut into chunks and merged as ``merge`` describes.

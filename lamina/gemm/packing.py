@@ -88,5 +88,5 @@ def _shared_pages(timeout_s: float) -> SharedPages | None:
     try:
         return SharedPages(path, timeout_s) if path else None
     except OSError as error:
-        log.warning("weights are packed for this worker alone: %s", error)
+        log.warning("packed weights are not shared: %s", error)
         return None

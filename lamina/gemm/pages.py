@@ -6,6 +6,7 @@ Huge pages count: from small ones a step of 8 rows takes a quarter longer (perf/
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import json
 import mmap
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 LINE, SLAB, HUGE = 64, 64 << 20, 2 << 20  # bytes
-POLL_S = 0.02
+POLL_S, SEAL_S = 0.02, 10.0
 _COLLAPSE = 25  # MADV_COLLAPSE of madvise(2), from Linux 6.1 on
 _FIXED = 0x10  # MAP_FIXED of mmap(2)
 _LENGTH = 8  # bytes, at the end of a file: how long the index before them is
@@ -79,6 +80,7 @@ class SharedPages:
         self._end = 0
         self._window: _Window | None = None
         self._mapped = _MappedFiles()
+        self._path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             self._take_turn(time.monotonic() + timeout_s)
@@ -103,7 +105,15 @@ class SharedPages:
         length = int.from_bytes(os.pread(self._fd, _LENGTH, size - _LENGTH), "little")
         self._places, whole = json.loads(os.pread(self._fd, length, size - _LENGTH - length))
         self._window = _Window(whole)
-        self._window.show(self._fd, mmap.PROT_READ)
+        self._show_sealed(self._window)
+
+    def _show_sealed(self, window: _Window) -> None:
+        """By a descriptor that cannot write: others may not map a file that is sealed so, before Linux 6.7."""
+        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            window.show(fd, mmap.PROT_READ)
+        finally:
+            os.close(fd)
 
     def name_of(self, w: Tensor) -> str:
         """By which it is known: where it lies in its file, and how; empty where it lies in none."""
@@ -135,11 +145,22 @@ class SharedPages:
             self._window.hide()  # nobody may be able to write when it is sealed
             index = json.dumps((self._places, self._window.size)).encode()
             os.pwrite(self._fd, index + len(index).to_bytes(_LENGTH, "little"), self._window.size)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
-            self._window.show(self._fd, mmap.PROT_READ)
+            self._seal(time.monotonic() + SEAL_S)
+            self._show_sealed(self._window)
             self.filled = True
         os.close(self._fd)
         self._fd = -1
+
+    def _seal(self, deadline: float) -> None:
+        """Again where the kernel still has pages of it in use, as while it moves them. Raises OSError."""
+        while True:
+            try:
+                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+                return
+            except OSError as error:
+                if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                    raise
+            time.sleep(POLL_S)
 
 
 class _Window:

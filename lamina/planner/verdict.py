@@ -41,6 +41,7 @@ class PlanVerdict(NamedTuple):
     words: str
     turns: Sequence[TurningPoint]
     width: float = 0.0
+    chosen: Deployment | None = None  # the split one that it is about
 
     @property
     def headline(self) -> str:
@@ -59,7 +60,7 @@ def decide(planner: Planner, ranking: Ranking, trace: RequestTrace) -> PlanVerdi
     splits = [p.deployment for p in ranking.points if p.deployment.split][:_SHORTLIST]
     others = [p.deployment for p in ranking.points if not p.deployment.split]
     turns = _turns(planner, [*splits, *others], ranking.trace, split.deployment)
-    return PlanVerdict(pays, tie, gain, _why(split, alone, gain, width if tie else 0.0), turns, width)
+    return PlanVerdict(pays, tie, gain, _why(split, alone, gain, width if tie else 0.0), turns, width, split.deployment)
 
 
 def tie_width(costs: CostModel, *deployments: Deployment) -> float:
@@ -72,7 +73,7 @@ def tie_width(costs: CostModel, *deployments: Deployment) -> float:
 
 def decide_played(planner: Planner, verdict: PlanVerdict, points: Sequence[Operating]) -> PlanVerdict:
     """The verdict by runs that were played, ``points`` with their tokens and dollars, where both kinds are among them.
-    Turns stay those of the closed form.
+    Turns are those of the closed form, none where it says otherwise.
     """
     split, alone = _cheapest(points)
     if split is None or alone is None:
@@ -80,9 +81,10 @@ def decide_played(planner: Planner, verdict: PlanVerdict, points: Sequence[Opera
     gain, width = alone.dollars / split.dollars - 1, tie_width(planner.costs, split.deployment, alone.deployment)
     tie = abs(gain) < width
     words = f"played, {_why(split, alone, gain, width if tie else 0.0)}"
-    if (gain >= width) != verdict.split:
-        words += f"; by the closed form {verdict.gain or 0.0:+.1%}"
-    return verdict._replace(split=gain >= width, tie=tie, gain=gain, width=width, words=words)
+    turns = verdict.turns
+    if (gain >= width) != verdict.split:  # turns are of the closed form
+        words, turns = f"{words}; by the closed form {verdict.gain or 0.0:+.1%}", []
+    return PlanVerdict(gain >= width, tie, gain, words, turns, width, split.deployment)
 
 
 def _cheapest(points: Sequence[Operating]) -> list[Operating | None]:
@@ -106,7 +108,8 @@ def _only(split: Operating | None, alone: Operating | None, ranking: Ranking) ->
     missing = ranking.nearest(split=split is None)
     why = f"{missing.deployment.label}: {missing.why}" if missing else "none can be built of these devices"
     kind = "homogeneous" if split is not None else "split"
-    return PlanVerdict(split is not None, False, None, f"no {kind} deployment is left: {why}", [])
+    chosen = split.deployment if split else None
+    return PlanVerdict(split is not None, False, None, f"no {kind} deployment is left: {why}", [], 0.0, chosen)
 
 
 def _why(split: Operating, alone: Operating, gain: float, tie: float) -> str:

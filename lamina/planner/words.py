@@ -81,7 +81,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "split": verdict.split, "tie": verdict.tie, "gain": verdict.gain, "headline": verdict.headline,
             "why": verdict.words, "turns": [t._asdict() for t in verdict.turns],
         },
-        "serve": serve_command(planner, ranking) if verdict.split else None,
+        "serve": serve_command(planner, ranking, verdict),
         "constants": {n: {"value": v, "origin": used.origins[n]} for n, v in used.values.items()},
         "prices": {"book": planner.prices.name, "date": planner.prices.date, "hours": dict(planner.prices.hours)},
         "link": planner.costs.link.source,
@@ -96,10 +96,10 @@ def shortlist(ranking: Ranking, rows: int) -> list[Operating]:
     return best if alone is None or alone in best else [*best, alone]
 
 
-def serve_command(planner: Planner, ranking: Ranking) -> str | None:
-    """For the cheapest split deployment."""
-    best = ranking.best(split=True)
-    if best is None:
+def serve_command(planner: Planner, ranking: Ranking, verdict: PlanVerdict) -> str | None:
+    """For the split deployment that the verdict is about; None where it is against one."""
+    best = next((p for p in ranking.points if p.deployment == verdict.chosen), None)
+    if best is None or not verdict.split:
         return None
     deployment = best.deployment
     each = planner.memory.for_kv(planner.costs.model, deployment) / deployment.memory_workers
@@ -200,7 +200,7 @@ def _prompts(planner: Planner, best: Operating, ranking: Ranking) -> str:
 
 
 def _serve(planner: Planner, ranking: Ranking, verdict: PlanVerdict) -> Sequence[str]:
-    command = serve_command(planner, ranking) if verdict.split else None
+    command = serve_command(planner, ranking, verdict)
     if not command:
         return []
     name = planner.costs.model.name

@@ -60,7 +60,8 @@ class BenchPlan:
             for driver in self.drivers:
                 for size in self.sizes if pattern in DRIVERS[driver] else []:
                     rounds = max(ROUNDS_MIN, min(self.count, self.volume // size.query // 2) // window)
-                    job = Job(pattern, driver, size.query, size.kv, min(self.warm_up, rounds), rounds, window)
+                    kv = 1 if pattern in WINDOWED else size.kv  # which sends none
+                    job = Job(pattern, driver, size.query, kv, min(self.warm_up, rounds), rounds, window)
                     yield from ((job, per_s) for per_s in (self.rates if pattern == "rate" else [0.0]))
 
 
@@ -182,7 +183,7 @@ def table_line(row: dict[str, Any]) -> str:
 
 def json_line(row: dict[str, Any], measured: Measured, facts: dict[str, Any]) -> str:
     rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
-    return json.dumps(rounded | {"histogram_us": histogram(measured.samples), "machine": facts})
+    return json.dumps(rounded | {"histogram_us": histogram(measured.samples), "client": facts})
 
 
 def write_samples(path: str, row: dict[str, Any], measured: Measured) -> None:
@@ -235,7 +236,8 @@ def parser() -> argparse.ArgumentParser:
         f"{', '.join(DRIVERS['native'])} only)")  # fmt: skip
     add("--device", default="cpu", metavar="NAME", help="cpu, or cuda: kernels call, and the GPU's clock runs from the "
         "end of the one before the send to the start of the one behind the receive")  # fmt: skip
-    add("--count", type=int, default=10_000, help="rounds of a measurement (default: %(default)s)")
+    add("--count", type=int, default=10_000, help="rounds of a measurement, or messages of windows "
+        "(default: %(default)s)")  # fmt: skip
     add("--warm-up", type=int, default=1000, help="rounds before them (default: %(default)s)")
     add("--volume", default="512MiB", help="payload bytes of a measurement; fewer rounds of large messages then "
         "(default: %(default)s)")  # fmt: skip
@@ -309,6 +311,8 @@ def plan_of(args: argparse.Namespace, transports: list[str]) -> BenchPlan:
         raise ValueError(f"--window must be 1 to {WINDOW_MAX}, not {args.window}")
     if set(patterns) & set(WINDOWED) and args.window * most > BYTES_MAX:
         raise ValueError(f"--window {args.window}: messages of {most} B are more than 1 GiB together; name fewer")
+    if args.samples:
+        Path(args.samples).open("a").close()
     return BenchPlan(
         transports=transports,
         patterns=patterns,

@@ -176,7 +176,18 @@ def test_up_says_what_it_would_start(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_papers_plan_without_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LIKE_33B))
-    argv = ["serve", str(tmp_path), "--ray-address", PAPER, "--kv-memory", "80GiB", "--dry-run", *ON_GPUS]
+    argv = [
+        "serve",
+        str(tmp_path),
+        "--ray-address",
+        PAPER,
+        "--kv-memory",
+        "80GiB",
+        "--dry-run",
+        "--port",
+        "0",
+        *ON_GPUS,
+    ]
     assert main(argv) == 0
     title, _, compute, *memory = capsys.readouterr().out.splitlines()
     assert "DOP (1, 2)" in title
@@ -195,7 +206,18 @@ def test_the_plan_says_how_ranks_would_meet(tmp_path: Path, capsys: pytest.Captu
     hosts = "hosts:\n" + "".join(
         f"  - {{address: 10.20.0.{i}, compute: {n}, memory: 4, cores: 4}}\n" for i, n in ((1, 3), (2, 1))
     )
-    ask = ["serve", MODEL, "--ray-address", write(tmp_path, hosts), "--kv-memory", "8MiB", "--dry-run", "--pipeline"]
+    ask = [
+        "serve",
+        MODEL,
+        "--ray-address",
+        write(tmp_path, hosts),
+        "--kv-memory",
+        "8MiB",
+        "--port",
+        "0",
+        "--dry-run",
+        "--pipeline",
+    ]
     ask += ["3", "--tensor-parallel-size", "2", "--compute-on", "lamina_compute", "--memory-on", "lamina_memory"]
 
     def lines(*flags: str) -> list[str]:
@@ -213,7 +235,7 @@ def test_the_plan_says_how_ranks_would_meet(tmp_path: Path, capsys: pytest.Captu
 
 def test_weights_that_no_device_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LIKE_33B, "vocab_size": 4_000_000}))
-    argv = ["serve", str(tmp_path), "--ray-address", PAPER, "--kv-memory", "8GiB", "--dry-run"]
+    argv = ["serve", str(tmp_path), "--ray-address", PAPER, "--kv-memory", "8GiB", "--dry-run", "--port", "0"]
     assert main([*argv, *ON_GPUS]) == 2
     assert "GB of weights do not fit in the 80 GB of NVIDIA H100" in capsys.readouterr().err
     assert main(argv) == 0  # in the memory of the host itself they may
@@ -231,7 +253,9 @@ def test_the_plan_names_the_device_that_workers_would_use(
     flags: tuple[str, ...], compute: str, memory: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever else their host has."""
-    assert main(["serve", MODEL, "--ray-address", PAPER, "--kv-memory", "8GiB", "--dry-run", *flags]) == 0
+    assert (
+        main(["serve", MODEL, "--ray-address", PAPER, "--kv-memory", "8GiB", "--dry-run", "--port", "0", *flags]) == 0
+    )
     lines = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()[2:5]]
     assert [line[2] for line in lines] == [compute, memory, memory]
     assert [" of 80 GB" in lines[0][3], " of 96 GB" in lines[1][3]] == ["GB" in compute, "GB" in memory]
@@ -251,7 +275,7 @@ def test_the_plan_names_the_device_that_workers_would_use(
     ],
 )
 def test_plans_that_do_not_work(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", MODEL, "--ray-address", PAPER, "--dry-run", *flags]) == 2
+    assert main(["serve", MODEL, "--ray-address", PAPER, "--dry-run", "--port", "0", *flags]) == 2
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1

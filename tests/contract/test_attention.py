@@ -372,6 +372,9 @@ def test_equals_the_oracle(name: str, case: Case) -> None:
     assert (stored.o[rows] == 0).all()
     assert not stored.o.isnan().any()
     assert not stored.lse.isnan().any()
+    if name in VARIANTS:  # of which some round weights
+        _, known, _ = run(opened("reference", case.dtype, case.store), case)
+        assert (stored.lse - known.lse)[~rows].abs().max() < 2**-8
 
 
 # Dtypes of wire and store. With scales one kernel serves all wires, so that two say as much as six.

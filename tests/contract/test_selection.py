@@ -111,8 +111,10 @@ def test_each_head_attends_its_best_blocks_and_others_all(name: str, wire: torch
     assert selection
     found = selection.attend(operator(), case.store, case.q)
     error = (found.o.double() - case.oracle()).abs().max()
-    assert error < 1e-4
-    assert (found.o.double() - case.oracle(wrong=True)).abs().max() > 100 * error, "one block less is seen"
+    rounded = wire == torch.bfloat16 and not scaled  # some variants round weights to bf16 where they meet V
+    assert error < (1e-2 if rounded else 1e-4)
+    apart = (found.o.double() - case.oracle(wrong=True)).abs().max()
+    assert apart > (30 if rounded else 100) * error, "one block less is seen"
     most = BUDGET.tokens // SIZE * SIZE
     read = selection.stored_bytes(case.store)
     token = case.store.token_bytes

@@ -54,7 +54,7 @@ def test_every_pattern_between_processes(scheme: str, tmp_path: Path) -> None:
         assert row["verified"] is True
         assert (len(each), max(each)) == (row["rounds"], pytest.approx(row["max_us"], abs=0.002))
         assert sum(row["histogram_us"].values()) == row["rounds"]
-        assert row["machine"]["kernel"] == os.uname().release
+        assert row["client"]["kernel"] == os.uname().release
         assert row.get("window") == (6 if row["pattern"] in WINDOWED else None)
     assert {row["size"] for row in rows} == {8, 1000, 8192}
     assert {row.get("offered/s") for row in rows} == {None, 2000.0, 4000.0}

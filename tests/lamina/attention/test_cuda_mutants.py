@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import test_attention as contract
 import torch
 from cuda_emulation import SMALL, EmulatedKernels, needs_gxx
 
@@ -16,9 +17,6 @@ from lamina.attention import get
 from lamina.attention.cuda import Cuda
 from lamina.attention.cuda_geometry import Variant, choose
 from lamina.attention.cuda_kernels import CSRC, Argument
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "contract"))
-import test_attention as contract
 
 USUAL = {stored: choose("BFloat16", 72, 72, 4, stored) for stored in ("", "Fp8")}
 MUTANTS = [

@@ -290,7 +290,7 @@ PLANNED_MISTAKES = {
     "who lends": keeping(Room, "deal", "loans"),
     "the ledger's blocks": replacing(BlockTables, "become", lambda self, other: None),
     "who holds what": holders_kept,
-    "what is retained": replacing(Prefixes, "forget_all", lambda self: []),
+    "what is retained": replacing(Prefixes, "lie", lambda self, kept: None),
 }
 
 
