@@ -140,14 +140,20 @@ class Borrower:
                 guest.join(0.0)
 
     def _is_of_use(self, guest: GuestWorker) -> bool:
-        """Else it has gone back: it is too small for a stripe, say."""
-        try:
-            self._elastic.plan_loans([guest.nbytes], [])
-        except ValueError as error:
-            log.warning("what %s lends is of no use: %s", guest.loan.creditor, error)
+        """Else it has gone back."""
+        if why := self._refusal(guest.nbytes):
+            log.warning("what %s lends is of no use: %s", guest.loan.creditor, why)
+            guest.sock.close()  # it ends by itself, as nobody has told it anything
             guest.join(0.0)
-            return False
-        return True
+        return not why
+
+    def _refusal(self, nbytes: int) -> str:
+        """Why one more memory worker of so many bytes is of no use: it is too small for a stripe, say; "" = it is."""
+        try:
+            self._elastic.plan_loans([nbytes], [])
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def _let_go(self, index: int, reason: str) -> None:
         try:
@@ -156,8 +162,8 @@ class Borrower:
             log.warning("memory worker %d stays: %s", index, error)
 
     def _ask(self, now: float) -> None:
-        """For what the first one in line lacks, of others once it has all of its own; what was borrowed and is not
-        needed goes back after a while.
+        """For what the first one in line lacks, of others once it has all of its own that is of use; what was borrowed
+        and is not needed goes back after a while.
         """
         assert self._engine is not None
         lacking, guests = self._lacking(), len(self._members.memory) - self._homes
@@ -166,8 +172,11 @@ class Borrower:
             self._own.needs = borrows or overload(self._engine.promises.counts())
         coming = self._links.borrowed - sum(self._cohort.kv_bytes[0][self._homes :]) // BLOCK_BYTES
         wanted = lacking if coming <= 0 else 0
-        if own := min(wanted, self._links.own_left):
+        own = min(wanted, self._links.own_left)
+        if own and not self._refusal(own * BLOCK_BYTES):
             self._links.reclaim(own)
+        else:
+            own = 0
         self._links.want(0 if own else min(wanted, self._most - self._links.of_others))
         if lacking or not guests or coming > 0:
             self._unused = None

@@ -229,7 +229,7 @@ class LendService:
                 self.creditor.end(lease)
                 return
         try:
-            guest.process.wait(END_S if debtor else 0.0)
+            guest.process.wait(END_S if debtor not in ("", self.name) else 0.0)  # an engine waits for none of its own
         except subprocess.TimeoutExpired:
             guest.process.kill()
 

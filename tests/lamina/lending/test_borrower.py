@@ -15,6 +15,23 @@ from lamina.fleet.lending.lend_service import BLOCK_BYTES
 OPTIONS = {"partition": "spill", "memory_workers": 2, "transport": "shm", "borrow": "64MiB", "ledger": "a:1"}
 
 
+class Elastic:
+    """``least``: bytes of a memory worker that is of use."""
+
+    begun: list[list[int]]
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+
+    def plan_loans(self, coming: list[int], leaving: list[int]) -> list[int]:
+        if min(coming) < self._least:
+            raise ValueError("it is too small for a stripe")
+        return coming
+
+    def begin(self, change: list[int], coming: list[Any], reason: str) -> None:
+        self.begun = [change, [m.nbytes for m in coming]]
+
+
 def borrower(elastic: Any = None) -> Borrower:
     """Of two memory workers of 8 MiB, each with four stripes of 8 blocks of 16 tokens."""
     cohort: Any = SimpleNamespace(kv_bytes=[[8 << 20, 8 << 20]])
@@ -54,13 +71,22 @@ def test_it_asks_for_whole_stripes(max_len: int, free: tuple[int, int], stripes:
 
 @pytest.mark.parametrize(
     ("lacking", "own_left", "of_others", "reclaimed", "wanted"),
-    [(5, 0, 0, [], 5), (5, 3, 0, [3], 0), (5, 8, 0, [5], 0), (100, 0, 4, [], 60), (0, 8, 4, [], 0)],
+    [
+        (5, 0, 0, [], 5),
+        (5, 3, 0, [3], 0),
+        (5, 2, 0, [], 5),
+        (5, 8, 0, [5], 0),
+        (100, 0, 4, [], 60),
+        (0, 8, 4, [], 0),
+    ],
 )
 def test_its_own_is_asked_for_before_that_of_others(
     lacking: int, own_left: int, of_others: int, reclaimed: list[int], wanted: int
 ) -> None:
-    """Of others it takes --borrow at most, 64 blocks. While it borrows it lends nothing."""
-    one, told, own = borrower(), list[int](), SimpleNamespace(needs="")
+    """Where that is of use, here from 3 blocks on: a scrap would be asked for again and again. Of others it takes
+    --borrow at most, 64 blocks. While it borrows it lends nothing.
+    """
+    one, told, own = borrower(Elastic(3 * BLOCK_BYTES)), list[int](), SimpleNamespace(needs="")
     links: Any = one._links
     links.own_left, links.of_others, links.borrowed, links.reclaim = own_left, of_others, 0, told.append
     links.want, links.seeks = told.append, of_others > 0
@@ -71,24 +97,20 @@ def test_its_own_is_asked_for_before_that_of_others(
 
 
 def test_a_guest_that_is_too_small_goes_back_and_the_others_stay() -> None:
-    class Elastic:
-        begun: list[list[int]]
-
-        def plan_loans(self, coming: list[int], leaving: list[int]) -> list[int]:
-            if min(coming) < 4:
-                raise ValueError("it is too small for a stripe")
-            return coming
-
-        def begin(self, change: list[int], coming: list[Any], reason: str) -> None:
-            self.begun = [change, [m.nbytes for m in coming]]
+    """Its link ends first: so nobody waits until it ends."""
 
     class Guest(SimpleNamespace):
         def join(self, timeout_s: float) -> None:
             back.append(self.nbytes)
 
-    elastic, back, sent = Elastic(), list[int](), list[int]()
+        def close(self) -> None:
+            back.append(-self.nbytes)
+
+    elastic, back, sent = Elastic(4), list[int](), list[int]()
     one = borrower(elastic)
     guests = [Guest(nbytes=n, key=b"", loan=SimpleNamespace(creditor=f"c{n}")) for n in (3, 5, 2, 6)]
+    for guest in guests:
+        guest.sock = guest
 
     def prepare(guest: Any, *, on_loan: bool) -> Any:
         assert on_loan
@@ -97,6 +119,6 @@ def test_a_guest_that_is_too_small_goes_back_and_the_others_stay() -> None:
     one._members.prepare = prepare  # type: ignore[method-assign]
     one._cohort.adopt = lambda guest, key: guest.nbytes  # type: ignore[method-assign,return-value,assignment]
     one._take_in(guests)  # type: ignore[arg-type]
-    assert back == [3, 2]
+    assert back == [-3, 3, -2, 2]
     assert elastic.begun == [[5, 6], [5, 6]]
     assert sent == [5, 6]
