@@ -31,8 +31,8 @@ from lamina.workers.view import ViewFabric, ViewListener
 log = logging.getLogger(__name__)
 PART_BYTES = 1 << 20  # of an answer
 SLOTS = 4
-CONNECT_S = 600.0  # to another worker, which may still start; the end of the view ends it, too
-ANSWER_S = 10.0  # for a part of an answer: the other end waits for its disk
+CONNECT_S = 600.0  # to another worker, and for its first answer: it may still start; the view's end ends it, too
+ANSWER_S = 10.0  # for a part of an answer, but for the first one: the other end waits for its disk
 LOOK_S = 1.0  # for the next ask, which only the end of the view ends
 END_S = 0.5  # for an answer that is under way as the view ends
 _TAG = struct.Struct(f"<I{CHECKSUM_BYTES}s")
@@ -148,19 +148,19 @@ class _PageSource:
 
     def keys(self, share: frozenset[Atom]) -> list[bytes]:
         """Of pages that it has. Raises MediumError."""
-        keys, part = list[bytes](), self._ask(PageAsk(b"", sorted(share)))
+        keys, part = list[bytes](), self._ask(PageAsk(b"", sorted(share)), CONNECT_S)
         while part:
             if len(part) % KEY_BYTES or len(keys) > MOST_LISTED:
                 raise self._broken(f"{len(part)} bytes of keys behind {len(keys)} ones")
             keys += [part[at : at + KEY_BYTES] for at in range(0, len(part), KEY_BYTES)]
-            part = self._next()
+            part = self._next(ANSWER_S)
         return keys
 
     def page(self, key: bytes, into: Mapping[Atom, bytearray | memoryview]) -> None:
         """Fill the buffers. Raises MediumError."""
         views = [memoryview(buffer).cast("B") for buffer in into.values()]
-        wanted, data = sum(view.nbytes for view in views), bytearray(self._ask(PageAsk(key, list(into))))
-        while len(data) < wanted and (part := self._next()):
+        wanted, data = sum(view.nbytes for view in views), bytearray(self._ask(PageAsk(key, list(into)), ANSWER_S))
+        while len(data) < wanted and (part := self._next(ANSWER_S)):
             data += part
         if len(data) != wanted:
             raise self._broken(f"{len(data)} bytes of atoms in place of {wanted}")
@@ -169,7 +169,7 @@ class _PageSource:
             view[:] = data[at : at + view.nbytes]
             at += view.nbytes
 
-    def _ask(self, ask: PageAsk) -> bytes:
+    def _ask(self, ask: PageAsk, limit_s: float) -> bytes:
         data = msgspec.msgpack.encode(ask)
         try:
             slot = self._channel.reserve(len(data), timeout_s=ANSWER_S)
@@ -177,11 +177,11 @@ class _PageSource:
             self._channel.put_signal(slot, b"")
         except (ChannelError, ValueError) as e:
             raise MediumError(f"{self._channel.peer_name} cannot be asked: {e}") from e
-        return self._next()
+        return self._next(limit_s)
 
-    def _next(self) -> bytes:
+    def _next(self, limit_s: float) -> bytes:
         try:
-            arrival = self._channel.wait_signal(timeout_s=ANSWER_S)
+            arrival = self._channel.wait_signal(timeout_s=limit_s)
         except ChannelTimeout as e:
             raise self._broken(str(e)) from e  # what comes late would pass for another answer
         except ChannelError as e:
@@ -228,6 +228,8 @@ class _Answers:
             self._channel.release(arrival)
         if len(ask.key) not in (0, KEY_BYTES) or not ask.atoms:
             raise ProtocolError(f"{self._channel.peer_name} asks for {len(ask.atoms)} atoms of a page without a name")
+        if len({*ask.atoms}) < len(ask.atoms):  # an answer of any size for a small ask
+            raise ProtocolError(f"{self._channel.peer_name} asks for an atom more than once")
         return ask
 
     def _answer(self, ask: PageAsk) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from lamina import netstack
+from lamina.background import Background
 from lamina.kv.media import AtomLostError, MediumError, MediumPlace
 from lamina.kv.media.host import HostMedium
 from lamina.kv.pages import PAGE, Atom, Page, Recipe
@@ -50,17 +51,17 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
+def pair() -> Iterator[Hosts]:
+    """Who answers nobody yet."""
     fabric = netstack.open("loopback", key=b"k" * 32)
     doors = [ViewDoor(fabric.listen("", Reception(name=name))) for name in NAMES]
     addresses = [Address(door.url, name) for door, name in zip(doors, NAMES, strict=True)]
     views, meters = [ViewFabric(VIEW, fabric) for _ in doors], [Meter() for _ in doors]
     workers = [PeerPages(v, v.at(d), addresses, m) for v, d, m in zip(views, doors, meters, strict=True)]
     media = [HostMedium(MediumPlace(1 << 24)) for _ in doors]
-    for worker, medium in zip(workers, media, strict=True):
+    for worker in workers:
         while worker.missing:
             assert worker.accept(WAIT_S) is None
-        worker.open(medium)
     yield Hosts(fabric, doors, workers, media, meters)
     for worker, view in zip(workers, views, strict=True):
         worker.end()
@@ -70,6 +71,13 @@ def hosts() -> Iterator[Hosts]:
         if thread.name in ("lamina-answer", "lamina-peers"):
             thread.join(WAIT_S)
             assert not thread.is_alive()
+
+
+@pytest.fixture
+def hosts(pair: Hosts) -> Hosts:
+    for worker, medium in zip(pair.workers, pair.media, strict=True):
+        worker.open(medium)
+    return pair
 
 
 def test_what_is_not_here_comes_from_where_it_is(hosts: Hosts) -> None:
@@ -92,6 +100,20 @@ def test_what_is_not_here_comes_from_where_it_is(hosts: Hosts) -> None:
         filled(one, 2)
     with pytest.raises(AtomLostError):
         filled(one, 7)
+
+
+def test_who_opens_its_store_late_is_waited_for(monkeypatch: pytest.MonkeyPatch, pair: Hosts) -> None:
+    """Longer than for any other answer: its pages count for the whole view."""
+    monkeypatch.setattr(peers_module, "ANSWER_S", 0.0)
+    (one, other), (here, there) = pair.workers, pair.media
+    there.write(page(0), ATOMS)
+    one.open(here)
+    learning = Background(lambda: one.learn(SHARE), "lamina-learn")
+    with pytest.raises(TimeoutError):
+        learning.result(0.2)
+    monkeypatch.setattr(peers_module, "ANSWER_S", WAIT_S)
+    other.open(there)
+    assert learning.result(WAIT_S) == [page(0).key]
 
 
 def test_what_has_given_way_there_is_lost_and_nothing_else(hosts: Hosts) -> None:
@@ -158,7 +180,14 @@ def test_an_answer_that_is_none_is_an_error_and_so_are_all_behind_it(tags: list[
 
 @pytest.mark.parametrize(
     "said",
-    [b"", b"\xc1", msgspec.msgpack.encode(PageAsk(b"k", [Atom(0, 0)])), msgspec.msgpack.encode(PageAsk(b"", []))],
+    [
+        b"",
+        b"\xc1",
+        *map(
+            msgspec.msgpack.encode,
+            [PageAsk(b"k", [Atom(0, 0)]), PageAsk(b"", []), PageAsk(page(0).key, [Atom(0, 0)] * 2)],
+        ),
+    ],
 )
 def test_who_asks_for_what_nobody_has_is_not_heard_any_more(said: bytes) -> None:
     with closing(netstack.open("loopback", key=b"k" * 32)) as fabric:
