@@ -112,7 +112,7 @@ class MemoryWorker:
         """
         fabric = self._enter(meeting.view, net)
         self._meter.add("connects", 1)
-        peers = self._peers = PeerPages(fabric, fabric.at(door), meeting.peers, self._meter)
+        peers = self._peers = PeerPages(fabric, fabric.at(door), meeting.peers, self._meter, self._clock)
         try:
             with torch.inference_mode():
                 open_store = partial(self._open_store, meeting)
@@ -239,8 +239,7 @@ class MemoryWorker:
         """The driver hears which pages can be loaded, once all have come who may have some."""
         stored, self._stored = self._stored, None
         if stored is not None and self._peers is not None and self._transfers is not None:
-            keys = dict.fromkeys([*self._peers.learn(self._transfers.share), *stored.keys])
-            self._report(structs.replace(stored, keys=list(keys)[-MOST_LISTED:]))
+            self._report(structs.replace(stored, keys=self._peers.learn(self._transfers.share, stored.keys)))
 
     def kept(self) -> dict[int, int]:
         """Sequence -> tokens that it has in all layers. For the thread that serves, between two views."""

@@ -118,12 +118,15 @@ class ViewFabric:
             raise ChannelAborted(self._over)
 
     def _keep(self, channel: Channel) -> Channel:
+        """Behind the end of the view nobody else closes it."""
         with self._lock:
-            self._channels.append(channel)
             over = self._over
-        if over:
-            channel.abort(over)
-        return channel
+            if not over:
+                self._channels.append(channel)
+                return channel
+        channel.abort(over)
+        channel.close()
+        raise ChannelAborted(over)
 
 
 class ViewListener:

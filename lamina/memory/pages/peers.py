@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import struct
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -33,6 +34,7 @@ PART_BYTES = 1 << 20  # of an answer
 SLOTS = 4
 CONNECT_S = 600.0  # to another worker, and for its first answer: it may still start; the view's end ends it, too
 ANSWER_S = 10.0  # for a part of an answer, but for the first one: the other end waits for its disk
+COME_S = 60.0  # for others to come, once they can be answered: they are a source of pages, and no need
 LOOK_S = 1.0  # for the next ask, which only the end of the view ends
 END_S = 0.5  # for an answer that is under way as the view ends
 _TAG = struct.Struct(f"<I{CHECKSUM_BYTES}s")
@@ -56,12 +58,20 @@ _decode = msgspec.msgpack.Decoder(PageAsk).decode
 class PeerPages:
     """Of one view of a memory worker. All methods but ``read`` are for the thread that serves rounds."""
 
-    def __init__(self, view: ViewFabric, listener: ViewListener, peers: Sequence[Address], meter: Meter) -> None:
+    def __init__(
+        self,
+        view: ViewFabric,
+        listener: ViewListener,
+        peers: Sequence[Address],
+        meter: Meter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """``peers``: all workers that have pages for each other, this one among them; empty: there are none."""
-        self._view, self._listener, self._meter = view, listener, meter
+        self._view, self._listener, self._meter, self._clock = view, listener, meter, clock
         self._peers = [peer for peer in peers if peer.url != listener.url]
         self._name = next((peer.name for peer in peers if peer.url == listener.url), "")
-        self._due = {peer.name for peer in self._peers}  # who is to come, and ask
+        self._names = {peer.name for peer in self._peers}
+        self._due, self._until = set(self._names), math.inf  # who is to come, and ask
         self._came: list[Channel] = []  # who is not heard before there is a medium
         self._medium: Medium | None = None
         self._where: dict[bytes, _PageSource] = {}
@@ -71,7 +81,10 @@ class PeerPages:
 
     @property
     def missing(self) -> int:
-        """Workers that are still to come."""
+        """Workers that are still to come. Behind a limit none are."""
+        if self._due and self._clock() > self._until:
+            log.warning("%s did not come for pages in %g s", ", ".join(sorted(self._due)), COME_S)
+            self._due.clear()
         return len(self._due)
 
     def accept(self, timeout_s: float) -> Channel | None:
@@ -79,7 +92,7 @@ class PeerPages:
         ViewListener.
         """
         channel = self._listener.accept(timeout_s=timeout_s)
-        if channel.peer_name not in self._due:
+        if channel.peer_name not in self._names:
             return channel
         self._due.discard(channel.peer_name)
         self._came.append(channel)
@@ -88,31 +101,41 @@ class PeerPages:
 
     def open(self, medium: Medium) -> None:
         """Answer out of ``medium`` from now on."""
-        self._medium = medium
+        self._medium, self._until = medium, self._clock() + COME_S
         self._hear()
 
-    def learn(self, share: frozenset[Atom]) -> list[bytes]:
-        """Keys of the pages of which another host has all of ``share``, MOST_LISTED at most. All workers have come."""
-        if self._connecting is None or not share:
-            return []
-        for name, asked in self._connecting.result(CONNECT_S).items():
+    def learn(self, share: frozenset[Atom], own: Sequence[bytes] = ()) -> list[bytes]:
+        """Keys of the pages of which another host has all of ``share``, and behind them ``own``, which are here:
+        MOST_LISTED at most. All workers have come. Raises TimeoutError.
+        """
+        sources = self._connecting.result(CONNECT_S) if self._connecting is not None and share else {}
+        for name, asked in sources.items():
             try:
                 for key in asked.keys(share):
                     self._where.setdefault(key, asked)
             except MediumError as e:  # a lost worker ends the view anyway
                 log.warning("pages of %s are not found: %s", name, e)
-        return list(self._where)[-MOST_LISTED:]
+        here = set(own)
+        return [*(key for key in self._where if key not in here), *own][-MOST_LISTED:]
 
     def read(self, key: bytes, into: Mapping[Atom, bytearray | memoryview]) -> None:
-        """As Medium.read, from another host where this one has not all. For one thread."""
+        """As Medium.read, from another host where this one has not all; what one has that does not answer is lost. For
+        one thread.
+        """
         assert self._medium is not None
         try:
             self._medium.read(key, into)
         except AtomLostError:
             if (asked := self._where.get(key)) is None:
                 raise
-            with self._reading:
-                asked.page(key, into)
+            try:
+                with self._reading:
+                    asked.page(key, into)
+            except AtomLostError:
+                raise
+            except MediumError as e:
+                self._where = {key: source for key, source in self._where.items() if source is not asked}
+                raise AtomLostError(str(e)) from e
             self._meter.add("kv_peer_bytes", sum(memoryview(buffer).nbytes for buffer in into.values()))
 
     def end(self) -> None:
@@ -129,8 +152,10 @@ class PeerPages:
         inbox, opened = Geometry(slots=SLOTS, slot_bytes=PART_BYTES), dict[str, _PageSource]()
         for peer in self._peers:
             terms = Terms(outbound=inbox, inbound=inbox, name=self._name, peer=peer.name, key=peer.key)
-            with suppress(ChannelError):  # as above
+            try:
                 opened[peer.name] = _PageSource(self._view.connect(peer.url, terms, timeout_s=CONNECT_S))
+            except ChannelError as e:  # as above
+                log.warning("%s cannot be asked for pages: %s", peer.name, e)
         return opened
 
     def _hear(self) -> None:
@@ -211,15 +236,16 @@ class _Answers:
         """Until the channel ends."""
         try:
             while True:
-                with suppress(ChannelTimeout):
-                    self._answer(self._heard())
-        except (ProtocolError, MediumError) as e:
+                if (ask := self._heard()) is not None:
+                    self._answer(ask)
+        except (ProtocolError, MediumError, ChannelError) as e:  # a half of an answer would pass for one of another ask
             self._channel.abort(str(e))
-        except ChannelError:
-            pass  # the view is over, or the other end is gone: who is to know, knows
 
-    def _heard(self) -> PageAsk:
-        arrival = self._channel.wait_signal(timeout_s=LOOK_S)
+    def _heard(self) -> PageAsk | None:
+        try:
+            arrival = self._channel.wait_signal(timeout_s=LOOK_S)
+        except ChannelTimeout:
+            return None
         try:
             ask = _decode(bytes(arrival.data))
         except msgspec.MsgspecError as e:

@@ -248,6 +248,24 @@ def test_a_view_that_is_over_waits_for_nobody(fabric: Fabric) -> None:
             view.connect(door.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=WAIT_S)
 
 
+def test_who_is_reached_as_the_view_ends_is_let_go_of(fabric: Fabric) -> None:
+    """Behind its end nobody else would."""
+    door, came = ViewDoor(fabric.listen()), list[Channel]()
+
+    def connect(url: str, terms: Terms, *, timeout_s: float) -> Channel:
+        came.append(fabric.connect(url, terms, timeout_s=timeout_s))
+        view.close()
+        return came[0]
+
+    view = ViewFabric(1, SimpleNamespace(connect=connect))  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as threads:
+        theirs = threads.submit(ViewFabric(1).accept, door, WAIT_S)
+        with pytest.raises(ChannelAborted, match="view 1 is over"):
+            view.connect(door.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=WAIT_S)
+        with pytest.raises(PeerFault):
+            theirs.result().wait_signal(timeout_s=WAIT_S)
+
+
 def test_a_connect_that_waits_ends_with_its_view() -> None:
     """Its peer lives, and takes nobody of that view any more: it has heard of the next one before."""
     baton = Baton(VirtualClock(), Random(0))

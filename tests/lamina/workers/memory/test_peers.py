@@ -90,6 +90,8 @@ def test_what_is_not_here_comes_from_where_it_is(hosts: Hosts) -> None:
     hosts.media[0].write(page(5), ATOMS)
     one, other = hosts.workers
     assert one.learn(SHARE) == [page(0).key, page(1).key]
+    own = [page(5).key, page(1).key]
+    assert one.learn(SHARE, own) == [page(0).key, *own], "what is here stands behind what is not, and is used first"
     assert other.learn(frozenset(some)) == [page(5).key]
     assert filled(one, 0) == ATOMS
     assert filled(one, 1, large) == large
@@ -114,6 +116,32 @@ def test_who_opens_its_store_late_is_waited_for(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(peers_module, "ANSWER_S", WAIT_S)
     other.open(there)
     assert learning.result(WAIT_S) == [page(0).key]
+
+
+def test_who_does_not_come_for_pages_is_waited_for_no_longer_than_a_limit() -> None:
+    """Nobody listens at its address: so it is no source either. Whoever comes late, or again, is none that binds."""
+    now = [0.0]
+    with closing(netstack.open("loopback", key=b"k" * 32)) as fabric:
+        door = ViewDoor(fabric.listen("", Reception(name="one")))
+        addresses = [Address(door.url, "one"), Address("loopback://nowhere", "other")]
+        view = ViewFabric(VIEW, fabric)
+        worker = PeerPages(view, view.at(door), addresses, Meter(), lambda: now[0])
+        now[0] = 2 * peers_module.COME_S
+        assert worker.missing == 1, "its store may take long to be there, and nobody is taken meanwhile"
+        worker.open(HostMedium(MediumPlace(1 << 20)))
+        now[0] += peers_module.COME_S
+        assert worker.missing == 1
+        now[0] += 0.1
+        assert worker.missing == 0
+        assert worker.learn(SHARE, [page(1).key]) == [page(1).key]
+        geometry = Geometry(slots=2, slot_bytes=64)
+        terms = Terms(outbound=geometry, inbound=geometry, epoch=VIEW, name="other", peer="one")
+        for _ in range(2):
+            knock = Background(lambda: fabric.connect(door.url, terms), "lamina-knock")
+            assert worker.accept(WAIT_S) is None
+            knock.result(WAIT_S).close()
+        worker.end()
+        view.close()
 
 
 def test_what_has_given_way_there_is_lost_and_nothing_else(hosts: Hosts) -> None:
@@ -148,7 +176,9 @@ def test_nobody_is_waited_for_once_the_view_is_over(hosts: Hosts) -> None:
     hosts.media[1].write(page(0), ATOMS)
     assert hosts.workers[0].learn(SHARE)
     hosts.workers[1].end()
-    with pytest.raises(MediumError, match="other"):
+    with pytest.raises(AtomLostError, match="other"):
+        filled(hosts.workers[0], 0)
+    with pytest.raises(AtomLostError, match="no such atom"):
         filled(hosts.workers[0], 0)
 
 
