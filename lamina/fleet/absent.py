@@ -30,6 +30,7 @@ class Absent:
         self._possible = topology.tensor_parallel_size == 1 and not topology.plans and on_cpu
         self._coming: dict[int, tuple[Member, float]] = {}  # by place: who loads, and until when
         self._loaded: dict[Member, Loaded] = {}
+        self._gone: set[Member] = set()  # whose links have ended, of those
 
     def __iter__(self) -> Iterator[Member]:
         return (member for member, _ in self._coming.values())
@@ -55,8 +56,11 @@ class Absent:
                         self._loaded[member] = message
                     elif isinstance(message, Failed):
                         raise self._lost(member, message.text)
-            except LinkClosedError:
-                raise self._lost(member, member.handle.fate() or "closed its control link", ended=True) from None
+            except (LinkClosedError, TimeoutError) as error:
+                self._gone.add(member)  # its fate may be known later
+                late = "stands still in the midst of a message" if isinstance(error, TimeoutError) else ""
+                fate = late or member.handle.fate() or "closed its control link"
+                raise self._lost(member, fate, ended=True) from None
             if member not in self._loaded and self._clock() > deadline:
                 raise self._lost(member, f"took too long to start (--start-timeout-s {self._limit_s:g})")
         return bool(self._loaded)
@@ -66,11 +70,13 @@ class Absent:
         ValueError.
         """
         loaded, self._loaded = self._loaded, {}
+        gone, self._gone = self._gone, set()
         for place, (member, _) in list(self._coming.items()):
             if member in loaded:
-                del self._coming[place]
-                self._members.insert(member)
-            elif member.handle.fate() is not None:
+                with self._members.while_open(member):
+                    del self._coming[place]
+                    self._members.insert(member)
+            elif member in gone or member.handle.fate() is not None:
                 self._members.fence(member)
                 self._begin(place)
         return loaded
@@ -80,11 +86,14 @@ class Absent:
         there, self._coming = list(self), {}
         for member in there:
             member.link.close()
+        deadline = self._clock() + END_S
         for member in there:
-            member.handle.join(END_S)
+            member.handle.join(max(0.0, deadline - self._clock()))
 
     def _begin(self, place: int) -> None:
-        self._coming[place] = self._start("compute", place), self._clock() + self._limit_s
+        member = self._start("compute", place)
+        with self._members.while_open(member):
+            self._coming[place] = member, self._clock() + self._limit_s
 
     def _lost(self, member: Member, how: str, *, ended: bool = False) -> LostError:
         """One that has not ended has failed for a reason, which another one would have, too."""

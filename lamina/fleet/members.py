@@ -113,14 +113,18 @@ class Members:
     def _of(self, role: str) -> list[Member]:
         return [m for m in self._members if m.handle.role == role]
 
-    def replace(self, lost: Member, new: Member) -> None:
-        """Another worker takes the place of one that is lost, and fenced. Raises WorkerError where all have been ended
-        meanwhile, and ends it, too.
-        """
+    @contextlib.contextmanager
+    def while_open(self, new: Member) -> Iterator[None]:
+        """To take in one that was started. Raises WorkerError where all have been ended meanwhile, and ends it, too."""
         with self.ending:
             if self.closed:
                 self.fence(new)
                 raise WorkerError("the workers have been ended")
+            yield
+
+    def replace(self, lost: Member, new: Member) -> None:
+        """Another worker takes the place of one that is lost, and fenced. Raises as ``while_open``."""
+        with self.while_open(new):
             self._members[self._members.index(lost)] = new
             del self.lost[lost]
 

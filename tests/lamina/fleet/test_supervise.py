@@ -15,7 +15,7 @@ from lamina.config import make_config
 from lamina.engine.wire import ViewChanged, WorkerError
 from lamina.fleet.cohort import Cohort
 from lamina.fleet.elastic import Elastic
-from lamina.fleet.members import LostError, Members
+from lamina.fleet.members import LostError, Member, Members
 from lamina.fleet.notices import Notices
 from lamina.fleet.pools import Pools
 from lamina.fleet.recoveries import RECENT_S
@@ -479,14 +479,34 @@ def test_a_replica_that_dies_as_it_loads_has_a_successor_and_one_that_says_why_e
     pools.resume(KEEP)
     loads = run.now("compute", 0)
     loads.kill()
+    loads.fate = lambda: None  # type: ignore[method-assign] # it can be waited for a moment later
     run.world.pass_until(run.world.now + 1.0, lambda: False)
     assert isinstance(pools.look(), ViewChanged), "what it costs is counted"
     pools.resume(KEEP)
     after = run.now("compute", 0)
     assert after is not loads
+    assert pools.look() is None, "it costs one recovery"
     after.inbox.append(Failed(text="no room for the weights"))
     with pytest.raises(WorkerError, match="^compute worker 0 .*: no room for the weights$"):
         pools.look()
+
+
+def test_a_replica_that_is_started_as_the_pools_end_is_ended_too() -> None:
+    run = Run()
+    start = run.cohort.absent._start
+
+    def start_late(role: str, index: int) -> Member:
+        started = start(role, index)
+        run.members.end(0.0)
+        run.cohort.close()
+        return started
+
+    run.cohort.absent._start = start_late
+    run.now("compute", 0).kill()
+    run.supervisor.halt(run.loss())
+    with pytest.raises(WorkerError, match="have been ended"):
+        run.supervisor.resume(KEEP)
+    assert all(worker.ended for worker in run.world.workers)
 
 
 def pools_of(run: Run) -> Pools:
