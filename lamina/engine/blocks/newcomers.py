@@ -181,11 +181,11 @@ class Newcomers:
         loads_some = isinstance(ways[0], Load)
         hit = next((way for way in ways if isinstance(way, Hit)), None)
         elsewhere = self._prefill.wants(sequence, hit.length if hit else 0)
-        if ways == ASIDE or (elsewhere and self._prefill.follows(sequence, hit.length if hit else 0)):
+        if ways == ASIDE or (elsewhere and self._follows(sequence, hit)):
             return False
         if elsewhere:
             hit = self._hit_of_both(sequence, hit)
-            ways = [hit]
+            ways = [hit, None] if hit else [None]
         begun = hit.length if hit else 0
         counts = [self._cuts.piece(sequence.num_promised - begun, budget, begun) for budget in here.budgets]
         able = [i for i, count in enumerate(counts) if loads_some or count > 0]
@@ -234,6 +234,10 @@ class Newcomers:
             return ASIDE if coming.num_loading or coming.prefill_worker is not None else []
         load = self._tier.find(sequence, hit.length if hit else 0) if self._tier else None
         return [way for way in (load, hit) if way is not None] + [None]
+
+    def _follows(self, sequence: Sequence, hit: Hit | None) -> bool:
+        """Whether one that a prefill worker computes waits for a prompt that begins alike, with which it may begin."""
+        return self._prefixes.shared(sequence) > 0 and self._prefill.follows(sequence, hit.length if hit else 0)
 
     def _hit_of_both(self, sequence: Sequence, hit: Hit | None) -> Hit | None:
         """Of a sequence that a prefill worker computes: as much of ``hit`` as this one has too."""

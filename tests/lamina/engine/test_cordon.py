@@ -13,6 +13,7 @@ from lamina.engine.configured import cordon, cordoned
 from lamina.engine.conversations.terms import KVTerms
 from lamina.engine.engine import Engine
 from lamina.protocol.partition import Lanes
+from lamina.protocol.plan import Bound
 from lamina.request import SamplingParams
 from lamina.sim.clock import VirtualClock
 from lamina.sim.lossless import LosslessWire, ready_of
@@ -29,15 +30,22 @@ BY_TOKEN = OWN, [[w] for w in range(WORKERS)], 2
 
 
 def open_engine(
-    layout: tuple[list[Lanes], list[list[int]], int] = BY_REQUEST, blocks: int = 60, *, caches: bool = False
+    layout: tuple[list[Lanes], list[list[int]], int] = BY_REQUEST,
+    blocks: int = 60,
+    *,
+    caches: bool = False,
+    prefill_workers: int = 0,
 ) -> Engine:
     lanes, holders, stripe = layout
     ready = ready_of(num_layers=2, num_blocks=blocks, block_size=BLOCK, max_len=100)
     ready = msgspec.structs.replace(
         ready, windows=[0] * len(lanes), lanes=lanes, holders=holders, num_blocks=[[blocks]] * len(lanes), stripe=stripe
     )
+    store = Bound(windows=[0], lanes=[Lanes()], stripe=0, num_blocks=[200])
+    ready = msgspec.structs.replace(ready, stores=[store] * prefill_workers)
     clock = VirtualClock()
     options = {"transport": "shm", "block_size": BLOCK, "max_num_seqs": 32, "enable_prefix_caching": caches}
+    options |= {"prefill_workers": prefill_workers, "prefill_chunk": 8} if prefill_workers else {}
     return Engine(LosslessWire(clock, ready, lambda load: 1.0), make_config(options), clock)
 
 
@@ -102,6 +110,24 @@ def test_what_prompts_would_find_there_is_computed_again_elsewhere() -> None:
     _, fresh = engine.scheduler._running
     assert fresh.num_cached == 0
     assert fresh.place.lane != found.place.lane
+
+
+def test_what_prefill_workers_compute_begins_elsewhere_though_its_beginning_is_there() -> None:
+    engine = open_engine(caches=True, prefill_workers=1)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)
+    engine.add([1] * 40, params)
+    (first,) = [*engine.scheduler.waiting]
+    while engine.has_work:
+        engine.step()
+    cordon(engine.scheduler, engine.info, first.place.lane, on=True)
+    engine.add([1] * 40 + [2] * 20, params)
+    (late,) = [*engine.scheduler.waiting]
+    for _ in range(100):
+        engine.step()
+        if not engine.has_work:
+            break
+    assert late.finished, "it waits for ever"
+    assert late.place.lane != first.place.lane
 
 
 def test_who_finds_no_room_elsewhere_waits() -> None:

@@ -176,3 +176,19 @@ def _again(number: int, name: int = -1) -> Sequence:
     sequence = make(number, 12, 1)
     sequence.request_id = name
     return sequence
+
+
+def test_a_hit_that_leaves_no_room_for_the_rest_is_given_up() -> None:
+    """The second prompt takes 12 of 16 blocks, and 12 are retained, of which it begins with 2."""
+    sequences = [prompt(0, 28, 20), prompt(1, 8, 44)]
+    drive(sequences, blocks=16, page=PAGE, prefill_workers=1, kept=14, arrivals=random.Random(0))
+    check_tokens(sequences)
+
+
+def test_who_begins_with_nothing_waits_for_nobody_who_begins_alike() -> None:
+    sequences = [prompt(number, 40, 20) for number in range(6)]
+    scored = sequences[2]
+    scored.params.prompt_logprobs = 0
+    drive(sequences, blocks=120, page=PAGE, prefill_workers=1, kept=60)
+    check_tokens(sequences)
+    assert sorted(s.id for s in sequences).index(scored.id) <= 2, "in its turn"
