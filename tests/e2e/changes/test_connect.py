@@ -74,8 +74,10 @@ def test_workers_meet_anew_and_their_sequences_go_on(
         assert all(
             counters(llm, role, "loads") for role in ("compute", *(["prefill"] if "prefill_workers" in options else []))
         )
+        # Of prompts that prefill workers computed, what is behind the retained chunks is computed where these lie.
+        rests = sum((len(p) - 1) % 32 + 1 for p in prompts if len(p) > 32) if "prefill_workers" in options else 0
         for before, after in zip(rows, counters(llm, "memory", "rows"), strict=True):
-            assert after - before <= before, "no prompt was filled in again"
+            assert after - before <= before + rests, "no prompt was filled in again"
         assert counters(llm, "memory", "refused") == [0.0, 0.0]
         os.kill(pids["memory-1"], signal.SIGKILL)
         lost = r"^memory worker 1 \(pid \d+\) was killed by SIGKILL; its pool cannot go on and was ended: start again$"

@@ -94,7 +94,8 @@ def test_refusals_leave_the_session_as_it_was(llama_path: Path) -> None:
             llm.generate([said], SamplingParams(n=2), session_id="mine")
         with pytest.raises(ValueError, match="one prompt, not 2"):
             llm.generate([said, said], PARAMS, session_id="mine")
-        with llm._stream([said], PARAMS, finished_only=False, terms=KVTerms(session=SessionName(b"", "mine"))):
+        asked = llm._asked([said], PARAMS, KVTerms(session=SessionName(b"", "mine")))
+        with llm._stream(asked, finished_only=False):
             for call in (lambda: turn(llm, "mine", said), lambda: llm.drop_session("mine")):
                 with pytest.raises(SessionBusyError, match="under way"):
                     call()

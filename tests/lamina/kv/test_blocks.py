@@ -315,7 +315,6 @@ def test_blocks_of_several_holders_do_not_count_as_free_before_they_are() -> Non
         ([Fork(3, 1, 8), Truncate(3, 0), New(4), Rows(4, 0, 16)], "sequence 3 is forked in step 2: it may have rows"),
         ([Fork(3, 1, 8), Free(3), New(3)], "sequence 3 is forked in step 2: it may have rows"),
         ([Fork(3, 1, 8), Free(3), Fork(3, 1, 4)], "sequence 3 is forked in step 2: it may have rows"),
-        ([Fork(3, 1, 8), Rows(3, 8, 1, Place(1))], "it lies where its source does"),
         ([Fork(3, 1, 8), Grant(3, 0, 4, 0, 0)], "sequence 3 is forked in step 2: it may have rows"),
         ([Fork(3, 1, 8), Grant(1, 4, 4, 0, 0)], "others hold blocks from that of position 4 on"),
         ([Grant(1, 0, 4, 0, 0)], "others hold blocks from that of position 0 on"),
@@ -330,6 +329,26 @@ def test_forks_that_cannot_be_are_refused(parts: list[SequenceOp | Rows], why: s
     with pytest.raises(PlanError, match=why):
         t.apply(plan(*parts, step=2))
     assert snapshot(t) == before
+
+
+@pytest.mark.parametrize(
+    ("lanes", "refused"),
+    [([Lanes((True, False)), Lanes((False, True))], True), ([Lanes()], False)],
+    ids=["each has its own sequences", "all is here"],
+)
+def test_a_fork_lies_where_its_source_does_unless_all_is_here(lanes: list[Lanes], refused: bool) -> None:
+    """A prefill worker has all of its prompts, wherever memory workers have them."""
+    t = BlockTables([0] * len(lanes), [20] * len(lanes), SIZE, lanes)
+    t.apply(plan(New(1), Rows(1, 0, 11)))
+    before, fork = snapshot(t), plan(Fork(2, 1, 8), Rows(2, 8, 1, Place(1)), step=1)
+    if refused:
+        with pytest.raises(PlanError, match="it lies where its source does"):
+            t.apply(fork)
+        assert snapshot(t) == before
+    else:
+        t.apply(fork)
+        assert t.table(0, 2)[1][:2] == t.table(0, 1)[1][:2]
+    t.check_integrity()
 
 
 def test_a_fork_finds_its_window_or_is_refused() -> None:
