@@ -14,6 +14,7 @@ from lamina.protocol.groups import Capacity, usable_blocks
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.options.sparsity import parse_error_budget
 from lamina.protocol.placement import FIRST
+from lamina.protocol.plan import Bound
 
 from .blocks.evictions import Evictions
 from .blocks.prefixes import Prefixes
@@ -119,6 +120,17 @@ def _stores(config: EngineConfig, info: ComputeReady, promises: Promises, page: 
         stores.append(PromptStore(worker, promises.conductor.directory, keys, blocks, room))
     promises.keys = keys if stores else None
     return stores
+
+
+def renew_stores(scheduler: Scheduler, config: EngineConfig, info: ComputeReady, stores: list[Bound]) -> ComputeReady:
+    """``info`` with the stores that prefill workers have now. A worker that has taken a lost one's place may have
+    another size of it; behind the loss all are empty.
+    """
+    if stores == info.stores:
+        return info
+    info = structs.replace(info, stores=stores)
+    scheduler.prefill.renew(_stores(config, info, scheduler.prefill.promises, scheduler.prefixes.page))
+    return info
 
 
 def promises_of(config: EngineConfig, clock: Callable[[], float]) -> Promises:

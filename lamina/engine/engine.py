@@ -19,7 +19,7 @@ from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes,
 
 from .blocks.under_way import Moved
 from .checks import check_discard, check_ids, check_session, check_stops, is_sparse, kv_form, too_long
-from .configured import blocks_of, promises_of, scheduler_of
+from .configured import blocks_of, promises_of, renew_stores, scheduler_of
 from .conversations.overflow import overflow_of
 from .conversations.ranges import Ranges, joined, without
 from .conversations.sessions import SessionName
@@ -231,6 +231,7 @@ class Engine:
         if (ready.num_blocks, ready.lanes) != (self.info.num_blocks, self.info.lanes):
             raise ValueError(f"memory workers had {self.info.num_blocks} KV blocks, and now have {ready.num_blocks}")
         self.scheduler.view, self.scheduler.num_replicas = ready.view, ready.replicas or self.info.replicas
+        self.info = renew_stores(self.scheduler, self.config, self.info, ready.stores)
         self.scheduler.tell_anew()
         if self.scheduler.tier and ready.tier:
             self.scheduler.tier.learn(ready.tier)

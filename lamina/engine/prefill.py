@@ -136,6 +136,11 @@ class Prefill:
             self.promises.drop(sequence)
         self.promises.forget()
 
+    def renew(self, stores: Several[PromptStore]) -> None:
+        """Behind ``roll_back``: workers have these stores from now on, which are empty; none of them: nothing."""
+        for worker in self._workers:
+            worker.store = stores[worker.index] if stores else None
+
     def next_grant(self, sequence: Sequence) -> Grant | None:
         """For the next chunk of ``sequence``, if it is its turn."""
         if sequence.prefill_worker is None:

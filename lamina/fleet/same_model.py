@@ -10,6 +10,7 @@ import msgspec
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.groups import Capacity, of_all_ranks
 from lamina.protocol.options.topology import TopologyOptions
+from lamina.protocol.plan import ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,9 @@ def check_alike(readies: Mapping[str, ComputeReady]) -> None:
 
 
 def as_one(readies: Sequence[ComputeReady], topology: TopologyOptions) -> ComputeReady:
-    """What all ranks of a replica have said, who come first, and prefill workers of their stores, who come last."""
+    """What all ranks of a replica have said, who come first, and prefill workers of their stores, who come last. Raises
+    ProtocolError where one of these has not one store.
+    """
     ranks = readies[: topology.tensor_parallel_size]
     for rank, ready in enumerate(ranks if len(ranks) > 1 else []):
         (q_heads, kv_heads), size = ready.summary["heads"][0], ready.summary["weight_bytes"]
@@ -49,5 +52,8 @@ def as_one(readies: Sequence[ComputeReady], topology: TopologyOptions) -> Comput
     if len(ranks) > 1:
         log.info("--collective %s: %s", topology.collective, ranks[0].summary["collective"])
     capacities = [Capacity(r.windows, r.lanes, r.stripe, r.stays, r.sparse, r.num_blocks, r.holders) for r in ranks]
-    stores = [bound for ready in readies for bound in ready.stores]
+    prefill = readies[len(readies) - topology.prefill_workers :]
+    if (numbers := [len(ready.stores) for ready in prefill]) != [1] * len(prefill):
+        raise ProtocolError(f"prefill workers have {numbers} stores of prompts, and not one each")
+    stores = [bound for ready in prefill for bound in ready.stores]
     return msgspec.structs.replace(ranks[0], **of_all_ranks(capacities)._asdict(), stores=stores)

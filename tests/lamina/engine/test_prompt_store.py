@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as Several
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduled import check_tokens, drive, make
 
+from lamina.config import make_config
 from lamina.engine.blocks.prompt_store import PromptKeys, PromptStore
 from lamina.engine.conductor.directory import Directory
+from lamina.engine.engine import Engine
 from lamina.engine.sequence import Sequence
+from lamina.engine.wire import ViewChanged
 from lamina.protocol.blocks.tables import BlockTables
+from lamina.protocol.control import ComputeReady, RunRound
 from lamina.protocol.partition import Lanes
-from lamina.protocol.plan import Fork, Free, New, Rows, SequenceOp, StepPlan
+from lamina.protocol.plan import Bound, Fork, Free, Keep, New, Rows, SequenceOp, StepPlan
+from lamina.request import SamplingParams
+from lamina.sim.clock import VirtualClock
+from lamina.sim.lossless import LosslessWire, ready_of
 
 PAGE = 4
 EACH = (Lanes((True, False)), Lanes((False, True)))
@@ -192,3 +201,47 @@ def test_who_begins_with_nothing_waits_for_nobody_who_begins_alike() -> None:
     drive(sequences, blocks=120, page=PAGE, prefill_workers=1, kept=60)
     check_tokens(sequences)
     assert sorted(s.id for s in sequences).index(scored.id) <= 2, "in its turn"
+
+
+class StoreWire(LosslessWire):
+    """Its prefill worker has so many blocks; once it is lost, the next has ``later``."""
+
+    def __init__(self, clock: VirtualClock, blocks: int, later: int) -> None:
+        ready = ready_of(num_layers=1, num_blocks=1000, block_size=PAGE, max_len=100)
+        super().__init__(clock, ready, lambda load: 1.0)
+        self._later = later
+        self._start(blocks)
+
+    def _start(self, blocks: int) -> None:
+        self.tables = BlockTables([0], [blocks], PAGE)
+        store = Bound(windows=[0], lanes=[Lanes()], stripe=0, num_blocks=[blocks])
+        self.ready = msgspec.structs.replace(self.ready, view=self.ready.view + 1, stores=[store])
+
+    def prefill(self, worker: int, new: RunRound) -> None:
+        for step in new.steps:
+            self.tables.apply(step.plan)
+        super().prefill(worker, new)
+
+    def look(self) -> ViewChanged:
+        return ViewChanged([], [{}])
+
+    def resume(self, keep: Several[Keep]) -> ComputeReady:
+        self._start(self._later)
+        return self.ready
+
+
+@pytest.mark.parametrize(("blocks", "later"), [(200, 60), (200, 28), (28, 200)])
+def test_who_takes_the_place_of_a_lost_worker_may_have_another_store(blocks: int, later: int) -> None:
+    """28 blocks are for a prompt and the first chunk of the next: nothing is kept then."""
+    clock = VirtualClock()
+    wire = StoreWire(clock, blocks, later)
+    options = {"transport": "shm", "block_size": PAGE, "prefill_chunk": 8, "prefill_workers": 1, "max_num_seqs": 8}
+    engine = Engine(wire, make_config(options), clock)
+    for part in range(2):
+        for number in range(6):
+            engine.add([part, number] * 25, SamplingParams(max_tokens=2, ignore_eos=True))
+        while engine.has_work:
+            engine.step()
+        assert (len(wire.tables.sequences) > 1) == ((blocks, later)[part] > 28)
+        if not part:
+            engine.look()

@@ -30,6 +30,7 @@ from lamina.protocol.control import (
 )
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.partition import Lanes
+from lamina.protocol.plan import Bound
 
 NOTICED_S = 0.01  # by its peers, that a worker is gone
 
@@ -195,7 +196,7 @@ class SimulatedWorker:
             case Connect():
                 self.view = message.view
                 if self.role != "memory":
-                    self.say(ready(message.view, self._world.blocks), self.late_s)
+                    self.say(ready(message.view, self._world.blocks, prefills=self.role == "prefill"), self.late_s)
                 self.late_s = 0.0
             case Halt():
                 kept = dict(self.kept) if self.role == "memory" else {}
@@ -211,10 +212,12 @@ class SimulatedWorker:
         self._world.later(arrive, delay_s)
 
 
-def ready(view: int, blocks: int = 0) -> ComputeReady:
-    """Of a view; each has its own number of ``blocks``, where none is named."""
+def ready(view: int, blocks: int = 0, *, prefills: bool = False) -> ComputeReady:
+    """Of a view; each has its own number of ``blocks``, where none is named. ``prefills``: who does has a store."""
+    store = Bound(windows=[0], lanes=[Lanes()], stripe=0, num_blocks=[32])
     return ComputeReady(
         view=view, vocab_size=97, num_layers=3, max_model_len=128, dtype="float32", eos_token_ids=[], windows=[0],
         lanes=[Lanes()], stripe=0, num_blocks=[[blocks or 10 * view]], holders=[[0]], block_size=4, kv_bytes=[100, 200],
         summary={"attention": "sim", "heads": [(8, 4)], "weight_bytes": 1, "collective": "sim"},
+        stores=[store] if prefills else [],
     )  # fmt: skip

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
+from msgspec import structs
 
 from lamina.config import make_config
 from lamina.engine.wire import WorkerError
@@ -17,8 +18,12 @@ from lamina.fleet.cohort import Cohort
 from lamina.fleet.counters import Counters
 from lamina.fleet.members import LostError, Member, Members
 from lamina.fleet.pools import Pools
+from lamina.fleet.same_model import as_one
 from lamina.fleet.supervise import Supervisor
 from lamina.protocol.control import AskStats, ControlLink, Failed, Stats, StepDone, Stop
+from lamina.protocol.partition import Lanes
+from lamina.protocol.plan import Bound, ProtocolError
+from lamina.sim.lossless import ready_of
 
 SOON_S = 30.0  # on a busy machine
 
@@ -235,3 +240,15 @@ def test_counters_have_the_time_that_a_step_has() -> None:
     now[0] += 62.0
     with pytest.raises(WorkerError, match=r"memory worker 0 .*took too long .*--step-timeout-s 60"):
         pools.take_stats()
+
+
+@pytest.mark.parametrize("counts", [(0, 1), (2, 0)])
+def test_each_prefill_worker_has_one_store_of_prompts(counts: tuple[int, int]) -> None:
+    """Else the stores of several would be taken for one another's."""
+    ready = ready_of(num_layers=1, num_blocks=9, block_size=4, max_len=9)
+    store = Bound(windows=[0], lanes=[Lanes()], stripe=0, num_blocks=[9])
+    topology = make_config({"prefill_workers": 2}).topology
+    one = [structs.replace(ready, stores=[store])] * 2
+    assert as_one([ready, *one], topology).stores == [store, store]
+    with pytest.raises(ProtocolError, match="not one each"):
+        as_one([ready, *(structs.replace(ready, stores=[store] * count) for count in counts)], topology)
