@@ -173,10 +173,17 @@ def free_port() -> int:
 
 def children_of(pid: int) -> list[int]:
     """The children of a process that has one thread that starts some, or several."""
-    pids = list[int]()
+    before, seen = None, _children_now(pid)
+    while seen != before:  # while others end, a look may leave out some that live (proc(5))
+        before, seen = seen, seen | _children_now(pid)
+    return sorted(seen)
+
+
+def _children_now(pid: int) -> set[int]:
+    pids = set[int]()
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):
-            pids += map(int, (task / "children").read_text().split())
+            pids.update(map(int, (task / "children").read_text().split()))
     return pids
 
 

@@ -59,21 +59,28 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+class _Taken(NamedTuple):
+    """Of one guest, since its start: CPU seconds, and bytes of K and V."""
+
+    used_s: float = 0.0
+    read: float = 0.0
+
+
 class GuestBudget:
     """What all guests together may take before no new loan is made: cores, and gigabits of K and V read in a second."""
 
     def __init__(self, most_cores: float, most_gbps: float, now: float) -> None:
         self._most_cores, self._most_gbps = most_cores, most_gbps
-        self._cores = self._gbps = self._used_s = self._read = 0.0
-        self._measured_at = now
+        self._cores = self._gbps = 0.0
+        self._measured_at, self._taken = now, dict[int, _Taken]()  # by process
 
     def measure(self, guests: Sequence[GuestProcess], now: float) -> None:
-        """What they have taken since the last time."""
-        used_s, read = cpu_seconds(g.process.pid for g in guests), sum(g.read_bytes for g in guests)
-        seconds = max(1e-3, now - self._measured_at)
-        self._cores = max(0.0, used_s - self._used_s) / seconds
-        self._gbps = max(0.0, read - self._read) * 8e-9 / seconds
-        self._used_s, self._read, self._measured_at = used_s, read, now
+        """What they have taken since the last time; one that has ended meanwhile hides nothing of the others."""
+        taken = {g.process.pid: _Taken(cpu_seconds([g.process.pid]), g.read_bytes) for g in guests}
+        before, seconds = {pid: self._taken.get(pid, _Taken()) for pid in taken}, max(1e-3, now - self._measured_at)
+        self._cores = sum(max(0.0, x.used_s - before[pid].used_s) for pid, x in taken.items()) / seconds
+        self._gbps = sum(max(0.0, x.read - before[pid].read) for pid, x in taken.items()) * 8e-9 / seconds
+        self._taken, self._measured_at = taken, now
 
     def above(self) -> str:
         """What of it is above its limit, in words; "" = nothing."""

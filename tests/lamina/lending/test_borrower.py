@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from lamina.config import make_config
 from lamina.fleet.lending.borrower import SPARE, Borrower
+from lamina.fleet.lending.guests import GuestBudget
 from lamina.fleet.lending.lend_service import BLOCK_BYTES
 
 OPTIONS = {"partition": "spill", "memory_workers": 2, "transport": "shm", "borrow": "64MiB", "ledger": "a:1"}
@@ -94,6 +96,19 @@ def test_its_own_is_asked_for_before_that_of_others(
     one._ask(0.0)
     assert told == [*reclaimed, wanted]
     assert own.needs == ("it borrows itself" if lacking or of_others else "")
+
+
+def test_a_guest_that_has_ended_hides_nothing_of_what_the_others_read() -> None:
+    def guest(number: int, read_bytes: float) -> Any:
+        return SimpleNamespace(process=SimpleNamespace(pid=(1 << 30) + number), read_bytes=read_bytes)
+
+    budget = GuestBudget(math.inf, 1.0, 0.0)
+    budget.measure([guest(0, 1e9), guest(1, 0.0)], 1.0)
+    assert budget.above() == "guests read 8.0 of 1 Gb/s"
+    budget.measure([guest(1, 1e9)], 2.0)
+    assert budget.above() == "guests read 8.0 of 1 Gb/s"
+    budget.measure([guest(1, 1e9)], 3.0)
+    assert budget.above() == ""
 
 
 def test_a_guest_that_is_too_small_goes_back_and_the_others_stay() -> None:
