@@ -18,7 +18,7 @@ import pytest
 
 from lamina.cli.launch import main
 from lamina.fleet.launchers import local
-from lamina.fleet.lending import links
+from lamina.fleet.lending import lend_service, links
 from lamina.fleet.lending.guests import METER, cpu_seconds
 from lamina.fleet.lending.ledger_service import LedgerService
 from lamina.fleet.lending.lend_service import LendService
@@ -68,8 +68,8 @@ class Street:
         until(lambda: name in self.shown(), f"{name} is not known")
         return service
 
-    def debtor(self, name: str) -> LoanLinks:
-        debtor = LoanLinks(self.place, KEY, name)
+    def debtor(self, name: str, own: LendService | None = None) -> LoanLinks:
+        debtor = LoanLinks(self.place, KEY, name, own=own)
         self._stack.callback(debtor.close)
         return debtor
 
@@ -253,6 +253,20 @@ def test_a_debtor_of_the_creditors_own_name_gets_nothing(street: Street) -> None
     with pytest.raises(LinkClosedError):
         link.recv(SOON_S)
     assert service.creditor.free == 8
+
+
+def test_whoever_gives_back_what_is_its_own_waits_for_nobody(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the guest still has its link: between two steps of an engine there is no time for its end."""
+    monkeypatch.setattr(lend_service, "END_S", 2 * SOON_S)
+    service = street.creditor("c", 8)
+    debtor = street.debtor("c", service)
+    debtor.reclaim(5)
+    guest = guest_of(debtor)
+    pid_of(service)
+    began = time.monotonic()
+    debtor.give_back(guest)
+    assert time.monotonic() - began < SOON_S
+    until(lambda: service.creditor.free == 8, "the blocks do not come back")
 
 
 def test_a_guest_that_cannot_start_ends_its_lease_and_no_door(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
