@@ -106,9 +106,9 @@ class PeerPages:
 
     def learn(self, share: frozenset[Atom], own: Sequence[bytes] = ()) -> list[bytes]:
         """Keys of the pages of which another host has all of ``share``, and behind them ``own``, which are here:
-        MOST_LISTED at most. All workers have come. Raises TimeoutError.
+        MOST_LISTED at most. All workers have come.
         """
-        sources = self._connecting.result(CONNECT_S) if self._connecting is not None and share else {}
+        sources = self._reached() if share else {}
         for name, asked in sources.items():
             try:
                 for key in asked.keys(share):
@@ -147,6 +147,15 @@ class PeerPages:
             thread.join(END_S)
         if self._reading.acquire(timeout=END_S):
             self._reading.release()
+
+    def _reached(self) -> dict[str, _PageSource]:
+        if self._connecting is None:
+            return {}
+        try:
+            return self._connecting.result(CONNECT_S)
+        except TimeoutError as e:
+            log.warning("no other worker is asked for pages: %s", e)
+            return {}
 
     def _connect(self) -> dict[str, _PageSource]:
         inbox, opened = Geometry(slots=SLOTS, slot_bytes=PART_BYTES), dict[str, _PageSource]()

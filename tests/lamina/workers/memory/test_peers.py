@@ -144,6 +144,18 @@ def test_who_does_not_come_for_pages_is_waited_for_no_longer_than_a_limit() -> N
         view.close()
 
 
+def test_of_workers_that_are_not_reached_in_time_no_page_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come, and take nobody."""
+    monkeypatch.setattr(peers_module, "CONNECT_S", 0.2)
+    with closing(netstack.open("loopback", key=b"k" * 32)) as fabric:
+        door, silent = ViewDoor(fabric.listen("", Reception(name="one"))), fabric.listen("", Reception(name="other"))
+        view, addresses = ViewFabric(VIEW, fabric), [Address(door.url, "one"), Address(silent.url, "other")]
+        worker = PeerPages(view, view.at(door), addresses, Meter())
+        assert worker.learn(SHARE, [page(1).key]) == [page(1).key]
+        worker.end()
+        view.close()
+
+
 def test_what_has_given_way_there_is_lost_and_nothing_else(hosts: Hosts) -> None:
     one, _ = hosts.workers
     for number in range(2):
