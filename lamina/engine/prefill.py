@@ -79,8 +79,12 @@ class Prefill:
 
     def holds_back(self, sequence: Sequence) -> bool:
         """Whether a sequence waits for its worker alone, and others need not wait behind it."""
-        some = any(len(w.prompts) < self.PROMPTS for w in self._workers)
-        return some and self.promises.is_booked(sequence) and not self.has_room_for(sequence)
+        return self.has_room and self.promises.is_booked(sequence) and not self.has_room_for(sequence)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether some worker can take a prompt."""
+        return any(len(w.prompts) < self.PROMPTS for w in self._workers)
 
     def has_room_for(self, sequence: Sequence) -> bool:
         """Whether the worker of a sequence can take its prompt."""

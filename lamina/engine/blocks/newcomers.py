@@ -191,7 +191,9 @@ class Newcomers:
         able = [i for i, count in enumerate(counts) if loads_some or count > 0]
         if isinstance(sequence, Shadow):
             able = [i for i in able if sequence.of in here.batches[i].running]
-        if not able or sequence.num_drawing or (elsewhere and not self._prefill.has_room_for(sequence)):
+        if elsewhere and not self._prefill.has_room_for(sequence):
+            return False if self._prefill.has_room else None
+        if not able or sequence.num_drawing:
             return None  # a preempted one whose last token is still being drawn waits
         to = min(able, key=here.loads.__getitem__)
         for way in ways:

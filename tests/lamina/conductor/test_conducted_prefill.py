@@ -10,7 +10,9 @@ from lamina.engine.conductor.overload import Limits
 from lamina.engine.prefill import Prefill
 from lamina.engine.promises import Promises
 from lamina.engine.rounds.steps import ScheduledStep
+from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
+from lamina.protocol.blocks.tables import BlockTables
 
 
 class Hand:
@@ -132,3 +134,16 @@ def test_a_short_rest_behind_what_memory_workers_have_is_computed_there() -> Non
     assert (promises.conductor.num_waiting, promises.conductor.decoding.num_running) == (0, 1)
     prefill.drop(prompt)
     assert promises.conductor.decoding.num_running == 0
+
+
+def test_completions_whose_worker_is_full_hold_nobody_back() -> None:
+    promises = Promises(2)
+    promises.shared = lambda sequence: 79
+    prefill = Prefill(2, 8, 1, promises)
+    scheduler = Scheduler(BlockTables([0], [999], 4), max_num_seqs=16, prefill_chunk=8, prefill=prefill)
+    completions, other = [make(0, 80, 5) for _ in range(4)], make(1, 80, 5)
+    for sequence in (*completions, other):
+        scheduler.add(sequence)
+    scheduler.schedule()
+    assert [s.prefill_worker for s in completions] == [0, 0, None, None]
+    assert other.prefill_worker == 1, "it is idle"
