@@ -245,6 +245,22 @@ def test_who_asks_for_what_nobody_has_is_not_heard_any_more(said: bytes) -> None
             asked.keys(SHARE)
 
 
+def test_who_takes_no_answer_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half of it would pass for a part of the next one."""
+    monkeypatch.setattr(peers_module, "ANSWER_S", 0.0)
+    medium, atom = HostMedium(MediumPlace(1 << 25)), Atom(0, 0)
+    medium.write(page(0), {atom: bytes(6 * PART_BYTES)})
+    with closing(netstack.open("loopback", key=b"k" * 32)) as fabric:
+        asked, channel = talking(fabric)
+        said = msgspec.msgpack.encode(PageAsk(page(0).key, [atom]))
+        slot = asked._channel.reserve(len(said))
+        slot.data[:] = said
+        asked._channel.put_signal(slot, b"")
+        peers_module._Answers(channel, medium).run()
+        with pytest.raises(MediumError, match="does not answer"):
+            [asked._next(WAIT_S) for _ in range(6)]
+
+
 def talking(fabric: netstack.Fabric) -> tuple[peers_module._PageSource, Channel]:
     """Who asks, and the channel of who is asked."""
     listener, geometry = fabric.listen(), Geometry(slots=4, slot_bytes=PART_BYTES)
