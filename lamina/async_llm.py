@@ -9,15 +9,17 @@ import weakref
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from .engine.conversations.terms import KVTerms
 from .engine.streams import Feed
 from .engine.thread import EngineThread
 from .engine.wire import WorkerError
 from .front import Front
 from .models.tokens import token_ids
-from .prompts import Prompt, prompt_list
+from .prompts import Prompt, priority_list, prompt_list
 from .request import RequestOutput, SamplingParams
 
 INLINE_CHARS = 512  # shorter text is made tokens at once: a change of threads would take longer
@@ -49,13 +51,19 @@ class AsyncLLM:
         self._finalizer = weakref.finalize(self, _shut_down, self._engine, self._tokenizing)
 
     def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncStream:
         """Complete one prompt (text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}): an asynchronous iterator
         of a RequestOutput each time that it has grown. Each has all that there is by then, and changes no more; who
         looks late gets one output with all that has grown.
 
         The request is queued by this call. ``request_id`` names it in its outputs and for ``abort``; None = any name.
+        ``priority``: with scheduling_policy "priority", those with a lower number come first.
         Breaking off, cancelling the task, or closing the iterator cancels the request. The iterator raises ValueError
         for a prompt that cannot be served, WorkerError when a worker is lost; this call ValueError for a name in use.
         """
@@ -66,8 +74,9 @@ class AsyncLLM:
         params = self._front.default_params() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
+        (number,) = priority_list(1, priority)
         feed = self._register(request_id)
-        add = partial(self._add, prompts[0], params, feed)
+        add = partial(self._add, prompts[0], params, KVTerms(priority=number), feed)
         if isinstance(prompts[0], str) and len(prompts[0]) > INLINE_CHARS:
             try:
                 self._tokenizing.submit(add)
@@ -154,10 +163,10 @@ class AsyncLLM:
             self._live[name] = feed = _LoopFeed(name=name)
         return feed
 
-    def _add(self, prompt: str | list[int], params: SamplingParams, feed: _LoopFeed) -> None:
+    def _add(self, prompt: str | list[int], params: SamplingParams, terms: KVTerms, feed: _LoopFeed) -> None:
         try:
             if not feed.dropped:
-                self._engine.add(self._front.ask(prompt, params), feed)
+                self._engine.add(replace(self._front.ask(prompt, params), terms=terms), feed)
         except Exception as error:  # noqa: BLE001 - a tokenizer's own, too: nobody must wait for ever
             feed.fail(error)
             _wake([feed])

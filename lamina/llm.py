@@ -86,11 +86,12 @@ class LLM:
 
         One SamplingParams serves all prompts, a list gives each its own; None: ``get_default_sampling_params``. Ctrl-C
         ends the workers. ``use_tqdm``: a bar of finished prompts on stderr, where that is a terminal; or what makes
-        the bar, called as tqdm. ``priority``: prompts with a lower number come first. ``session_id``: the one prompt is
-        the next turn of that session (docs/sessions.md); raises SessionBusyError while another is under way, ValueError
-        where it does not begin with the prompt of the turn before. ``kv_discard``: first and stop of tokens of the one
-        prompt that it is to lose, and its session for ever, where contexts may be truncated. ``others``: arguments of
-        vLLM's, which are taken where they ask for nothing.
+        the bar, called as tqdm. ``priority``: with scheduling_policy "priority", prompts with a lower number come
+        first; else any but 0 is refused. ``session_id``: the one prompt is the next turn of that session
+        (docs/sessions.md); raises SessionBusyError while another is under way, ValueError where it does not begin with
+        the prompt of the turn before. ``kv_discard``: first and stop of tokens of the one prompt that it is to lose,
+        and its session for ever, where contexts may be truncated. ``others``: arguments of vLLM's, which are taken
+        where they ask for nothing.
         """
         check_arguments("LLM.generate", others)
         batch = prompt_list(prompts)

@@ -86,7 +86,6 @@ _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_prompt_embeds": ((False,), "prompts are text or token ids"),
     "enable_return_routed_experts": ((False,), "no experts are reported"),
     "skip_tokenizer_init": ((False,), "ask with detokenize=False and prompts as token ids"),
-    "scheduling_policy": (("fcfs",), "requests run in the order in which they come"),
     "logprobs_mode": (("raw_logprobs",), "log-probabilities are those before penalties and temperature"),
     "logits_processors": (([],), "lamina.wrap(model).generate takes logits_processor"),
     "hf_overrides": (({},), "change config.json in a directory of your own, and give that as MODEL"),

@@ -10,6 +10,7 @@ from lamina.request import SamplingParams
 
 from .conversations.overflow import Overflow
 from .conversations.ranges import Ranges
+from .conversations.terms import KVTerms
 
 DENSE = b" dense"  # behind the salt of sequences that attend all of their KV where others attend some
 MOST_SCORES = 1 << 20  # of a prompt, which come back at once
@@ -74,6 +75,17 @@ def why_banned(params: SamplingParams, outputs: int) -> str:
             f"it, or name fewer stops"
         )
     return f"{' and '.join(given)} forbid every token that the model gives: allow more tokens, or forbid fewer"
+
+
+def check_terms(terms: KVTerms, params: SamplingParams, config: EngineConfig) -> None:
+    """Raises ValueError where a request cannot be taken on such terms, whatever its prompt is."""
+    if terms.priority and config.batching.scheduling_policy == "fcfs":
+        raise ValueError(
+            f"priority {terms.priority}: requests run in the order in which they come: start with --scheduling-policy "
+            f"priority, or leave it out"
+        )
+    if terms.session is not None:
+        check_session(params, config)
 
 
 def check_session(params: SamplingParams, config: EngineConfig) -> None:

@@ -18,7 +18,7 @@ from lamina.protocol.tiers import GateOpened, Transferred
 from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes, SamplingParams, Told
 
 from .blocks.under_way import Moved
-from .checks import check_discard, check_ids, check_session, check_stops, is_sparse, kv_form, too_long
+from .checks import check_discard, check_ids, check_stops, check_terms, is_sparse, kv_form, too_long
 from .configured import blocks_of, promises_of, renew_stores, scheduler_of
 from .conversations.overflow import overflow_of
 from .conversations.ranges import Ranges, joined, without
@@ -138,8 +138,7 @@ class Engine:
     def check(self, prompt: list[int], params: SamplingParams, terms: KVTerms = PLAIN) -> None:
         """Raises ValueError, in one line, for a prompt or parameters that cannot be served."""
         limit, vocab = self.info.max_model_len, self.info.vocab_size
-        if terms.session is not None:
-            check_session(params, self.config)
+        check_terms(terms, params, self.config)
         if terms.discard:
             check_discard(terms.discard, len(prompt), params, self._overflow)
         if not prompt:

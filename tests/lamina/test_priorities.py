@@ -36,7 +36,7 @@ def test_the_queue_is_in_the_order_of_priorities_and_then_of_arrival() -> None:
 
 
 def test_the_engine_serves_in_that_order() -> None:
-    engine = make_engine(max_num_seqs=1)
+    engine = make_engine(max_num_seqs=1, scheduling_policy="priority")
     numbers = [engine.add([n], SamplingParams(max_tokens=3), terms=KVTerms(priority=-n)) for n in range(1, 5)]
     order = []
     while engine.has_work:
@@ -46,7 +46,7 @@ def test_the_engine_serves_in_that_order() -> None:
 
 def test_who_came_first_by_priority_keeps_its_kv() -> None:
     """Blocks for two of three: the one with the highest number gives way, though it is the oldest."""
-    engine = make_engine(max_num_seqs=8)
+    engine = make_engine(max_num_seqs=8, scheduling_policy="priority")
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     numbers = [engine.add([5, n], params, terms=KVTerms(priority=p)) for n, p in enumerate((7, 0, 0))]
     done = run(engine)
@@ -77,3 +77,11 @@ def test_the_conductor_asks_for_the_line_before_a_prompt(
     monkeypatch.setattr(promises.conductor, "_policy", lambda asked: seen.extend(asked.workers) or choose(asked))
     promises.conductor.choose(KnownPrompt(10, priority=priority), 0.0)
     assert [at.queue_s for at in seen] == [queue_s]
+
+
+def test_who_may_not_come_first_is_told_so() -> None:
+    """Else any client could have all others wait."""
+    engine = make_engine()
+    with pytest.raises(ValueError, match="^priority -1: .* start with --scheduling-policy priority, or leave it out$"):
+        engine.add([1], SamplingParams(max_tokens=3), terms=KVTerms(priority=-1))
+    engine.add([1], SamplingParams(max_tokens=3), terms=KVTerms(priority=0))

@@ -38,6 +38,7 @@ MOST_THREADS = 1024
 PLACEMENTS = ("pack", "spread")
 LAUNCHERS = ("auto", "local", "ray", "static")  # of fleet.launcher, which is a room above
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")  # of kv.stored, which needs torch
 _DEVICE = re.compile(r"cpu|auto|cuda(:\d{1,4})?")
@@ -112,6 +113,12 @@ class BatchingOptions(Options, frozen=True, kw_only=True):
         "--kv-offloading-size or --kv-store-dir (swap); auto = what takes less time, as measured; with "
         "--deterministic swap, where there is such a place",
     ] = "auto"
+    scheduling_policy: Annotated[
+        str,
+        OneOf(SCHEDULING_POLICIES),
+        "who comes first: fcfs, in the order of arrival; priority, by the number that requests name, a lower one "
+        "first, then by arrival. Any client may name one: it is for servers whose clients trust each other",
+    ] = "fcfs"
     seed: Annotated[int, Meta(ge=0), "where requests without a seed get theirs from"] = 0
 
     @property

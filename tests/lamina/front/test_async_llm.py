@@ -387,3 +387,15 @@ def test_behind_a_reset_nothing_is_found(make: Callable[..., AsyncLLM]) -> None:
             await llm.reset_prefix_cache()
 
     asyncio.run(asyncio.wait_for(work(), LIMIT_S))
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_priority_is_taken_where_it_counts(policy: str, make: Callable[..., AsyncLLM]) -> None:
+    async def last(llm: AsyncLLM) -> list[int]:
+        return [o async for o in llm.generate([5], tokens(3), priority=-2)][-1].outputs[0].token_ids
+
+    if policy == "priority":
+        assert asyncio.run(last(make(scheduling_policy=policy))) == continuation([5], 3)
+    else:
+        with pytest.raises(ValueError, match="^priority -2: .* --scheduling-policy priority"):
+            asyncio.run(last(make(scheduling_policy=policy)))

@@ -162,9 +162,17 @@ def test_what_is_not_here_is_refused_by_name_where_it_asks_for_something(llm: LL
 
 
 @pytest.mark.parametrize("priority", [None, 1, [0, 2], (3, 1)])
-def test_a_priority_changes_no_token(llm: LLM, priority: Any) -> None:
+def test_a_priority_changes_no_token(priority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamina.llm.Front", FakeFront)
+    llm = LLM(FakeWire(), scheduling_policy="priority")
     found = llm.generate([[1, 2], [3]], SamplingParams(max_tokens=3), priority=priority)
     assert [o.outputs[0].token_ids for o in found] == [continuation([1, 2], 3), continuation([3], 3)]
+
+
+def test_a_priority_is_refused_where_all_wait_their_turn(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="^priority 2: .* start with --scheduling-policy priority"):
+        llm.generate([[1, 2], [3]], SamplingParams(max_tokens=3), priority=[0, 2])
+    assert not llm.engine.has_work
 
 
 @pytest.mark.parametrize(
