@@ -491,6 +491,28 @@ def test_a_replica_that_dies_as_it_loads_has_a_successor_and_one_that_says_why_e
         pools.look()
 
 
+def test_a_replica_that_stands_still_in_a_message_has_a_successor(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    pools = pools_of(run)
+    run.world.load_s = 20.0
+    run.now("compute", 0).kill()
+    assert isinstance(pools.look(), ViewChanged)
+    pools.resume(KEEP)
+    loads = run.now("compute", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(run.members, "hear", stand_still)
+        with pytest.raises(LostError, match="stands still") as told:
+            run.cohort.absent.due()
+    assert told.value.ended
+    run.cohort.absent.back()
+    assert loads.ended
+    assert run.now("compute", 0) is not loads
+
+
+def stand_still(member: Member) -> None:
+    raise TimeoutError
+
+
 def test_a_replica_that_is_started_as_the_pools_end_is_ended_too() -> None:
     run = Run()
     start = run.cohort.absent._start
