@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from lamina.engine.prefill import Prefill
 from lamina.engine.sequence import Sequence, Shadow
-from lamina.protocol.plan import Free
+from lamina.protocol.plan import Free, Grant, Rows
 
 from .ledger import Ledger
 from .newcomers import Batch
@@ -33,16 +33,12 @@ class Relief:
             del picked[victim]
             self.preempt(batch, victim)
             return victim
-        needed, free = self._ledger.blocks_needed(rows_of(picked)), self._ledger.free_blocks
-        short = [n > f for n, f in zip(needed, free, strict=True)]
-
-        def relieves(blocks: Iterable[int]) -> bool:
-            return any(n > 0 for n, missing in zip(blocks, short, strict=True) if missing)
+        relieves = self._relieves(rows_of(picked))
 
         def helps(sequence: Sequence) -> bool:
             return relieves(self._room.blocks_of(sequence.place, sequence.num_scheduled))
 
-        if self.give_up(batch, relieves):
+        if self._give_up(batch, relieves):
             return None
         newest = batch.running[::-1]  # and shadows before all others, whose answers depend on when they give way
         newest.sort(key=lambda s: (not isinstance(s, Shadow), -s.priority))
@@ -56,13 +52,30 @@ class Relief:
         self.preempt(batch, victim)
         return None if isinstance(victim, Shadow) else victim
 
-    def give_up(self, batch: Batch, relieves: Callable[[Iterable[int]], bool] = any) -> bool:
-        """Give up the oldest of what is retained whose blocks of its own are of use; whether there was any."""
-        oldest = self._prefixes.oldest
-        if oldest:
-            number = next((n for n in oldest if relieves(self._ledger.own_blocks(n))), oldest[0])
+    def make_room_for_grants(self, batch: Batch, picked: dict[Sequence, int]) -> bool:
+        """Give up one that is retained where blocks lack for the grants of ``batch`` beside the rows of ``picked``;
+        whether there was any that is of use.
+        """
+        return self._give_up(batch, self._relieves([*rows_of(picked), *_granted(batch)]))
+
+    def _relieves(self, rows: Iterable[Rows]) -> Callable[[Iterable[int]], bool]:
+        """Whether blocks, by layer group, are of use where such rows lack some; where they lack none, any are."""
+        needed, free = self._ledger.blocks_needed(rows), self._ledger.free_blocks
+        short = [n > f for n, f in zip(needed, free, strict=True)]
+        anywhere = not any(short)
+        return lambda blocks: any(n > 0 for n, lacks in zip(blocks, short, strict=True) if lacks or anywhere)
+
+    def _give_up(self, batch: Batch, relieves: Callable[[Iterable[int]], bool]) -> bool:
+        """Give up the oldest of what is retained whose blocks of its own are of use, else the oldest that shares some
+        which are; whether there was any.
+        """
+        oldest, ledger = self._prefixes.oldest, self._ledger
+        number = next((n for n in oldest if relieves(ledger.own_blocks(n))), None)
+        if number is None:
+            number = next((n for n in oldest if relieves(ledger.blocks_of([n]))), None)
+        if number is not None:
             batch.ops.append(self._prefixes.evict(number))
-        return bool(oldest)
+        return number is not None
 
     def preempt(self, batch: Batch, victim: Sequence) -> None:
         """Its KV is freed with the batch's next plan, or kept beside the pool."""
@@ -76,3 +89,13 @@ class Relief:
         victim.restart()
         if not victim.finished:
             self._prefill.expect(victim)
+
+
+def _granted(batch: Batch) -> list[Rows]:
+    """Of each sequence that prefill workers go on with in the next plan, all rows."""
+    rows = dict[int, Rows]()
+    for op in batch.ops:
+        if isinstance(op, Grant):
+            first = rows[op.sequence].first if op.sequence in rows else op.first
+            rows[op.sequence] = Rows(op.sequence, first, op.first + op.count - first, op.place)
+    return list(rows.values())

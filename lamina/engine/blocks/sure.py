@@ -78,6 +78,6 @@ def _make_room(
 ) -> bool:
     """Whether the batch's plan can be; as much as that needs is given up."""
     while not ledger.can_apply(plan(batch, picked)):
-        if not relief.give_up(batch):
+        if not relief.make_room_for_grants(batch, picked):
             return False
     return True

@@ -164,3 +164,21 @@ def test_the_last_one_stays_open() -> None:
     with pytest.raises(ValueError, match="memory worker 1 is the last one"):
         cordon(engine.scheduler, engine.info, 1, on=True)
     assert cordoned(engine.scheduler, engine.info) == [0, 2]
+
+
+@pytest.mark.parametrize("prefill_workers", [0, 1])
+def test_what_is_retained_elsewhere_stays_where_blocks_lack(prefill_workers: int) -> None:
+    """Two that run fill the worker on which they begin, and want more of it: what lies on another one is of no use."""
+    engine = open_engine(blocks=30, caches=True, prefill_workers=prefill_workers)
+    add(engine, 1, prompt=40, answer=2)
+    (first,) = engine.scheduler._running
+    while engine.has_work:
+        engine.step()
+    lane = first.place.lane
+    for worker in {0, 1, 2} - {(lane + 1) % 3}:
+        cordon(engine.scheduler, engine.info, worker, on=True)
+    for number in range(2, 4):
+        engine.add([number] * 57, SamplingParams(max_tokens=40, ignore_eos=True, temperature=0))
+    while not engine.scheduler.num_preemptions:
+        engine.step()
+    assert first.id in engine.scheduler.prefixes.oldest
