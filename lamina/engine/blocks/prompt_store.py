@@ -42,6 +42,14 @@ class _Whole(NamedTuple):
     length: int
 
 
+class _Computed(NamedTuple):
+    """The prompt that is computed. ``keep``: whether others may begin with it then."""
+
+    number: int
+    keys: list[bytes]
+    keep: bool
+
+
 class PromptStore:
     """K and V of the prompt that a prefill worker computes, and of those before it while there is room: what begins
     alike is not computed again. Of what gives way, that comes first which other workers have too, then what was used
@@ -58,7 +66,7 @@ class PromptStore:
         self._having = dict[bytes, dict[int, None]]()  # page -> which of these have it
         self._sources = dict[int, int]()  # of prompts that are to begin with what is kept -> whose that is
         self._leaving = set[int]()  # sources that go as soon as they were used
-        self._computing: tuple[int, list[bytes]] | None = None
+        self._computing: _Computed | None = None
         self._ops: list[SequenceOp] = []
 
     def match(self, sequence: Sequence, most: int) -> int:
@@ -80,7 +88,7 @@ class PromptStore:
 
     def begin(self, sequence: Sequence) -> list[SequenceOp]:
         """The ops before the first chunk of a sequence, none before others."""
-        if self._computing is not None and self._computing[0] == sequence.id:
+        if self._computing is not None and self._computing.number == sequence.id:
             return []
         self._settle()
         ops, self._ops = self._ops, []
@@ -90,7 +98,7 @@ class PromptStore:
         else:
             ops.append(Fork(sequence.id, source, sequence.num_scheduled))
             ops += self._used(source)
-        self._computing = sequence.id, [] if sequence.outlived else self._keys.of(sequence)
+        self._computing = _Computed(sequence.id, self._keys.of(sequence), not sequence.outlived)
         return ops
 
     def apply(self, plan: StepPlan) -> None:
@@ -99,21 +107,21 @@ class PromptStore:
 
     def computed(self, sequence: Sequence) -> None:
         """A prompt is whole."""
-        if self._computing is not None and self._computing[0] == sequence.id:
+        if self._computing is not None and self._computing.number == sequence.id:
             self._settle()
 
     def drop(self, sequence: Sequence) -> None:
         """A prompt will not be computed any further."""
         if (source := self._sources.pop(sequence.id, None)) is not None:
             self._ops += self._used(source)
-        if self._computing is not None and self._computing[0] == sequence.id:
+        if self._computing is not None and self._computing.number == sequence.id:
             self._computing = None
             self._ops.append(Free(sequence.id))
 
     def forget(self) -> None:
         """Nothing of what is kept is to be found any more."""
         if self._computing is not None:
-            self._computing = self._computing[0], []
+            self._computing = self._computing._replace(keep=False)
         for number in list(self._kept):
             self._give_up(number)
 
@@ -140,11 +148,11 @@ class PromptStore:
         """Keep the prompt that was computed if there is room, else free it."""
         if self._computing is None:
             return
-        (number, keys), self._computing = self._computing, None
+        (number, keys, keep), self._computing = self._computing, None
         others = [*self._having.get(keys[-1], ())] if keys else []
         for other in others:  # they have all of it
             self._kept.move_to_end(other)
-        if others or not keys or not self._make_room():
+        if others or not keys or not keep or not self._make_room():
             self._ops.append(Free(number))
             self._directory.gave_up(self._worker, [key for key in keys if key not in self._having])
             return

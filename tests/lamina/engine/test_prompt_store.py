@@ -180,6 +180,22 @@ def test_a_prompt_that_is_dropped_leaves_nothing(begun: bool) -> None:
     assert store.match(_again(0), 1000) == 0
 
 
+@pytest.mark.parametrize("outlived", [False, True])
+def test_of_what_is_not_kept_the_directory_knows_nothing(outlived: bool) -> None:
+    """Whoever is not to leave anything, and what is forgotten while it is computed."""
+    desk = Desk(kept=6)
+    store, gone = desk.stores[0], make(0, 12, 1)
+    gone.id, gone.outlived = 0, outlived
+    desk.directory.take(0, desk.keys.of(gone))
+    store.apply(StepPlan(step=100, ops=store.begin(gone), rows=[Rows(0, 0, 12)]))
+    if not outlived:
+        store.forget()
+    desk.directory.arrived(0, desk.keys.of(gone))
+    store.computed(gone)
+    assert store.match(_again(0), 1000) == 0
+    assert desk.directory.held(desk.keys.of(_again(0))) == [0, 0]
+
+
 def _again(number: int, name: int = -1) -> Sequence:
     """The same prompt as one before."""
     sequence = make(number, 12, 1)
