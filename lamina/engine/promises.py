@@ -86,10 +86,14 @@ class Promises:
             return
         prompt, now, decoding = self._known(sequences[0]), self._clock(), self.conductor.decoding
         own = int(max(decoding.mean_tokens, len(sequences[0].tokens) + decoding.answer)) - prompt.everywhere
-        most, ahead = min(self._max_num_seqs, places(max(1, own))), len(self._booked) + len(self._decoding)
+        most, ahead = min(self._max_num_seqs, places(max(1, own))), self._ahead(prompt) + len(self._decoding)
         choice, room_s = self.conductor.choose(prompt, now), decoding.room_s(most, ahead) if ahead else 0.0
         if (refusal := self.conductor.refuses(prompt, choice, now, room_s)) is not None:
             raise OverloadedError(refusal)
+
+    def _ahead(self, prompt: KnownPrompt) -> int:
+        """How many wait that come before ``prompt``."""
+        return sum(waiting.priority <= prompt.priority for waiting in self._booked)
 
     def expect(self, sequence: Sequence) -> int:
         """Book a sequence whose prompt is to be computed, unless it is booked; its worker."""

@@ -9,9 +9,10 @@ from fake_wire import make_engine, run
 from scheduled import make
 
 from lamina.engine.blocks.newcomers import come_back, line_up
-from lamina.engine.conductor import KnownPrompt
+from lamina.engine.conductor import ConductorRules, KnownPrompt
 from lamina.engine.conductor.choice import WorkerMatch
 from lamina.engine.conductor.lines import BookedPrompt, PromptLine
+from lamina.engine.conductor.overload import Limits
 from lamina.engine.conversations.terms import KVTerms
 from lamina.engine.promises import Promises
 from lamina.engine.sequence import Sequence
@@ -85,3 +86,16 @@ def test_who_may_not_come_first_is_told_so() -> None:
     with pytest.raises(ValueError, match="^priority -1: .* start with --scheduling-policy priority, or leave it out$"):
         engine.add([1], SamplingParams(max_tokens=3), terms=KVTerms(priority=-1))
     engine.add([1], SamplingParams(max_tokens=3), terms=KVTerms(priority=0))
+
+
+@pytest.mark.parametrize(("priority", "ahead"), [(-1, 1), (0, 2), (5, 3)])
+def test_who_waits_behind_a_prompt_takes_no_room_from_it(
+    priority: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promises, seen = Promises(1, 100), list[int]()
+    promises.promise(ConductorRules(limits=Limits(ttft_s=1000.0)))
+    for number, other in enumerate((-1, 0, 1)):
+        promises.expect(waiting(number, other))
+    monkeypatch.setattr(promises.conductor.decoding, "room_s", lambda most, ahead: seen.append(ahead) or 0.0)
+    promises.check([waiting(9, priority)], lambda length: 100.0)
+    assert seen == [ahead]
