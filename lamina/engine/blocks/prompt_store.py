@@ -18,7 +18,9 @@ from .ledger import Ledger
 
 
 class PromptKeys:
-    """Of the whole pages of prompts: a key stands for the salt and all tokens up to the page's end."""
+    """Of the whole pages of prompts: a key stands for the salt and all tokens up to the page's end. Other ones than
+    those of kv.keys, as pages may be longer here than a stored one, and no store sees them.
+    """
 
     def __init__(self, page: int) -> None:
         """``page``: tokens."""

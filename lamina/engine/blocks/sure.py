@@ -55,17 +55,18 @@ def grant_chunks(
     which ``plan`` gives a plan; what is retained gives way. The plan that says so, None where nobody does; and the
     steps of these workers.
     """
-    sure, steps = None, list[ScheduledStep]()
+    sure, view, steps = None, 0, list[ScheduledStep]()
     forked = {op.sequence for op in batch.ops if isinstance(op, Fork)}  # they have to be there first
     for sequence in (s for s in batch.running if s.id not in forked):
         while (grant := prefill.next_grant(sequence)) is not None and not sequence.finished:
-            sure = sure or SureRoom(ledger, batch.ops, rows_of(picked))
+            if sure is None:
+                sure, view = SureRoom(ledger, batch.ops, rows_of(picked)), plan(batch, picked).view
             at = len(batch.ops)
             batch.ops.append(grant)
             if not sure.takes(grant) and not _make_room(ledger, batch, picked, plan, relief):
                 del batch.ops[at]
                 return plan(batch, picked), steps
-            steps.append(prefill.begin(sequence, grant, plan(batch, picked).view))
+            steps.append(prefill.begin(sequence, grant, view))
     return plan(batch, picked) if steps else None, steps
 
 
