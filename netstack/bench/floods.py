@@ -10,7 +10,7 @@ behind its answer. A sample is the seconds of a whole window, so percentiles are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from lamina.netstack.contract.fabric import Channel, Fabric, Region
@@ -19,12 +19,12 @@ from .job import PAYLOADS, TIMEOUT_S, Job, Measured, Payloads, check_bytes, chec
 
 
 class FloodSide:
-    """One side's windows: the messages that it puts, and places for those that it copies out."""
+    """One side's windows: the messages that it puts, and places for those of ``senders`` that it copies out."""
 
-    def __init__(self, fabric: Fabric, job: Job, senders: int = 1) -> None:
+    def __init__(self, fabric: Fabric, job: Job, senders: int) -> None:
         self._payloads, self._payload_bytes = Payloads(job.query), job.query
         self._regions: list[Region] = [fabric.register(memoryview(payload)) for payload in self._payloads.each]
-        self._window = job.window
+        self._job = job
         self._copies = [[bytearray(job.query) for _ in range(job.window)] for _ in range(senders)]
 
     def put(self, channel: Channel, number: int) -> None:
@@ -48,24 +48,34 @@ class FloodSide:
             for n, copy in zip(self._numbers(number), copies, strict=True):
                 check_bytes(copy, n, self._payloads[n])
 
+    def timed(self, step: Callable[[int], None]) -> Measured:
+        """Rounds of ``step``, each checked behind the clock."""
+        samples = []
+        for number in range(self._job.warm_up + self._job.rounds):
+            start = perf_counter()
+            step(number)
+            samples.append(perf_counter() - start)
+            self.check(number)
+        counted = samples[self._job.warm_up :]
+        return Measured(counted, sum(counted))
+
     def _numbers(self, number: int) -> range:
-        return range(number * self._window, (number + 1) * self._window)
+        return range(number * self._job.window, (number + 1) * self._job.window)
 
 
 def stream_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
     (channel,) = channels
-    side = FloodSide(fabric, job)
-    samples = []
-    for number in range(job.warm_up + job.rounds):
-        start = perf_counter()
+    side = FloodSide(fabric, job, senders=0)
+
+    def step(number: int) -> None:
         side.put(channel, number)
         receive(channel, TIMEOUT_S)
-        samples.append(perf_counter() - start)
-    return Measured(samples[job.warm_up :], sum(samples[job.warm_up :]))
+
+    return side.timed(step)
 
 
 def stream_server(fabric: Fabric, channel: Channel, job: Job) -> None:
-    side = FloodSide(fabric, job)
+    side = FloodSide(fabric, job, senders=1)
     for number in range(job.warm_up + job.rounds):
         side.take([channel], number)
         send(channel, b"", TIMEOUT_S)
@@ -74,20 +84,18 @@ def stream_server(fabric: Fabric, channel: Channel, job: Job) -> None:
 
 def both_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
     (channel,) = channels
-    side = FloodSide(fabric, job)
-    samples = []
-    for number in range(job.warm_up + job.rounds):
-        start = perf_counter()
+    side = FloodSide(fabric, job, senders=1)
+
+    def step(number: int) -> None:
         side.put(channel, number)
         side.take([channel], number)
         receive(channel, TIMEOUT_S)  # the server has all of its own, too
-        samples.append(perf_counter() - start)
-        side.check(number)
-    return Measured(samples[job.warm_up :], sum(samples[job.warm_up :]))
+
+    return side.timed(step)
 
 
 def both_server(fabric: Fabric, channel: Channel, job: Job) -> None:
-    side = FloodSide(fabric, job)
+    side = FloodSide(fabric, job, senders=1)
     for number in range(job.warm_up + job.rounds):
         side.put(channel, number)
         side.take([channel], number)
@@ -96,20 +104,18 @@ def both_server(fabric: Fabric, channel: Channel, job: Job) -> None:
 
 
 def incast_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
-    side = FloodSide(fabric, job, len(channels))
-    samples = []
-    for number in range(job.warm_up + job.rounds):
-        start = perf_counter()
+    side = FloodSide(fabric, job, senders=len(channels))
+
+    def step(number: int) -> None:
         for channel in channels:
             send(channel, b"", TIMEOUT_S)
         side.take(channels, number)
-        samples.append(perf_counter() - start)
-        side.check(number)
-    return Measured(samples[job.warm_up :], sum(samples[job.warm_up :]))
+
+    return side.timed(step)
 
 
 def incast_server(fabric: Fabric, channel: Channel, job: Job) -> None:
-    side = FloodSide(fabric, job)
+    side = FloodSide(fabric, job, senders=0)
     for number in range(job.warm_up + job.rounds):
         receive(channel, TIMEOUT_S)
         side.put(channel, number)
