@@ -109,8 +109,8 @@ def summary(measured: Measured, job: Job, peers: int) -> dict[str, float]:
 
 def histogram(samples: Sequence[float]) -> dict[str, int]:
     """Samples by the least power of two of microseconds that is not below them."""
-    bins = Counter(max(0, math.frexp(1e6 * sample)[1] - (math.frexp(1e6 * sample)[0] == 0.5)) for sample in samples)
-    return {str(1 << bin): bins[bin] for bin in sorted(bins)}
+    bins = Counter(max(0, math.ceil(1e6 * sample) - 1).bit_length() for sample in samples)
+    return {str(1 << number): bins[number] for number in sorted(bins)}
 
 
 @contextlib.contextmanager
@@ -312,7 +312,10 @@ def plan_of(args: argparse.Namespace, transports: list[str]) -> BenchPlan:
     if set(patterns) & set(WINDOWED) and args.window * most > BYTES_MAX:
         raise ValueError(f"--window {args.window}: messages of {most} B are more than 1 GiB together; name fewer")
     if args.samples:
-        Path(args.samples).open("a").close()
+        try:
+            Path(args.samples).open("a").close()
+        except OSError as error:
+            raise ValueError(f"--samples {args.samples}: {error.strerror}; name a file that can be written") from error
     return BenchPlan(
         transports=transports,
         patterns=patterns,

@@ -122,6 +122,7 @@ def test_a_killed_client_leaves_no_server() -> None:
         (["--pattern", "stream", "--window", "64", "--sizes", "32MiB"], "--window 64: messages of 33554432 B"),
         (["--cores", "12345"], "--cores: 12345 is not among"),
         (["--cores", "a"], "--cores must be"),
+        (["--samples", "/nowhere/x"], "--samples /nowhere/x: No such file or directory; name a file"),
         (["--driver", "native", "--pattern", "fan"], "--driver native has no pattern fan"),
         (["--device", "gpu"], "unknown --device 'gpu'; choose of cpu, cuda"),
         (["--device", "cuda", "--transport", "shm"], "kernels for --transport cuda, mlx5, not shm"),
