@@ -49,18 +49,21 @@ class PlanVerdict(NamedTuple):
         return "split" if self.split else "do not disaggregate here"
 
 
-def decide(planner: Planner, ranking: Ranking, trace: RequestTrace) -> PlanVerdict:
-    """The verdict on a ranking of some deployments on ``trace``. Raises ValueError where nothing was ranked."""
+def decide(planner: Planner, ranking: Ranking) -> PlanVerdict:
+    """The verdict on a ranking of some deployments. Raises ValueError where nothing was ranked."""
     split, alone = ranking.best(split=True), ranking.best(split=False)
     if split is None or alone is None:
         return _only(split, alone, ranking)
-    gain, width = alone.dollars / split.dollars - 1, tie_width(planner.costs, split.deployment, alone.deployment)
-    tie = abs(gain) < width
-    pays = gain >= width
     splits = [p.deployment for p in ranking.points if p.deployment.split][:_SHORTLIST]
     others = [p.deployment for p in ranking.points if not p.deployment.split]
-    turns = _turns(planner, [*splits, *others], ranking.trace, split.deployment)
-    return PlanVerdict(pays, tie, gain, _why(split, alone, gain, width if tie else 0.0), turns, width, split.deployment)
+    return _compare(planner, split, alone, _turns(planner, [*splits, *others], ranking.trace, split.deployment))
+
+
+def _compare(planner: Planner, split: Operating, alone: Operating, turns: Sequence[TurningPoint]) -> PlanVerdict:
+    gain, width = _gain(planner.costs, [split, alone])
+    tie = abs(gain) < width
+    words = _why(split, alone, gain, width if tie else 0.0)
+    return PlanVerdict(gain >= width, tie, gain, words, turns, width, split.deployment)
 
 
 def tie_width(costs: CostModel, *deployments: Deployment) -> float:
@@ -78,13 +81,11 @@ def decide_played(planner: Planner, verdict: PlanVerdict, points: Sequence[Opera
     split, alone = _cheapest(points)
     if split is None or alone is None:
         return verdict
-    gain, width = alone.dollars / split.dollars - 1, tie_width(planner.costs, split.deployment, alone.deployment)
-    tie = abs(gain) < width
-    words = f"played, {_why(split, alone, gain, width if tie else 0.0)}"
-    turns = verdict.turns
-    if (gain >= width) != verdict.split:  # turns are of the closed form
-        words, turns = f"{words}; by the closed form {verdict.gain or 0.0:+.1%}", []
-    return PlanVerdict(gain >= width, tie, gain, words, turns, width, split.deployment)
+    played = _compare(planner, split, alone, verdict.turns)
+    words = f"played, {played.words}"
+    if played.split == verdict.split:
+        return played._replace(words=words)
+    return played._replace(words=f"{words}; by the closed form {verdict.gain or 0.0:+.1%}", turns=[])
 
 
 def _cheapest(points: Sequence[Operating]) -> list[Operating | None]:

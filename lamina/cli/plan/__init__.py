@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--slo-tbt {args.slo_tbt or 'is not given'}: nothing can be ranked; {best_reachable(ranking)}"
         )
-    verdict = decide(planner, ranking, trace)
+    verdict = decide(planner, ranking)
     with progress_bar(sys.stderr.isatty()) as told:
         played = play(planner, ranking, args.rows, args.simulate, rate, told) if args.simulate else []
     if rate is None:

@@ -55,11 +55,11 @@ def test_a_gain_within_the_error_is_no_split() -> None:
     """A little before the price at which the split begins to pay, it is a tie: the simpler one is it."""
     mine, trace = planner(base="calibrated"), even(50, 1000, 200)
     asked = list(deployments(STOCK, mine.costs.model))
-    turn = decide(mine, mine.rank(asked, trace), trace).turns[0]
+    turn = decide(mine, mine.rank(asked, trace)).turns[0]
     assert turn.factor is not None
     for share in (0.99, 1.01):
         there = mine.with_price("h20", turn.factor**share)
-        verdict = decide(there, there.rank(asked, trace), trace)
+        verdict = decide(there, there.rank(asked, trace))
         assert verdict.gain == pytest.approx(verdict.width, abs=0.02)
         assert verdict.split == (verdict.gain >= verdict.width)
         assert verdict.tie == (not verdict.split)

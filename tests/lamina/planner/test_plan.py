@@ -94,11 +94,11 @@ def test_a_turning_point_is_one() -> None:
     """On either side of the price that is told the verdict is another one."""
     mine, trace = planner(base="calibrated"), even(50, 1000, 200)
     asked = list(deployments(STOCK, mine.costs.model))
-    turn = decide(mine, mine.rank(asked, trace), trace).turns[0]
+    turn = decide(mine, mine.rank(asked, trace)).turns[0]
     assert turn.what == "price of h20"
     assert turn.factor is not None
     near, far = (mine.with_price("h20", turn.factor**share) for share in (0.98, 1.02))
-    assert decide(near, near.rank(asked, trace), trace).split != decide(far, far.rank(asked, trace), trace).split
+    assert decide(near, near.rank(asked, trace)).split != decide(far, far.rank(asked, trace)).split
 
 
 def test_the_nearest_of_two_turning_points_is_told_and_where_it_turns_back() -> None:
@@ -146,7 +146,7 @@ def test_the_verdict_of_runs_that_were_played_goes_before_the_closed_form() -> N
     plan, trace = planner(), even(10, 1000, 200)
     asked = [Deployment(DEVICES["h100"], 4), Deployment(DEVICES["h100"], 2, DEVICES["h20"], 4, 2)]
     ranking = plan.rank(asked, trace)
-    formed = decide(plan, ranking, trace)
+    formed = decide(plan, ranking)
     split, alone = ranking.best(split=True), ranking.best(split=False)
     assert split is not None
     assert alone is not None
