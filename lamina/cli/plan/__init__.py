@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-_PLANNED = {  # flags of a plan by devices, and what they are where nobody gives them
-    "devices": "", "device_file": "", "html": "", "operators": "", "rate": "", "slo_tbt": "", "prices": "paper",
-    "link": "400Gbps", "baseline": "ideal", "gigabyte": "GiB", "prompts": "elsewhere",
-}  # fmt: skip
+_PLANNED = (  # flags of a plan by devices
+    "devices", "device_file", "html", "operators", "rate", "slo_tbt", "prices", "link", "baseline", "gigabyte",
+    "prompts",
+)  # fmt: skip
 MOST_DEVICES = 64  # of a kind: so many deployments are ranked in seconds
 
 
@@ -50,8 +50,9 @@ def run(args: argparse.Namespace) -> int:
     OPTIONS["dtype"].check(args.dtype)
     check_writable(args.html, "--html")
     if args.calibrate:
-        for name, unset in _PLANNED.items():
-            if (getattr(args, name) or "") != unset:
+        add_arguments(unset := argparse.ArgumentParser())
+        for name in _PLANNED:
+            if getattr(args, name) != unset.get_default(name):
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(
                     f"{flag} does not go with --calibrate, which fits a run and predicts others: leave it out"

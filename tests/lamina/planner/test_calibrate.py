@@ -190,6 +190,7 @@ def test_a_stall_takes_what_it_took_whatever_it_hits() -> None:
         (["--calibrate", "RUN", "--predict", "8"], "--predict '8' is no number of sequences"),
         (["--calibrate", "RUN", "--predict", "0x8"], "--predict '0x8' is no number of sequences"),
         (["--calibrate", "RUN", "--devices", "h100:8"], "--devices does not go with --calibrate"),
+        (["--calibrate", "RUN", "--gigabyte", "GB"], "--gigabyte does not go with --calibrate"),
         (["--calibrate", "/nowhere.json"], "/nowhere.json: No such file"),
         (["--calibrate", "EMPTY"], "is not a trace of lamina"),
         (["--calibrate", "RUN"], "is a run of 4 layers, and llama-33b has 60"),
