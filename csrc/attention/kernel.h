@@ -5,9 +5,9 @@
 // no room). Vectors are the compiler's own (GCC 12, Clang 12 or later), so + - * / < ? : & | << work on them.
 //
 // Bits: what a query gets is one fixed chain of operations over its own tokens, whichever queries are computed beside it:
-// a score sums D in one order, weights are summed by absolute position, o takes one token after the other, or two (avx512/pairs.h). Tokens that a
-// query does not see enter with the weight 0, which changes nothing. Which chain it is, the sequence's rows in the step say
-// (amx_bf16.cpp).
+// a score sums D in one order, weights are summed by absolute position, o takes one token after the other, or two
+// (avx512/pairs.h). Tokens that a query does not see enter with the weight 0, which changes nothing. Which chain it is, the
+// sequence's rows in the step say (amx_bf16.cpp).
 
 using Bits = std::uint16_t;
 struct BFloat16 {
