@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
 import numpy as np
-from bench_kv_sparsity import MODEL, RECENT, SIZE
+from bench_kv_sparsity import MODEL, RECENT, SIZE, held_out_tokens
 from common import record
 
 from lamina import LLM, SamplingParams
@@ -27,10 +25,6 @@ from lamina.kv import sparsity
 from lamina.kv.error_budget import ErrorWatch
 from lamina.models.tokens import load_tokenizer
 from lamina.protocol.options.sparsity import ErrorBudget
-
-sys.path.insert(0, str(MODEL.parents[1]))
-
-from tiny_lm.corpus import held_out_text
 
 Seen = list[tuple[bool, float]]  # of each token: whether it would have been another, and nats of KL
 POLICIES: dict[str, Callable[[Mapping[int, int]], dict[int, int]]] = {
@@ -68,14 +62,12 @@ def shadows_see(policy: str, prompts: list[list[int]], tokens: int, budget: int)
 def alarms(seen: Seen, budget: ErrorBudget, tokens: int, runs: int) -> tuple[int, int]:
     """Runs with an alarm, and all that there are."""
 
-    def each() -> Iterator[Seen]:
-        at = iter(seen)
-        while len(run := list(islice(at, tokens))) == tokens:
-            yield run
+    def caught(run: Seen) -> bool:
+        watch = ErrorWatch(budget)
+        return any(watch.add(different=d, kl=k) for d, k in run)
 
-    parts = list(islice(each(), runs))
-    caught = sum(any(watch.add(different=d, kl=k) for d, k in run) for run in parts for watch in [ErrorWatch(budget)])
-    return caught, len(parts)
+    parts = [seen[at : at + tokens] for at in range(0, len(seen) - tokens + 1, tokens)][:runs]
+    return sum(map(caught, parts)), len(parts)
 
 
 def main() -> None:
@@ -89,7 +81,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     tokenizer = load_tokenizer(str(MODEL), trust_remote_code=False)
-    text = np.array(tokenizer.encode(held_out_text(), add_special_tokens=False, verbose=False))
+    text = held_out_tokens(tokenizer)
     count = -(-args.runs * args.tokens // (args.answer - 4))
     starts = np.random.default_rng(0).integers(0, len(text) - args.prompt, count)
     prompts = [text[at : at + args.prompt].tolist() for at in starts]

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_kv_sparsity import LEAST, MODEL, PAIRS, RECENT, SIZE
+from bench_kv_sparsity import MODEL, PAIRS, RECENT, SIZE, budget_of, held_out_tokens
 from common import record
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -30,7 +30,6 @@ from lamina.models.tokens import load_tokenizer
 
 sys.path.insert(0, str(MODEL.parents[1]))
 
-from tiny_lm.corpus import held_out_text
 from tiny_lm.recall import RecallPrompt, RecallTask
 
 # By how much of the mean the last sparse layer's budget differs from it, and the first one's the other way.
@@ -112,7 +111,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     tokenizer = load_tokenizer(str(MODEL), trust_remote_code=False)
-    filler = np.array(tokenizer.encode(held_out_text(), add_special_tokens=False, verbose=False))
+    filler = held_out_tokens(tokenizer)
     cells = [(shape, WINDOW) for shape in SLOPES] + [("flat", n) for n in args.rows]
     settings = {"prompts": args.prompts, "full_layers": 1, "block_size": SIZE, "recent": RECENT}
     task, recall = RecallTask(tokenizer), ShapedRecall()
@@ -121,7 +120,7 @@ def main() -> None:
         count = dict.fromkeys(product(args.shares, cells), 0)
         for prompt in prompts:
             for share, (shape, rows) in count:
-                budget = max(LEAST, int(len(prompt.tokens) * share) // SIZE * SIZE)
+                budget = budget_of(len(prompt.tokens), share)
                 with torch.inference_mode():
                     count[share, (shape, rows)] += recall.right(prompt, order, shape, budget, rows)
         for (share, (shape, rows)), answered in count.items():

@@ -83,17 +83,22 @@ def bits_per_byte(llm: LLM, tokenizer: Any, texts: Sequence[list[int]], prompt: 
     return loss / math.log(2) / nbytes
 
 
+def held_out_tokens(tokenizer: Any) -> npt.NDArray[np.int64]:
+    """Of ordinary text that the model has not seen."""
+    return np.array(tokenizer.encode(held_out_text(), add_special_tokens=False, verbose=False))
+
+
+def budget_of(length: int, share: float) -> int:
+    """Tokens that stay of so many."""
+    return max(LEAST, int(length * share) // SIZE * SIZE) if share < 1 else length
+
+
 class SparsityCosts:
     """What the rows of all measurements have in common."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.tokenizer = args, load_tokenizer(str(MODEL), trust_remote_code=False)
-        text = self.tokenizer.encode(held_out_text(), add_special_tokens=False, verbose=False)
-        self._filler: npt.NDArray[np.int64] = np.array(text)
-
-    def budget(self, length: int, share: float) -> int:
-        """Tokens that stay of so many."""
-        return max(LEAST, int(length * share) // SIZE * SIZE) if share < 1 else length
+        self._filler = held_out_tokens(self.tokenizer)
 
     def questions(self, distance: int) -> dict[int, list[RecallPrompt]]:
         """By number of pairs."""
@@ -116,7 +121,7 @@ class SparsityCosts:
             asked = self.questions(distance)
             for form, (pairs, prompts) in product(args.forms if share < 1 else ["none"], asked.items()):
                 length = max(len(p.tokens) for p in prompts)
-                budget = self.budget(length, share)
+                budget = budget_of(length, share)
                 for order in args.orders:
                     with self.engine(form, budget) as llm:
                         answered = right(llm, prompts, order)
@@ -133,7 +138,7 @@ class SparsityCosts:
         texts = [self._filler[at : at + prompt + behind].tolist() for at in starts]
         whole = 0.0
         for share, form in [(1.0, "none"), *product([s for s in self.args.shares if s < 1], self.args.forms)]:
-            budget = self.budget(prompt, share)
+            budget = budget_of(prompt, share)
             with self.engine(form, budget) as llm:
                 bits = bits_per_byte(llm, self.tokenizer, texts, prompt)
             whole = whole or bits
@@ -163,7 +168,7 @@ class SparsityCosts:
 
     def _by_peer(self, peer: RecallPeer, prompts: list[RecallPrompt], order: str, share: float) -> dict[str, Any]:
         length, answered = max(len(p.tokens) for p in prompts), 0
-        budget = self.budget(length, share)
+        budget = budget_of(length, share)
         try:
             for p in prompts:
                 answered += peer.answer(p.tokens, p.asked, len(p.answer), order, budget) == p.answer

@@ -4,8 +4,8 @@ Of a layer of a Llama 8B shape in half precision a creditor has so many tokens, 
 Shipped: one row's Q goes there, and the partial results come back. Fetched: K and V of all these tokens come, to be
 attended at home. Both ends are threads of this process over the loopback transport behind an emulated link of so many
 gigabits a second, which delays each message by its bytes; so these are times of the wire and of this host's copies, and
-attention, which is the same in both cases, is left out. Prints a JSON line for each length and
-link; --write appends them to perf/results/bench_loan_bytes.jsonl.
+attention, which is the same in both cases, is left out. Prints a JSON line for each length and link; --write appends
+them to perf/results/bench_loan_bytes.jsonl.
 
     python perf/bench_loan_bytes.py --write        # half a minute
 """
@@ -60,7 +60,6 @@ def receive(channel: Channel, nbytes: int) -> None:
 
 def timed(home: Channel, creditor: Channel, there: int, back: int, repeats: int) -> list[float]:
     """Seconds from the first byte that goes ``there`` to the last one that comes ``back``."""
-    seconds = list[float]()
 
     def answer() -> None:
         for _ in range(repeats):
@@ -75,7 +74,7 @@ def timed(home: Channel, creditor: Channel, there: int, back: int, repeats: int)
 
     answering = threading.Thread(target=answer)
     answering.start()
-    seconds += [ask() for _ in range(repeats)]
+    seconds = [ask() for _ in range(repeats)]
     answering.join()
     return seconds
 

@@ -112,7 +112,7 @@ def openvino(run: PeerRun) -> Step:
     import openvino  # type: ignore[import-not-found]
     import openvino_genai as genai  # type: ignore[import-not-found]
 
-    folder = export_openvino(run.model)
+    folder = export_openvino(run.model, run.model / "openvino")
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size, scheduler.max_num_seqs = 2 * run.kv_gib, len(run.prompts)
     scheduler.max_num_batched_tokens = 2048
@@ -153,9 +153,8 @@ def openvino(run: PeerRun) -> Step:
     return step
 
 
-def export_openvino(model: Path) -> Path:
-    """The folder of the model as OpenVINO reads it, made once."""
-    folder = model / "openvino"
+def export_openvino(model: Path, folder: Path) -> Path:
+    """``folder``, which has the model as OpenVINO reads it: made once."""
     if not folder.exists():
         from optimum.intel import OVModelForCausalLM  # type: ignore[import-not-found]
 

@@ -41,7 +41,7 @@ def openvino(path: Path, length: int) -> First:
 
     def begin(precision: str) -> First:
         pipeline = genai.ContinuousBatchingPipeline(
-            str(export_openvino(path)), scheduler, "CPU", {"KV_CACHE_PRECISION": precision}
+            str(export_openvino(path, path / "openvino")), scheduler, "CPU", {"KV_CACHE_PRECISION": precision}
         )
         number = 0
 

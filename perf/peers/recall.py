@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.child import Child, Fields, serve
+from peers.decode import export_openvino
 
 # Tokens of a prompt, those of the question at its end, tokens of the answer, order, tokens that are kept -> the answer.
 Answer = Callable[[list[int], int, int, str, int], list[int]]
@@ -79,11 +80,7 @@ def openvino(model: str, folder: str) -> Answer:
     import openvino as ov  # type: ignore[import-not-found]
     import openvino_genai as genai  # type: ignore[import-not-found]
 
-    size, at = 32, Path(folder) / "openvino"
-    if not at.exists():
-        from optimum.intel import OVModelForCausalLM  # type: ignore[import-not-found]
-
-        OVModelForCausalLM.from_pretrained(model, export=True, load_in_8bit=False).save_pretrained(at)
+    size, at = 32, export_openvino(Path(model), Path(folder) / "openvino")
 
     def answer(tokens: list[int], asked: int, length: int, order: str, budget: int) -> list[int]:
         if order != "seen":
