@@ -11,7 +11,8 @@ from lamina.progress import OnProgress
 
 from .rank import Operating, Planner, Ranking
 from .replay import Replayed, UnplayableError, jittered, replay
-from .words import shortlist
+from .tables import dollars_of
+from .words import money, shortlist
 
 FILLED = 4  # requests for each sequence that decodes, at least, so that beginning and end of a run weigh little
 _SEED = 0  # of where in a tick of the trace's clock a request came
@@ -30,7 +31,7 @@ class PlayedRow(NamedTuple):
         if self.run is None:
             return None
         tokens_s = self.run.tokens_s
-        dollars = self.point.hour / 3600 / tokens_s * 1e6
+        dollars = dollars_of(self.point.hour, tokens_s)
         return self.point._replace(batch=self.run.batch, tbt_s=self.run.tbt_p50_s, tokens_s=tokens_s, dollars=dollars)
 
     def told(self) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def played_text(played: Sequence[PlayedRow], rate: float | None = None) -> str:
         point, run, known = row.point, row.run, row.as_run
         if run is not None and known is not None:
             seen = _ms(run.first_p50_s, run.first_p99_s) if rate is not None else [f"{point.tokens_s:.0f} tokens/s"]
-            counts = [f"{run.batch:.1f}", f"{run.tokens_s:.0f}", f"{known.dollars:.3f}"]
+            counts = [f"{run.batch:.1f}", f"{run.tokens_s:.0f}", money(known.dollars)]
             times = _ms(run.tbt_p50_s, run.tbt_p99_s)
             rows.append([point.deployment.label, *counts, *times, str(run.preemptions), *seen])
     lines = ["", *table(rows)] if len(rows) > 1 else [""]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .cost import BatchLoad, CostModel, halves
 from .deployment import Deployment, DeviceMemory
 from .model_facts import ModelFacts
-from .tables import PriceBook
+from .tables import PriceBook, dollars_of
 from .traces import RequestTrace
 
 _BISECTIONS = 20
@@ -188,7 +188,7 @@ class Planner:
             tbt_s=took.seconds,
             tokens_s=tokens_s,
             hour=hour,
-            dollars=hour / 3600 / tokens_s * 1e6,
+            dollars=dollars_of(hour, tokens_s),
             compute_busy=took.compute_busy,
             memory_busy=took.memory_busy,
             bandwidth=self.costs.message_bandwidth(deployment, dealt[0]) if deployment.split else 0.0,
@@ -247,7 +247,7 @@ class Planner:
     def repriced(self, point: Operating, device: str, factor: float) -> Operating:
         """The same, where one device is that many times as dear: as many sequences are the best."""
         hour = point.deployment.price(self.with_price(device, factor).prices)
-        return point._replace(hour=hour, dollars=hour / 3600 / point.tokens_s * 1e6)
+        return point._replace(hour=hour, dollars=dollars_of(hour, point.tokens_s))
 
     def with_link(self, factor: float) -> Planner:
         """The same, but a link of another rate, and the devices' own cards as many times as fast as they are."""

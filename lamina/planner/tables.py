@@ -50,6 +50,11 @@ class PriceBook:
         return self.hours[device.name]
 
 
+def dollars_of(hour: float, tokens_s: float) -> float:
+    """What 10^6 tokens cost, of devices at ``hour`` dollars an hour that make ``tokens_s`` a second."""
+    return hour / 3600 / tokens_s * 1e6
+
+
 @dataclass(frozen=True)
 class NetworkLink:
     """A network card in one direction. rate: of the line, in bytes per second; share: of it that a stack

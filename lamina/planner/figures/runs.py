@@ -9,7 +9,7 @@ from lamina.planner.cost import BatchLoad
 from lamina.planner.deployment import Deployment, DeviceMemory
 from lamina.planner.model_facts import paper_models
 from lamina.planner.replay import Replayed, replay
-from lamina.planner.tables import constants, price_book
+from lamina.planner.tables import constants, dollars_of, price_book
 from lamina.planner.traces import RequestTrace
 
 from . import GAINS, H20, H100, NO_H20, Figure, Line, best_of, capacities, costs_of, pair
@@ -87,7 +87,7 @@ def figure11(traces: Mapping[str, RequestTrace], base: str) -> Figure:
             batch = memory.for_kv(costs.model, where) / costs.model.kv_bytes_per_token / trace.stored()
             rate = batch / best_of(costs, where, BatchLoad(batch, {0: batch * trace.stored()}))
             stated = 800.0 if (model, count) == ("llama3-70b", 4) else None
-            dollars = where.price(prices) / 3600 / rate * 1e6
+            dollars = dollars_of(where.price(prices), rate)
             label = f"{model}, ({ranks},{count})"
             lines.append(Line(f"{label}: sequences", "", stated, batch))
             lines.append(Line(f"{label}: throughput", "tokens/s", None, rate, f"${dollars:.2f} for 10^6 tokens"))
