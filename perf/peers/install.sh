@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The engines that bench_decode.py --peers, bench_attention.py and bench_kv_sparsity.py compare with, each by itself:
+# The engines that bench_decode.py, bench_prefix.py, bench_attention.py and bench_kv_sparsity.py compare with, each by
+# itself:
 #   perf/peers/install.sh [FOLDER, build/peers]      downloads some GB; llama.cpp is compiled, which takes minutes
 set -euo pipefail
 folder=${1:-$(dirname "$0")/../../build/peers}
