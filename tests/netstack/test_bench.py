@@ -8,7 +8,6 @@ import os
 import select
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wiring import KEY, ROOT, SOON_S, connect, open_or_skip
+from wiring import KEY, ROOT, SOON_S, connect, open_or_skip, spoil_payloads
 
 from lamina import netstack
 from lamina.netstack.bench import command as bench
@@ -240,14 +239,7 @@ def test_a_wrong_payload_is_noticed_on_either_side(
     fabric = open_or_skip("shm")
     job = Job(pattern, driver, query=100, rounds=9, window=4)
     a, b = connect(fabric, geometry=job.geometry())
-    real, server = Payloads.__init__, threading.current_thread()
-
-    def spoiled(self: Payloads, nbytes: int) -> None:
-        real(self, nbytes)
-        if (threading.current_thread() is server) == (wrong_side == "server"):
-            self.each[2] = self.each[2][:-1] + bytes([self.each[2][-1] ^ 1])
-
-    monkeypatch.setattr(Payloads, "__init__", spoiled)
+    spoil_payloads(monkeypatch, wrong_side)
     with ThreadPoolExecutor(1) as pool:
         client = pool.submit(client_of(job), fabric, [a], job, 1.0)
         with pytest.raises((ValueError, netstack.ChannelError)):

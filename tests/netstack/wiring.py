@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import pytest
 
 from lamina import netstack
 from lamina.netstack import Channel, Fabric, Geometry, Listener, Terms
+from lamina.netstack.bench.job import Payloads
 
 KEY = b"k" * 32
 SOON_S = 20.0  # on a busy machine
@@ -40,6 +42,18 @@ def connect(
         accepted = pool.submit(place.accept, timeout_s=SOON_S)
         connected = fabric.connect(place.url, Terms(outbound=geometry, inbound=geometry, epoch=epoch), timeout_s=SOON_S)
         return connected, accepted.result(SOON_S)
+
+
+def spoil_payloads(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
+    """Have the "client" or the "server" of the bench, who is on this thread, change a byte of its third payload."""
+    real, server = Payloads.__init__, threading.current_thread()
+
+    def spoiled(self: Payloads, nbytes: int) -> None:
+        real(self, nbytes)
+        if (threading.current_thread() is server) == (side == "server"):
+            self.each[2] = self.each[2][:-1] + bytes([self.each[2][-1] ^ 1])
+
+    monkeypatch.setattr(Payloads, "__init__", spoiled)
 
 
 def send(channel: Channel, payload: bytes, tag: bytes = b"") -> int:

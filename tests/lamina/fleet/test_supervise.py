@@ -470,14 +470,19 @@ def test_where_no_replica_is_left_all_wait_for_one() -> None:
     run.check(run.whole(ready))
 
 
-def test_a_replica_that_dies_as_it_loads_has_a_successor_and_one_that_says_why_ends_the_run() -> None:
+def one_loads() -> tuple[Run, Pools, SimulatedWorker]:
+    """A fleet that goes on without a replica that was killed, and who loads to take its place."""
     run = Run()
     pools = pools_of(run)
     run.world.load_s = 20.0
     run.now("compute", 0).kill()
     assert isinstance(pools.look(), ViewChanged)
     pools.resume(KEEP)
-    loads = run.now("compute", 0)
+    return run, pools, run.now("compute", 0)
+
+
+def test_a_replica_that_dies_as_it_loads_has_a_successor_and_one_that_says_why_ends_the_run() -> None:
+    run, pools, loads = one_loads()
     loads.kill()
     loads.fate = lambda: None  # type: ignore[method-assign] # it can be waited for a moment later
     run.world.pass_until(run.world.now + 1.0, lambda: False)
@@ -492,13 +497,7 @@ def test_a_replica_that_dies_as_it_loads_has_a_successor_and_one_that_says_why_e
 
 
 def test_a_replica_that_stands_still_in_a_message_has_a_successor(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run()
-    pools = pools_of(run)
-    run.world.load_s = 20.0
-    run.now("compute", 0).kill()
-    assert isinstance(pools.look(), ViewChanged)
-    pools.resume(KEEP)
-    loads = run.now("compute", 0)
+    run, _, loads = one_loads()
     with monkeypatch.context() as patch:
         patch.setattr(run.members, "hear", stand_still)
         with pytest.raises(LostError, match="stands still") as told:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import pytest
 import torch
 from msgspec.structs import replace
 from torch import Tensor
@@ -179,6 +180,24 @@ def memory_pool(scheme: str = "loopback") -> Iterator[Pool]:
             assert not thread.is_alive()
 
 
+def pools(*schemes: str) -> Any:
+    """A fixture: a pool over each of these in turn."""
+
+    @pytest.fixture(params=schemes)
+    def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+        with memory_pool(request.param) as pool:
+            yield pool
+
+    return pool
+
+
+SPREAD = [  # a partition, and the weights of its memory workers
+    ("head", [1.0]),
+    ("head", [0.7, 0.3]),
+    ("request", [2.0, 1.0]),
+    ("token", [1.0, 1.0]),
+    ("token", [2.0, 1.0, 1.0]),
+]
 Placed = TypeVar("Placed", Rows, Grant)
 
 

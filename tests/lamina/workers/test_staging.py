@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from memory_peer import Pool, error, memory_pool, model
+from memory_peer import Pool, error, model, pools
 from stand_in_device import CPU, StandIn, stand_in_for_cpu
 from torch import Tensor
 
@@ -24,12 +24,7 @@ STEPS: list[tuple[list[SequenceOp], list[Rows]]] = [
     ([], [Rows(1, 40, 1), Rows(2, 5, 20)]),
     ([New(3)], [Rows(2, 25, 1), Rows(1, 41, 1), Rows(3, 0, 33)]),
 ]
-
-
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    with memory_pool() as pool:
-        yield pool
+pool = pools("loopback")
 
 
 def test_the_host_shares_and_a_device_copies() -> None:

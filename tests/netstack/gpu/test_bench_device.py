@@ -12,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import cuda_stand_in
 import pytest
-from wiring import ROOT, SOON_S, connect, open_or_skip, send
+from wiring import ROOT, SOON_S, connect, open_or_skip, send, spoil_payloads
 
 from lamina import netstack
 from lamina.netstack import Channel, Fabric
 from lamina.netstack.bench import command as bench
 from lamina.netstack.bench import device as bench_device
 from lamina.netstack.bench.device import Mail
-from lamina.netstack.bench.job import SLOTS, Job, Payloads
+from lamina.netstack.bench.job import SLOTS, Job
 from lamina.netstack.bench.patterns import client_of, server_of
 
 
@@ -101,15 +101,8 @@ def test_a_wrong_payload_is_noticed_on_either_side(
 ) -> None:
     job = Job("rtt", "device", query=100, rounds=9)
     a, b = connect(fabric, geometry=job.geometry())
-    real, server = Payloads.__init__, threading.current_thread()
     monkeypatch.setattr(bench_device, "TIMEOUT_NS", 500_000_000)
-
-    def spoiled(self: Payloads, nbytes: int) -> None:
-        real(self, nbytes)
-        if (threading.current_thread() is server) == (wrong_side == "server"):
-            self.each[2] = self.each[2][:-1] + bytes([self.each[2][-1] ^ 1])
-
-    monkeypatch.setattr(Payloads, "__init__", spoiled)
+    spoil_payloads(monkeypatch, wrong_side)
     with ThreadPoolExecutor(1) as pool:
         client = pool.submit(client_of(job), fabric, [a], job, 1.0)
         with pytest.raises(ValueError, match="differs"):

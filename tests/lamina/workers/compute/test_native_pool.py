@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from memory_peer import LAYERS, WAIT_S, placed
+from memory_peer import LAYERS, SPREAD, WAIT_S, placed
 from torch import Tensor
 
 from lamina import gemm, netstack, rows
@@ -28,13 +28,6 @@ from lamina.rows.chains import ChainedSlice
 from lamina.workers.staging import open_staging
 
 CPU = torch.device("cpu")
-SPREAD = [
-    ("head", [1.0]),
-    ("head", [0.7, 0.3]),
-    ("request", [2.0, 1.0]),
-    ("token", [1.0, 1.0]),
-    ("token", [2.0, 1.0, 1.0]),
-]
 SLOTS = Geometry(slots=16, slot_bytes=1 << 20)
 
 

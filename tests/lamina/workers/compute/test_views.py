@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory_peer import GEOMETRY, LAYERS, WAIT_S, Model, Peer, Pool, RefusedError, bind, error, memory_pool
+from memory_peer import GEOMETRY, LAYERS, WAIT_S, Model, Peer, Pool, RefusedError, bind, error, pools
 from msgspec import structs
 from test_prefill_done import FakeLink, FakeWorker
 from test_ring import carry, ends, plan
@@ -36,12 +36,7 @@ from lamina.workers.view import ATTEMPT_S, ViewDoor, ViewFabric
 KEY = b"k" * 32
 
 ring_ends = ends  # a fixture
-
-
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    with memory_pool() as pool:
-        yield pool
+pool = pools("loopback")
 
 
 def of_view(pool: Pool, view: int, weights: list[float], **fields: Any) -> Model:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
-from memory_peer import LAYERS, SCHEMES, WAIT_S, Model, Peer, Pool, RefusedError, bind, memory_pool, model, placed
+from memory_peer import (
+    LAYERS,
+    SCHEMES,
+    WAIT_S,
+    Model,
+    Peer,
+    Pool,
+    RefusedError,
+    bind,
+    model,
+    placed,
+    pools,
+)
 
 from lamina.compute.links import MemoryLink
 from lamina.compute.memory_pool import MemoryPool
@@ -28,12 +40,7 @@ from lamina.protocol.plan import (
 )
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(params=SCHEMES)
-def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    with memory_pool(request.param) as pool:
-        yield pool
+pool = pools(*SCHEMES)
 
 
 class Prefiller:

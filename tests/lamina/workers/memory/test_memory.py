@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from memory_peer import SCHEMES, WAIT_S, Pool, RefusedError, error, memory_pool, model, shape
+from memory_peer import SCHEMES, WAIT_S, Pool, RefusedError, error, model, pools, shape
 from torch import Tensor
 
 from lamina.attention import BACKENDS
@@ -27,17 +27,8 @@ from lamina.protocol.plan import (
     encode,
 )
 
-
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    with memory_pool() as pool:
-        yield pool
-
-
-@pytest.fixture(params=SCHEMES)
-def either(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    with memory_pool(request.param) as pool:
-        yield pool
+pool = pools("loopback")
+either = pools(*SCHEMES)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 1e-2)])

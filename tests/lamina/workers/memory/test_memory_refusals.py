@@ -16,8 +16,8 @@ from memory_peer import (
     RefusedError,
     bind,
     error,
-    memory_pool,
     model,
+    pools,
     shape,
 )
 
@@ -35,11 +35,7 @@ from lamina.protocol.plan import (
     encode,
 )
 
-
-@pytest.fixture(params=SCHEMES)
-def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    with memory_pool(request.param) as pool:
-        yield pool
+pool = pools(*SCHEMES)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from memory_peer import LAYERS, SCHEMES, WAIT_S, Peer, Pool, RefusedError, bind, memory_pool, model, shape
+from memory_peer import LAYERS, SCHEMES, WAIT_S, Peer, Pool, RefusedError, bind, model, pools, shape
 from torch import Tensor
 
 from lamina.engine.rounds.pipeline import route
@@ -22,11 +20,7 @@ from lamina.protocol.plan import (
     encode,
 )
 
-
-@pytest.fixture(params=SCHEMES)
-def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    with memory_pool(request.param) as pool:
-        yield pool
+pool = pools(*SCHEMES)
 
 
 def replicas(pool: Pool, count: int) -> list[Peer]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from memory_peer import WAIT_S, Model, Peer, Pool, bind, memory_pool, model, placed, shape
+from memory_peer import SPREAD, WAIT_S, Model, Peer, Pool, bind, memory_pool, model, placed, pools, shape
 from torch import Tensor
 
 from lamina.attention.native import NativeAttention
@@ -41,29 +41,12 @@ STEPS: list[tuple[list[SequenceOp], list[Rows]]] = [
     ([Truncate(1, 387)], [Rows(1, 387, 1), Rows(3, 132, 1)]),
     ([], [Rows(3, 133, 1), Rows(1, 388, 1)]),
 ]
-SPREAD = [
-    ("head", [1.0]),
-    ("head", [0.7, 0.3]),
-    ("request", [2.0, 1.0]),
-    ("token", [1.0, 1.0]),
-    ("token", [2.0, 1.0, 1.0]),
-]
 
 
 # Tests of one case follow each other so: a parameter of the fixture would have all cases over shm come first.
 transports = pytest.mark.parametrize("native", ["shm", "tcp"], indirect=True)
-
-
-@pytest.fixture(params=["shm", "tcp"])
-def native(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    with memory_pool(request.param) as pool:
-        yield pool
-
-
-@pytest.fixture
-def plain() -> Iterator[Pool]:
-    with memory_pool() as pool:
-        yield pool
+native = pools("shm", "tcp")
+plain = pools("loopback")
 
 
 class Wanted(NamedTuple):
