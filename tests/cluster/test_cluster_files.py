@@ -27,6 +27,7 @@ from lamina.fleet.launchers import open_launcher
 ROOT = Path(__file__).resolve().parents[2]
 PAPER = str(ROOT / "examples" / "h100_h20.yaml")
 MODEL = str(ROOT / "examples" / "tiny_lm" / "model")
+DRY_RUN = ("--dry-run", "--port", "0")
 ON_GPUS = ("--compute-device", "cuda", "--memory-device", "cuda")
 LIKE_33B = {  # the paper's smallest model, four of its 60 layers
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 6656, "intermediate_size": 17920,
@@ -176,18 +177,7 @@ def test_up_says_what_it_would_start(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_papers_plan_without_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LIKE_33B))
-    argv = [
-        "serve",
-        str(tmp_path),
-        "--ray-address",
-        PAPER,
-        "--kv-memory",
-        "80GiB",
-        "--dry-run",
-        "--port",
-        "0",
-        *ON_GPUS,
-    ]
+    argv = ["serve", str(tmp_path), "--ray-address", PAPER, "--kv-memory", "80GiB", *DRY_RUN, *ON_GPUS]
     assert main(argv) == 0
     title, _, compute, *memory = capsys.readouterr().out.splitlines()
     assert "DOP (1, 2)" in title
@@ -206,18 +196,7 @@ def test_the_plan_says_how_ranks_would_meet(tmp_path: Path, capsys: pytest.Captu
     hosts = "hosts:\n" + "".join(
         f"  - {{address: 10.20.0.{i}, compute: {n}, memory: 4, cores: 4}}\n" for i, n in ((1, 3), (2, 1))
     )
-    ask = [
-        "serve",
-        MODEL,
-        "--ray-address",
-        write(tmp_path, hosts),
-        "--kv-memory",
-        "8MiB",
-        "--port",
-        "0",
-        "--dry-run",
-        "--pipeline",
-    ]
+    ask = ["serve", MODEL, "--ray-address", write(tmp_path, hosts), "--kv-memory", "8MiB", *DRY_RUN, "--pipeline"]
     ask += ["3", "--tensor-parallel-size", "2", "--compute-on", "lamina_compute", "--memory-on", "lamina_memory"]
 
     def lines(*flags: str) -> list[str]:
@@ -235,7 +214,7 @@ def test_the_plan_says_how_ranks_would_meet(tmp_path: Path, capsys: pytest.Captu
 
 def test_weights_that_no_device_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LIKE_33B, "vocab_size": 4_000_000}))
-    argv = ["serve", str(tmp_path), "--ray-address", PAPER, "--kv-memory", "8GiB", "--dry-run", "--port", "0"]
+    argv = ["serve", str(tmp_path), "--ray-address", PAPER, "--kv-memory", "8GiB", *DRY_RUN]
     assert main([*argv, *ON_GPUS]) == 2
     assert "GB of weights do not fit in the 80 GB of NVIDIA H100" in capsys.readouterr().err
     assert main(argv) == 0  # in the memory of the host itself they may
@@ -253,9 +232,7 @@ def test_the_plan_names_the_device_that_workers_would_use(
     flags: tuple[str, ...], compute: str, memory: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever else their host has."""
-    assert (
-        main(["serve", MODEL, "--ray-address", PAPER, "--kv-memory", "8GiB", "--dry-run", "--port", "0", *flags]) == 0
-    )
+    assert main(["serve", MODEL, "--ray-address", PAPER, "--kv-memory", "8GiB", *DRY_RUN, *flags]) == 0
     lines = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()[2:5]]
     assert [line[2] for line in lines] == [compute, memory, memory]
     assert [" of 80 GB" in lines[0][3], " of 96 GB" in lines[1][3]] == ["GB" in compute, "GB" in memory]
@@ -275,7 +252,7 @@ def test_the_plan_names_the_device_that_workers_would_use(
     ],
 )
 def test_plans_that_do_not_work(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", MODEL, "--ray-address", PAPER, "--dry-run", "--port", "0", *flags]) == 2
+    assert main(["serve", MODEL, "--ray-address", PAPER, *DRY_RUN, *flags]) == 2
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1
