@@ -20,7 +20,6 @@ from lamina.protocol.options.sparsity import SparsityOptions
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place, Placement
 from lamina.protocol.plan import Free, New, Rows, StepPlan
-from lamina.protocol.sparse_ops import Scored
 
 
 def tables(blocks: int, block_size: int = 4) -> BlockTables:
@@ -316,23 +315,3 @@ def test_sequences_that_lose_blocks_take_their_budget_and_the_last_one_all(lengt
     ledger = BlockTables([0, 0], [900, 548], 4, sparse=[False, True])
     evictions = Evictions(options, 4, 1)
     assert Scheduler(ledger, max_num_seqs=8, prefill_chunk=8, evictions=evictions).most_sequences(length) == fits
-
-
-def test_what_is_to_be_dropped_of_one_that_has_gone_is_forgotten() -> None:
-    """Behind its last report one ends and another is preempted, before the plan that was to drop their blocks."""
-    evictions = Evictions(SparsityOptions(kv_sparsity="evict", kv_budget=128), 4, 1)
-    sequences = [make(number, 300, 9) for number in range(3)]
-    for number, sequence in enumerate(sequences):
-        sequence.id, sequence.sparse = number, True
-        assert evictions.scores({sequence: 300})
-        sequence.num_scheduled = 300
-        evictions.report(Scored(view=0, step=0, sequence=number, scores=[1] * 75))
-    stays, ends, again = sequences
-    ends.finish("stop")
-    again.restart()
-    assert evictions.prunes([]) == []
-    again.id = 7
-    (op,) = evictions.prunes([stays, again])
-    assert (op.sequence, evictions.num_dropped) == (0, len(op.blocks))
-    assert evictions.prunes(sequences) == []
-    assert not evictions._due
