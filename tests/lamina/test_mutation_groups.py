@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from mutation import GROUPS, read_argued
@@ -22,7 +23,8 @@ def test_survivors_that_are_argued_for_are_of_these_files_as_they_are() -> None:
     argued = read_argued()
     assert argued
     for change, reason in argued.items():
-        file = change.split()[0]
+        file, function = change.partition(": ")[0].split()
+        assert all(re.search(rf"(class|def) {name}\b", files[file]) for name in function.split(".")), change
         old = change.partition(": ")[2].partition(" -> ")[0].partition(" # ")[0]
         assert old in files[file], change
         assert reason.endswith("."), change
