@@ -112,6 +112,13 @@ def test_readme_is_short_and_its_links_lead_somewhere() -> None:
             assert (home / target).exists(), f"{name}: {target}"
 
 
+def test_paths_that_pages_name_are_there() -> None:
+    """Programs of perf/ may lack their ending."""
+    named = r"(?<![\w/.-])((?:lamina|converter|netstack|csrc|tests|perf|docs|examples)/[\w/.-]*\w)"
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("perf/*.md")):
+        assert not [name for name in re.findall(named, page.read_text()) if not [*ROOT.glob(f"{name}*")]], page
+
+
 def test_the_table_of_memory_is_a_true_print(printed: Printed) -> None:
     """But for what depends on the machine: the last three columns, the line below, and whether weights are packed."""
     shown = ALL[ALL.index("$ lamina-launch generate examples/tiny_lm/model --prompt x --dry-run") :]
