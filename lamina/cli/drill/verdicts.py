@@ -19,6 +19,7 @@ NEAR = 0.01  # of log-probabilities: a larger error is none of rounding
 # allows between two that are a tie.
 MOST = 10.0
 LOOKS = 20  # at a push that is neither too much nor too little
+Undisturbed = Callable[[dict[str, Any]], StreamTold]  # what a run in which nobody is hit tells of a request
 
 
 class StreamFork(NamedTuple):
@@ -111,16 +112,8 @@ def choice_of(told: StreamTold, choice: int) -> StreamTold:
     return StreamTold(texts, ids, scores, reasons, sum(map(len, ids.values())), told.error, told.times, told.id)
 
 
-def is_at_edge(
-    told: StreamTold,
-    wanted: StreamTold,
-    body: Mapping[str, Any],
-    error: float,
-    read: Callable[[dict[str, Any]], StreamTold],
-) -> bool:
-    """Whether the streams part at edges alone, each choice for itself. ``error``: of log-probabilities; ``read``: what
-    an undisturbed run tells.
-    """
+def is_at_edge(told: StreamTold, wanted: StreamTold, body: Mapping[str, Any], error: float, read: Undisturbed) -> bool:
+    """Whether the streams part at edges alone, each choice for itself. ``error``: of log-probabilities."""
     choices = [(choice_of(told, i), choice_of(wanted, i)) for i in sorted(wanted.ids)]
     parted = [(one, fork_of(one, same)) for one, same in choices if verdict(one, same) != "right"]
     if not parted or error > NEAR:
@@ -129,11 +122,7 @@ def is_at_edge(
 
 
 def _some_push_tells(
-    one: StreamTold,
-    fork: StreamFork,
-    body: Mapping[str, Any],
-    most: float,
-    read: Callable[[dict[str, Any]], StreamTold],
+    one: StreamTold, fork: StreamFork, body: Mapping[str, Any], most: float, read: Undisturbed
 ) -> bool:
     """Whether a push of ``most``, or less, has an undisturbed run tell the same. The share of the other token may be
     far smaller than a push moves the shares before it: so it is looked for between pushes that are too much and those
