@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from glob import glob
 from pathlib import Path
 
 
@@ -27,3 +29,22 @@ def birth_of(pid: int) -> str:
     """When it started, in clock ticks since boot; "" where it does not live."""
     fields = fields_of(pid)
     return "" if fields[:1] in ([], ["Z"]) else fields[19]
+
+
+def descendants_of(pid: int) -> list[int]:
+    """All that a process has started, by any thread, and what those have. While some end, a look may leave out others
+    that live (proc(5)): so it looks until nothing is new.
+    """
+    before, seen = None, _seen_now(pid)
+    while seen != before:
+        before, seen = seen, seen | _seen_now(pid)
+    return sorted(seen)
+
+
+def _seen_now(pid: int) -> set[int]:
+    pids = set[int]()
+    for path in glob(f"/proc/{pid}/task/*/children"):
+        with suppress(OSError):  # the thread has ended
+            children = set(map(int, Path(path).read_text().split()))
+            pids |= children.union(*map(_seen_now, children))
+    return pids

@@ -29,6 +29,7 @@ from common import cpu_pressure, record
 
 from lamina.cli.bench.client import COMPLETIONS, Answer, ask, body_of, events, open_client
 from lamina.cli.bench.report import percentile
+from lamina.processes import descendants_of
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUTE = COMPLETIONS.lstrip("/")
@@ -203,12 +204,8 @@ class Server:
 
     def rss_bytes(self) -> int:
         """Resident memory of the server and everything that it has started."""
-        total, parents = 0, [self._process.pid]
-        while parents:
-            pid = parents.pop()
-            parents += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-        return total
+        pids = [self._process.pid, *descendants_of(self._process.pid)]
+        return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids) * 4096
 
     def end(self) -> int:
         """Exit status after an orderly end."""

@@ -16,7 +16,7 @@ from forked import ForkedProgram, Program
 from shipped import MODEL as MODEL
 from shipped import ROOT as ROOT
 
-from lamina.processes import lives
+from lamina.processes import descendants_of, lives
 
 START_S = 240.0
 
@@ -65,13 +65,7 @@ class Running:
 
     def descendants(self) -> list[int]:
         """All processes that it has started, and theirs."""
-        found, parents = [], [self.process.pid]
-        while parents:
-            parent = parents.pop()
-            children = [int(c) for c in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-            found += children
-            parents += children
-        return found
+        return descendants_of(self.process.pid)
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from lamina.observe.trace import FLIP
 from lamina.observe.tripwire import TRIPWIRE, Tripwire
-from lamina.processes import lives
+from lamina.processes import descendants_of, lives
 
 from .cut import cut
 from .moments import ANY, StrikeMoment
@@ -110,7 +110,7 @@ class Target:
 
     def pids(self) -> list[int]:
         """Of all its processes."""
-        return [self._server.pid, *self._descendants()]
+        return [self._server.pid, *descendants_of(self._server.pid)]
 
     def victim(self, role: str, rng: random.Random) -> Victim:
         """A process of ``role``; "" = any worker that has a place. Raises ValueError where there is none for FIND_S:
@@ -202,7 +202,7 @@ class Target:
 
     def end(self) -> int:
         """End it. How many of its processes are left."""
-        pids = self._descendants()
+        pids = descendants_of(self._server.pid)
         self._server.terminate()
         try:
             self._server.wait(END_S)
@@ -233,20 +233,10 @@ class Target:
 
     def _processes(self) -> list[Victim]:
         places, victims = places_of([line for _, line in list(self._log)]), []
-        for pid in self._descendants():
+        for pid in descendants_of(self._server.pid):
             with suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_text()
                 for role in (role for role, module in MODULES.items() if f"{module}:" in command):
                     place = role if role == "engine" else places.get(pid, SPARE)
                     victims.append(Victim(SPARE if place == SPARE else role, pid, place))
         return victims
-
-    def _descendants(self) -> list[int]:
-        pids, parents = list[int](), [self._server.pid]
-        while parents:
-            parent = parents.pop()
-            with suppress(OSError):
-                children = [int(c) for c in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-                pids += children
-                parents += children
-        return pids

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from lamina.cli.drill.streams import StreamTold, read_one
@@ -24,6 +23,7 @@ from lamina.fleet.lending.lend_service import BLOCK_BYTES
 from lamina.fleet.lending.links import LEDGER_NAME, open_link, parse_place
 from lamina.lending.messages import AskDebts, DebtsAre, OfLedger
 from lamina.netstack.contract.key import KEY
+from lamina.processes import descendants_of
 
 START_S, LOOK_S = 60.0, 0.02
 SPARE_BYTES = 1 << 16  # of what is lent, on each memory worker
@@ -126,8 +126,10 @@ class LendingStreet:
         return {row.name: sum(d.blocks for d in row.lent if d.debtor != row.name) for row in answer.lenders}
 
     def stop(self, started: Started) -> Callable[[], None]:
-        """Have a process and its children stand still, as behind a network that is cut; returns what has them go on."""
-        pids = [started.process.pid, *children_of(started.process.pid)]
+        """Have a process and what it has started stand still, as behind a network that is cut; returns what has them go
+        on.
+        """
+        pids = [started.process.pid, *descendants_of(started.process.pid)]
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
@@ -169,22 +171,6 @@ def free_port() -> int:
     """Of this host, as long as nobody else takes it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
-
-
-def children_of(pid: int) -> list[int]:
-    """The children of a process that has one thread that starts some, or several."""
-    before, seen = None, _children_now(pid)
-    while seen != before:  # while others end, a look may leave out some that live (proc(5))
-        before, seen = seen, seen | _children_now(pid)
-    return sorted(seen)
-
-
-def _children_now(pid: int) -> set[int]:
-    pids = set[int]()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(OSError):
-            pids.update(map(int, (task / "children").read_text().split()))
-    return pids
 
 
 def until(true: Callable[[], Any], limit_s: float) -> float | None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lamina.cli.launch import main
-from lamina.cli.lending import street
 from lamina.cli.lending.drill import SCENES, Scene, line_of
-from lamina.cli.lending.street import DrillSizes, children_of
+from lamina.cli.lending.street import DrillSizes
 from lamina.config import make_config
 from lamina.fleet.lending.lend_service import BLOCK_BYTES
 
@@ -53,21 +49,6 @@ def test_bad_input_is_one_line(flags: list[str], words: str, capsys: pytest.Capt
 def test_what_is_wrong_stands_out() -> None:
     assert line_of(Scene("nobody is hit", right=True, what="all is well")).startswith("right  nobody is hit")
     assert line_of(Scene("nobody is hit", right=False, what="", pause_s=2.04)).startswith("WRONG")
-
-
-def test_children_of_all_threads_are_seen() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        assert child.pid in children_of(os.getpid())
-        child.communicate(b"\n")
-
-
-@pytest.mark.parametrize("looks", [[{2}, {1, 2}, {1, 3}, {3}], [set(), {1, 2, 3}, {1}]])
-def test_a_child_that_one_look_leaves_out_is_seen_by_the_next(
-    looks: list[set[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(street, "_children_now", lambda pid: looks.pop(0))
-    assert children_of(1) == [1, 2, 3]
-    assert not looks
 
 
 @pytest.mark.slow
