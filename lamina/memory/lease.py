@@ -15,6 +15,7 @@ from collections.abc import Callable
 from lamina.env import lease_bytes, lease_meter
 from lamina.netstack import Reception
 
+METER = struct.Struct("<d")  # bytes that were read
 METER_S = 0.5
 MOST_CHANNELS = 32
 MOST_INBOX_BYTES = 256 << 20  # of a channel, both directions together
@@ -41,7 +42,7 @@ def reception(name: str) -> Reception:
 
 def tell_reads(stats: Callable[[], dict[str, float]]) -> None:
     """From now on, on a thread of its own, as long as this process lives: the bytes of K and V that attention has
-    read, a float in the file that its creditor has given. Who is nobody's guest tells nothing.
+    read, in the file that its creditor has given. Who is nobody's guest tells nothing.
     """
     if (meter := lease_meter()) is None:
         return
@@ -49,6 +50,6 @@ def tell_reads(stats: Callable[[], dict[str, float]]) -> None:
     def tell() -> None:
         never = threading.Event()
         while not never.wait(METER_S):
-            os.pwrite(meter, struct.pack("<d", stats()["stored_bytes"]), 0)
+            os.pwrite(meter, METER.pack(stats()["stored_bytes"]), 0)
 
     threading.Thread(target=tell, name="lamina-lease-meter", daemon=True).start()

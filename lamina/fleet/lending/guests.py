@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import struct
 import subprocess
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lamina.env import LEASE_BYTES, LEASE_METER
 from lamina.fleet.launchers.local import supervised
+from lamina.memory.lease import METER
 from lamina.netstack.contract.key import KEY, KEY_FILE
+from lamina.processes import fields_of
 
 UNKEYED = {KEY: "", KEY_FILE: ""}
-METER = struct.Struct("<d")
 
 
 class GuestProcess(NamedTuple):
@@ -50,13 +48,9 @@ def start_guest(sock: Any, keys: bytes, threads: int, nbytes: int) -> GuestProce
         raise
 
 
-def cpu_seconds(pids: Iterable[int]) -> float:
-    """Of all threads of these processes, since they began; of one that has ended none."""
-    ticks = 0
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+def cpu_seconds(pid: int) -> float:
+    """Of all threads of a process, since it began; of one that has ended none."""
+    return sum(map(int, fields_of(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 class _Taken(NamedTuple):
@@ -76,7 +70,7 @@ class GuestBudget:
 
     def measure(self, guests: Sequence[GuestProcess], now: float) -> None:
         """What they have taken since the last time; one that has ended meanwhile hides nothing of the others."""
-        taken = {g.process.pid: _Taken(cpu_seconds([g.process.pid]), g.read_bytes) for g in guests}
+        taken = {g.process.pid: _Taken(cpu_seconds(g.process.pid), g.read_bytes) for g in guests}
         before, seconds = {pid: self._taken.get(pid, _Taken()) for pid in taken}, max(1e-3, now - self._measured_at)
         self._cores = sum(max(0.0, x.used_s - before[pid].used_s) for pid, x in taken.items()) / seconds
         self._gbps = sum(max(0.0, x.read - before[pid].read) for pid, x in taken.items()) * 8e-9 / seconds
