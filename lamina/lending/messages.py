@@ -208,6 +208,11 @@ class LenderRow(msgspec.Struct, frozen=True, array_like=True):
     refusing: bool  # until its next heartbeat
     silent_s: float  # since its last heartbeat
 
+    @property
+    def num_lent(self) -> int:
+        """Blocks, to all debtors together."""
+        return sum(debt.blocks for debt in self.lent)
+
 
 class DebtCycle(msgspec.Struct, frozen=True, array_like=True):
     """Instances each of which could give so many blocks back to the next one."""

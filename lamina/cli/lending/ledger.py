@@ -94,7 +94,7 @@ def facts_of(answer: DebtsAre) -> dict[str, Any]:
                 "place": row.place,
                 "address": row.address,
                 "free": row.free,
-                "lent": lent_of(row),
+                "lent": row.num_lent,
                 "cap": row.cap,
                 "debtors": {d.debtor: d.blocks for d in row.lent},
                 "refusing": row.refusing,
@@ -107,15 +107,10 @@ def facts_of(answer: DebtsAre) -> dict[str, Any]:
     }
 
 
-def lent_of(row: LenderRow) -> int:
-    """Blocks."""
-    return sum(d.blocks for d in row.lent)
-
-
 def remote_share(rows: Sequence[LenderRow]) -> float:
     """Of all that could be lent, the part that is."""
     cap = sum(row.cap for row in rows)
-    return round(sum(map(lent_of, rows)) / cap, 4) if cap else 0.0
+    return round(sum(row.num_lent for row in rows) / cap, 4) if cap else 0.0
 
 
 def table_of(answer: DebtsAre) -> str:
@@ -124,7 +119,7 @@ def table_of(answer: DebtsAre) -> str:
     for row in answer.lenders:
         debtors = ", ".join(f"{d.debtor} {d.blocks}" for d in row.lent) or "-"
         state = " (refuses until its next heartbeat)" if row.refusing else ""
-        lines.append(f"{row.name:40} {row.free:8} {lent_of(row):8} {row.cap:8}  {debtors}{state}")
+        lines.append(f"{row.name:40} {row.free:8} {row.num_lent:8} {row.cap:8}  {debtors}{state}")
     lines.append(f"{remote_share(answer.lenders):.0%} of what could be lent is lent")
     lines += [f"cycle of {c.blocks} MiB: {' -> '.join([*c.members, c.members[0]])}" for c in answer.cycles]
     return "\n".join(lines)

@@ -123,7 +123,7 @@ class LendingStreet:
             assert isinstance(answer, DebtsAre)
         finally:
             link.close()
-        return {row.name: sum(d.blocks for d in row.lent if d.debtor != row.name) for row in answer.lenders}
+        return {row.name: row.num_lent for row in answer.lenders}
 
     def stop(self, started: Started) -> Callable[[], None]:
         """Have a process and what it has started stand still, as behind a network that is cut; returns what has them go
