@@ -92,8 +92,9 @@ class Elastic:
         """
         topology, binds = self._cohort.topology, self._cohort.binds
         if topology.on_loan:
-            name = "--borrow" if topology.borrow else "--lend"
-            raise ValueError(f"{name}: memory workers come and go by what is lent, and nobody scales them beside that")
+            raise ValueError(
+                f"{topology.loan_flag}: memory workers come and go by what is lent, and nobody scales them beside that"
+            )
         self._check_in_place()
         if count < 1 or count % topology.tensor_parallel_size:
             raise ValueError(

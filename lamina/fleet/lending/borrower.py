@@ -225,7 +225,7 @@ class Borrower:
 
 def open_borrower(config: EngineConfig, members: Members, cohort: Cohort, elastic: Elastic) -> Borrower:
     """Raises ValueError, OSError where there is no ledger, or it refuses this process."""
-    key, host = key_of("--borrow" if config.topology.borrow else "--lend"), socket.gethostname()
+    key, host = key_of(config.topology.loan_flag), socket.gethostname()
     ledger = parse_place(config.launching.ledger, "--ledger")
     name = f"engine-{host[:16]}-{secrets.token_hex(4)}"
     own = OwnLending(config, ledger, key, name) if config.topology.lend else None

@@ -1,7 +1,7 @@
-"""A creditor as a process: it lends memory of its host, and runs a memory worker for each lease.
+"""A creditor: it lends memory of its host, and runs a memory worker for each lease.
 
-A host that lends all day runs one (`lamina-launch lend`); an engine that serves has one beside it (`--lend`), which it
-borrows of itself as anybody does, but for that its asks come first, and that others give back what it lacks.
+A host that lends all day runs one as a process (`lamina-launch lend`). An engine that serves has one on threads of its
+own (`--lend`), and borrows of it as others do, but that its asks come first, and that others give back what it lacks.
 
 A guest has its control link from the debtor, who gives it a key for that lease alone; of the cluster's key it knows
 nothing, and it takes no more than was lent (LAMINA_LEASE_BYTES). Its memory is its process's: when a lease ends, the
@@ -110,9 +110,7 @@ class LendService:
     def lent(self) -> dict[str, int]:
         """Blocks by debtor."""
         with self._lock:
-            return {
-                debtor: self.creditor.lent_to(debtor) for debtor in {x.debtor for x in self.creditor.leases.values()}
-            }
+            return {x.debtor: self.creditor.lent_to(x.debtor) for x in self.creditor.leases.values()}
 
     def close(self) -> None:
         """End all guests."""

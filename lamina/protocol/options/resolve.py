@@ -168,7 +168,7 @@ def _check_spares(config: EngineConfig) -> None:
 
 def _check_loans(config: EngineConfig) -> None:
     topology, launching, own = config.topology, config.launching, LaunchOptions()
-    name = "--borrow" if topology.borrow else "--lend"
+    name = topology.loan_flag
     if topology.on_loan != bool(launching.ledger):
         given, other = (name, "--ledger HOST:PORT") if topology.on_loan else ("--ledger", "--borrow SIZE or --lend")
         raise ValueError(f"{given} needs {other}: say both, or leave it out")

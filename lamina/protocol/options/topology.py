@@ -105,6 +105,11 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
         """Whether memory workers on loan may come, of other deployments or of what this one lends them."""
         return bool(self.borrow) or self.lend > 0.0
 
+    @property
+    def loan_flag(self) -> str:
+        """By which they may."""
+        return "--borrow" if self.borrow else "--lend"
+
     def lent_bytes(self, kv_bytes: int) -> int:
         """Of ``kv_bytes`` on each memory worker, what lies outside of the pool for others to have, all together."""
         return self.memory_workers * int(self.lend * kv_bytes)
