@@ -276,7 +276,7 @@ class Pools:
         what = "a step" if steps else "a chunk of a prompt" if owing else "KV to be saved, loaded or scored"
         if steps or not (owing or self._reports):
             owing = self._members.compute + owing
-        owing = owing + self._members.memory * bool(self._reports)
+        owing = owing + (self._members.memory if self._reports else [])
         said = f"for {what} (--step-timeout-s {limit:g})"
         return self._members.wait_for(owing, Done, limit + GRACE_S, said)
 
