@@ -34,8 +34,6 @@ AT_ONCE = 0.5  # of messages take no time
 Place = tuple[str, int]  # role and number
 DIES, STOPS, CUT = "dies", "stops", "cut"  # what may happen to a process, and to the channel of a call
 Strikes = Mapping[tuple[Place, int], str]  # by the place, and the number of the call of its processes
-
-
 GONE_S = 10.0  # for workers to follow their driver
 
 
@@ -44,24 +42,20 @@ class EngineDied(BaseException):
 
 
 class SimDriver:
-    """The driver's process. Each call of its control links counts, from ``begin`` on: it is killed at one of them."""
+    """The driver's process. While it ``counts`` the calls of its control links, it is killed at one of them."""
 
     def __init__(self, dies_at: int) -> None:
         """``dies_at``: the number of that call; 0 = it lives."""
-        self._dies_at, self._calls, self._counts = dies_at, 0, False
+        self._dies_at, self._calls, self.counts = dies_at, 0, False
 
     @property
     def dead(self) -> bool:
         """Whether it was killed."""
         return 0 < self._dies_at <= self._calls
 
-    def begin(self, *, counts: bool = True) -> None:
-        """From here on calls count, or none does."""
-        self._counts = counts
-
     def act(self) -> None:
         """A call. Raises EngineDied at its last one, and at whatever is called behind that."""
-        self._calls += self._counts
+        self._calls += self.counts
         if self.dead:
             raise EngineDied
 
@@ -203,12 +197,12 @@ class SimHost:
     def begin(self) -> None:
         """From here on calls count, and processes are hit."""
         self._hitting = True
-        self.driver.begin()
+        self.driver.counts = True
 
     def end(self) -> None:
         """Nobody is hit any more, and who was stopped goes on."""
         self._hitting = False
-        self.driver.begin(counts=False)
+        self.driver.counts = False
         for process in self.processes:
             process.stopped = False
 
@@ -224,7 +218,7 @@ class SimHost:
         left = self.baton.wait(lambda: all(p.ended for p in self.processes), GONE_S)
         assert left, f"without a driver: {', '.join(p.role for p in self.processes if not p.ended)}"
         self.driver = SimDriver(self._deaths.popleft() if self._deaths else 0)
-        self.driver.begin()
+        self.driver.counts = True
 
     def hit_of(self, process: SimProcess) -> str:
         """What happens at the call that a process makes; "" = nothing."""
