@@ -12,7 +12,6 @@ import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lamina.cli.drill.streams import StreamTold
 from lamina.cli.drill.target import Target
 from lamina.protocol.options.declare import parse_size
 
@@ -172,7 +171,7 @@ class LendingDrill:
 
     def _scene(self, reading: Reading, right: bool, what: str) -> Scene:
         """Behind the stream's end: whether all its tokens are those of the calm run."""
-        told: StreamTold = reading.join()
+        told = reading.join()
         same = not told.error and told.ids.get(0) == self._wanted
         pause = told.pause_behind(reading.began)
         return Scene("", right and same, what + (f"; other tokens: {told.error}" if not same else ""), pause)
