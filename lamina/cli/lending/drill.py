@@ -128,29 +128,31 @@ class LendingDrill:
         """What is lent goes on, new loans wait."""
         reading = self._begun(self._street.debtor)
         self._street.ledger.end()
-        scene = self._scene(reading, right=True, what="")
+        what = "the loan went on; the next one waited until it was there again"
+        scene = self._scene(reading, right=True, what=what)
         back = until(lambda: not leased_bytes(self._street.debtor), SOON_S)
         waiting = Reading(self._street.debtor.url, self._body, SILENCE_S)
         early = until(lambda: waiting.tokens or waiting.over, WAITS_S)
         self._street.start_ledger(self._street.place)
         same = waiting.join().ids.get(0) == self._wanted
         right = scene.right and back is not None and early is None and same
-        return scene._replace(right=right, what="the loan went on; the next one waited until it was there again")
+        return scene._replace(right=right)
 
     def cut_off(self) -> Scene:
         """The host that lends falls silent as KV is to move there, for longer than its lease."""
         self._street.start_creditor()
         until(lambda: self._street.creditor_name in self._street.lent(), SOON_S)
-        reading = Reading(self._street.debtor.url, self._body, SILENCE_S)
-        moved = until(lambda: self._street.debtor.has_said("memory workers: 2 -> 3", reading.began), SILENCE_S)
+        self._await_rest()
+        reading, said = Reading(self._street.debtor.url, self._body, SILENCE_S), self._street.debtor.has_said
+        until(lambda: said("memory workers: 2 -> 3", reading.began) or reading.over, SILENCE_S)
         go_on = self._street.stop(self._street.creditor)
         try:
-            scene = self._scene(reading, moved is not None, "")
+            scene = self._scene(reading, said("memory workers: 2 -> 3", reading.began), "")
         finally:
             go_on()
         free = until(lambda: not self._street.lent().get(self._street.creditor_name, 1), SOON_S)
         what = f"silent until the last token; it had its blocks again {free or 0.0:.1f} s after it went on"
-        return scene._replace(right=scene.right and free is not None, what=what)
+        return scene._replace(right=scene.right and free is not None, what=what + scene.what)
 
     def kill_debtor(self) -> Scene:
         """All its leases end."""
@@ -164,10 +166,14 @@ class LendingDrill:
 
     def _begun(self, server: Target) -> Reading:
         """A stream of which some tokens have come, while nothing was on loan before."""
-        until(lambda: not any(self._street.lent().values()), SILENCE_S)
+        self._await_rest()
         reading = Reading(server.url, self._body, SILENCE_S)
         until(lambda: reading.tokens >= EARLY or reading.over, SILENCE_S)
         return reading
+
+    def _await_rest(self) -> None:
+        """Until nothing is on loan: what is not needed goes back after a while."""
+        until(lambda: not any(self._street.lent().values()), SILENCE_S)
 
     def _scene(self, reading: Reading, right: bool, what: str) -> Scene:
         """Behind the stream's end: whether all its tokens are those of the calm run."""
