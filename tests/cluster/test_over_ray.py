@@ -174,11 +174,14 @@ def test_where_a_node_is_gone_its_worker_goes_to_another(
                 for output in stream:
                     if not outputs:
                         cluster.remove(2)
+                        assert eventually(lambda: any(gone(pid) for pid in before.values()), 30.0)
                     outputs[output.request_id] = output.outputs[0].token_ids
                 assert [outputs[i] for i in stream.request_ids] == wanted
             (moved,) = [name for name, pid in llm.pools.pids.items() if pid != before[name]]
             assert f"is lost: {moved.replace('-', ' worker ')} goes to" in caplog.text
+            there = llm.pools.pids[moved]
             cluster.remove(3)
+            assert eventually(lambda: gone(there), 30.0)
             with pytest.raises(WorkerError, match="could not be replaced: .* is lost, and memory worker . was there"):
                 llm.generate(PROMPTS, LONG)
     finally:
