@@ -71,10 +71,10 @@ inline void transpose(__m512i (&r)[kTile]) {
   for (std::size_t i = 0; i < kTile; ++i) r[i] = t[i];
 }
 
-void prepare(const Problem& p, const void* x, float* to) {
+void prepare(const Problem& p, const void* x, std::size_t begin, std::size_t end, float* to) {
   const auto* const from = static_cast<const std::uint16_t*>(x);
-  for (std::size_t first = 0; first < p.rows; first += kTile) {
-    const std::size_t rows = std::min(kTile, p.rows - first);
+  for (std::size_t first = begin; first < end; first += kTile) {
+    const std::size_t rows = std::min(kTile, end - first);
     const auto there = static_cast<__mmask16>((1u << rows) - 1);
     auto* at = reinterpret_cast<std::uint32_t*>(to) + first * slices(p) * kTile;
     for (std::size_t k = 0; k < p.k_size; k += kDepth) {

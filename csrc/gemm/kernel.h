@@ -120,8 +120,8 @@ void columns(const Problem& p, std::size_t begin, std::size_t end, float* scratc
 }
 
 template <class W>
-void prepare(const Problem& p, const void* x, float* to) {
-  widen(static_cast<const W*>(x), to, p.rows * p.k_size);
+void prepare(const Problem& p, const void* x, std::size_t begin, std::size_t end, float* to) {
+  widen(static_cast<const W*>(x) + begin * p.k_size, to + begin * p.k_size, (end - begin) * p.k_size);
 }
 
 template <class W>

@@ -45,10 +45,13 @@ struct Plan {
   std::size_t scratch;  // floats of memory for each thread
 };
 
+constexpr std::size_t kRowsPrepared = 16;  // at once by a thread: a multiple of each kernel's tiles
+
 // For one type of numbers, on CPUs with some instructions.
 struct Kernel {
   Plan (*plan)(const Problem&);
-  void (*prepare)(const Problem&, const void* x, float* to);  // `to`: 64-byte aligned, afterwards Problem::x
+  // Rows [begin, end) of x, begin in multiples of kRowsPrepared. `to`: 64-byte aligned, afterwards Problem::x.
+  void (*prepare)(const Problem&, const void* x, std::size_t begin, std::size_t end, float* to);
   void (*columns)(const Problem&, std::size_t begin, std::size_t end, float* scratch);  // [begin, end) of y
 };
 

@@ -2,6 +2,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <mutex>
 #include <new>
 #include <vector>
@@ -36,7 +38,10 @@ struct Engine {
     p.x = static_cast<const float*>(x);
     if (plan.x) {
       float* const to = reserve(prepared, plan.x);
-      kernel.prepare(p, x, to);
+      pool.each((p.rows + kRowsPrepared - 1) / kRowsPrepared, SIZE_MAX, [&](std::size_t piece, std::size_t) {
+        const std::size_t begin = piece * kRowsPrepared;
+        kernel.prepare(p, x, begin, std::min(begin + kRowsPrepared, p.rows), to);
+      });
       p.x = to;
     }
     for (auto& s : scratch) reserve(s, plan.scratch);

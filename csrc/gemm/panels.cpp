@@ -41,20 +41,42 @@ inline void transpose(const __m512i (&from)[kLanes], __m512i (&to)[kLanes]) {
   }
 }
 
-// `count` rows of a matrix, at most 16 and `ld` apart, as [chain][link][`room`] pairs; of each `room`, the first
-// `written` are, at most 16 of them: 0 where there is no row or no number.
-void interleave(const std::uint16_t* from, std::size_t ld, std::size_t k_size, std::size_t count, std::size_t written,
-                std::size_t room, std::uint32_t* to) {
+// The t-th vector of k of a row, with zeros behind its end.
+inline __m512i link_of(const std::uint16_t* row, std::size_t t, std::size_t k_size) {
+  const std::size_t left = k_size - t * kDepth;
+  const __mmask32 there = left >= kDepth ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
+  return _mm512_maskz_loadu_epi16(there, row + t * kDepth);
+}
+
+// `count` rows of w, at most 16, to half of a panel's pairs; 0 where there is no row.
+void interleave(const std::uint16_t* from, std::size_t ld, std::size_t k_size, std::size_t count, std::uint32_t* to) {
   const std::size_t n = links(k_size);
-  const auto kept = static_cast<__mmask16>((1u << written) - 1);
   for (std::size_t t = 0; t < n; ++t) {
-    const std::size_t left = std::min(kDepth, k_size - t * kDepth);
-    const __mmask32 there = left == kDepth ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
     __m512i rows[kLanes], pairs[kLanes];
     for (std::size_t r = 0; r < kLanes; ++r)
-      rows[r] = r < count ? _mm512_maskz_loadu_epi16(there, from + r * ld + t * kDepth) : _mm512_setzero_si512();
+      rows[r] = r < count ? link_of(from + r * ld, t, k_size) : _mm512_setzero_si512();
     transpose(rows, pairs);
-    for (std::size_t c = 0; c < kChains; ++c) _mm512_mask_storeu_epi32(to + (c * n + t) * room, kept, pairs[kOrder[c]]);
+    for (std::size_t c = 0; c < kChains; ++c) _mm512_storeu_si512(to + (c * n + t) * kCols, pairs[kOrder[c]]);
+  }
+}
+
+// A tile of `count` rows of x, at most kRows, as [chain][link][row] pairs: as many links at once as fill the lanes.
+template <std::size_t kRows>
+void spread(const std::uint16_t* from, std::size_t ld, std::size_t k_size, std::size_t count, std::uint32_t* to) {
+  constexpr std::size_t kLinks = kLanes / kRows;
+  const std::size_t n = links(k_size);
+  __mmask16 there = 0;
+  for (std::size_t lane = 0; lane < kLanes; ++lane) there |= static_cast<__mmask16>((lane % kRows < count) << lane);
+  for (std::size_t t = 0; t < n; t += kLinks) {
+    __m512i lanes[kLanes], pairs[kLanes];
+    for (std::size_t link = 0; link < kLinks; ++link)
+      for (std::size_t r = 0; r < kRows; ++r)
+        lanes[link * kRows + r] =
+            r < count && t + link < n ? link_of(from + r * ld, t + link, k_size) : _mm512_setzero_si512();
+    transpose(lanes, pairs);
+    const auto kept = static_cast<__mmask16>((1u << std::min(kLinks, n - t) * count) - 1);
+    for (std::size_t c = 0; c < kChains; ++c)
+      _mm512_mask_storeu_epi32(to + (c * n + t) * count, kept, _mm512_maskz_compress_epi32(there, pairs[kOrder[c]]));
   }
 }
 
@@ -153,7 +175,7 @@ std::size_t bytes(std::size_t k_size) { return kCols * links(k_size) * kDepth * 
 void pack(const Problem& p, std::size_t n, void* to) {
   for (std::size_t half = 0; half < kCols && n + half < p.cols; half += kLanes)
     interleave(static_cast<const std::uint16_t*>(p.w) + (n + half) * p.ldw, p.ldw, p.k_size,
-               std::min(kLanes, p.cols - n - half), kLanes, kCols, static_cast<std::uint32_t*>(to) + half);
+               std::min(kLanes, p.cols - n - half), static_cast<std::uint32_t*>(to) + half);
 }
 
 // x: of each tile of rows, [chain][link][row] pairs.
@@ -161,11 +183,12 @@ Plan plan(const Problem& p) {
   return {kCols, p.rows * links(p.k_size) * kChains, kLevels * std::min(p.rows, kBlock) * kCols};
 }
 
-void prepare(const Problem& p, const void* x, float* to) {
-  for (std::size_t m = 0; m < p.rows; m += kTile) {
-    const std::size_t count = std::min(kTile, p.rows - m);
-    interleave(static_cast<const std::uint16_t*>(x) + m * p.k_size, p.k_size, p.k_size, count, count, count,
-               reinterpret_cast<std::uint32_t*>(to) + m * links(p.k_size) * kChains);
+void prepare(const Problem& p, const void* x, std::size_t begin, std::size_t end, float* to) {
+  for (std::size_t m = begin; m < end; m += kTile) {
+    const std::size_t count = std::min(kTile, end - m);
+    const auto by_rows = count > 4 ? spread<8> : count > 2 ? spread<4> : count > 1 ? spread<2> : spread<1>;
+    by_rows(static_cast<const std::uint16_t*>(x) + m * p.k_size, p.k_size, p.k_size, count,
+            reinterpret_cast<std::uint32_t*>(to) + m * links(p.k_size) * kChains);
   }
 }
 

@@ -17,7 +17,7 @@ void pack(const Problem& p, std::size_t n, void* to);
 
 // Rows for `multiply`, and its scratch.
 Plan plan(const Problem& p);
-void prepare(const Problem& p, const void* x, float* to);
+void prepare(const Problem& p, const void* x, std::size_t begin, std::size_t end, float* to);
 
 // Columns [n, n + kCols) of y, by their panel `w`.
 void multiply(const Problem& p, std::size_t n, const void* w, float* scratch);
