@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.attention import Operator
+from lamina.attention.native import VARIANTS, NativeAttention
 from lamina.attention.scores import block_scores
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.pool import allocate
@@ -101,6 +102,29 @@ def test_scores_are_the_mass_of_the_softmax_and_sums_over_heads_do_not_depend_on
         for a, b in ((0, 1), (1, 4))
     ]
     assert torch.equal(sum(parts), got)
+
+
+def test_keys_outside_and_queries_outside_give_a_row_the_same_shares_to_a_millionth() -> None:
+    """In fp32: kernels meet a block's keys with all rows, the oracle takes the softmax of one row over all keys."""
+    torch.manual_seed(0)
+    tokens, rows, dim = 500, 8, 64
+    store = allocate(-(-tokens // SIZE), 1, SIZE, dim, dim, torch.float32, torch.device("cpu"))
+    k, q = torch.randn(tokens, 1, dim), torch.randn(rows, 1, dim) * 2
+    for n in range(tokens):
+        store.k[n // SIZE, :, n % SIZE] = k[n]
+    op = Operator(spec=AttentionSpec(scale=dim**-0.5), q_heads=1, kv_heads=1, qk_dim=dim, v_dim=dim)
+    blocks, seen = torch.arange(-(-tokens // SIZE)), torch.arange(tokens - rows + 1, tokens + 1)
+    ways, apart = [block_scores, *(NativeAttention(torch.float32, each).scores for each in VARIANTS)], list[float]()
+    for row in range(rows):
+        of = q[row : row + 1], seen[row : row + 1]
+        want, less = (
+            torch.stack([part.sum() for part in _oracle(of[0], k, upto, op.spec.scale).split(SIZE)])
+            for upto in (of[1], of[1] - 1)
+        )
+        apart.append(float((want - less).abs().max()))
+        for scores in ways:
+            assert (scores(op, store, blocks, *of).double() / (1 << SCORE_BITS) - want).abs().max() < 1e-6
+    assert max(apart) > 1e-4, "a token less makes a difference"
 
 
 def tables() -> BlockTables:
