@@ -48,7 +48,8 @@ class Strand:
 
     def __init__(self, name: str, life: Life) -> None:
         self.name, self.life = name, life
-        self.turn = threading.Semaphore(0)
+        self.turn = threading.Lock()  # free from when it is given until it is taken
+        self.turn.acquire()
         self.ready: Callable[[], Any] = lambda: True
         self.until = FOREVER
 

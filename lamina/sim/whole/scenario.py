@@ -72,7 +72,10 @@ def fleet_scenario(seed: int) -> FleetScenario:
         "kv_memory": _memory(blocks, heads),
         "seed": seed,
     }
-    options["enable_prefix_caching"] = not options["prefill_workers"] and rng.random() < 0.5
+    if options["prefill_workers"]:
+        options |= _prompts_kept(random.Random(f"prompts {seed}"))
+    else:
+        options["enable_prefix_caching"] = rng.random() < 0.5
     asks = alike(seed, tuple(_ask(rng) for _ in range(rng.randint(1, 6))))
     return FleetScenario(seed, options, windows, asks, _hits(rng, _places(options)))
 
@@ -94,6 +97,7 @@ def planned_fleet(seed: int) -> FleetScenario:
         options |= {"partition": "head" if workers == 2 else "request", "prefill_workers": 0}
         options["kv_memory"] = _memory(-(-MAX_LEN // BLOCK) + 60, 1)
     if kind:
+        options.pop("prefill_kv_memory", None)  # of other prompts, or of nobody
         hits = _hits(rng, _places(options))
     changes = list[FleetChange]()
     there, step = options["memory_workers"], 2 if kind == "ranks" else 1
@@ -105,6 +109,14 @@ def planned_fleet(seed: int) -> FleetScenario:
     count = rng.choice((1, 1, 2)) if not changes or rng.random() < 0.5 else 0
     deaths = tuple(rng.randint(1, rng.choice(LAST_DEATHS)) for _ in range(count))
     return replace(of, options=options, asks=asks, hits=hits, changes=tuple(changes), deaths=deaths)
+
+
+def _prompts_kept(rng: random.Random) -> dict[str, Any]:
+    """By prefill workers: none, all that come, or one and a little more."""
+    if rng.random() < 0.4:
+        return {"enable_prefix_caching": False}
+    little = _memory(-(-MAX_LEN // BLOCK) + rng.randint(5, 12), KV_HEADS)
+    return {"enable_prefix_caching": True, "prefill_kv_memory": rng.choice(("auto", little))}
 
 
 def _memory(blocks: int, heads: int) -> str:

@@ -124,10 +124,10 @@ def deaf_to_halts(self: MemoryServer, message: object) -> None:
 # A mistake -> a scenario by its seed, which is right without it.
 MISTAKES: dict[str, tuple[Mistake, int]] = {
     "plans are of an older view": (OF_THE_ENGINE["the view"], 0),
-    "no view is looked at": (replacing(Members, "_is_old", lambda self, message: False), 9),
+    "no view is looked at": (replacing(Members, "_is_old", lambda self, message: False), 11),
     "the inbox is not drained": (inbox_kept, 12),
     "turns are kept": (turns_kept, 3),
-    "grants are kept": (chunks_kept, 1),
+    "grants are kept": (chunks_kept, 2),
     "prompts are kept": (OF_THE_ENGINE["prompts"], 0),
     "the last tokens are kept": (OF_THE_ENGINE["num_drawing"], 1),
     "no truncation": (replacing(Store, "reconcile", lambda self, keep: None), 0),
