@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--many", type=int, default=0, help="kills in all, of any worker, one behind the other")
     parser.add_argument("--transport", default="shm")
     parser.add_argument("--partition", default="head")
+    parser.add_argument("--kv-parity", type=int, default=0)
     parser.add_argument("--spare-compute", type=int, default=0)
     parser.add_argument("--spare-memory", type=int, default=0)
     parser.add_argument("--dtype", default="float32")
@@ -68,6 +69,7 @@ def main() -> None:
         "pipeline": args.pipeline,
         "transport": args.transport,
         "partition": args.partition,
+        "kv_parity": args.kv_parity,
         "spare_compute": args.spare_compute,
         "spare_memory": args.spare_memory,
     }

@@ -91,6 +91,7 @@ void read_copies(MessageKind kind, std::vector<Copy>& copies, std::size_t bytes,
     each.tensor = std::size_t(in.next(0, tensors - 1));
     for (std::size_t* x : {&each.row_bytes, &each.offset, &each.width, &each.at}) *x = std::size_t(in.next(0, kMost));
     each.all = in.next(0, 1);
+    each.over = in.next(0, kind == kKV);
     if (!each.all) each.rows = in.list(0, kind == kO && each.tensor ? kMost : all - 1);  // others are partial
     const auto rows = __int128(each.all ? all : std::int64_t(each.rows.size()));
     if (each.offset + each.width > each.row_bytes || rows * each.width + each.at > bytes) in.failed = true;

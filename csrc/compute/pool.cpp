@@ -6,12 +6,16 @@
 namespace lamina::compute {
 namespace {
 
+void fold(char* over, const char* bytes, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) over[i] = char(over[i] ^ bytes[i]);
+}
+
 // To a message, or from it.
 template <bool to_message, class Byte>
 void copy(const Copy& each, std::int64_t rows, char* message, Byte* tensor) {
   char* packed = message + each.at;
   const std::int64_t count = each.all ? rows : std::int64_t(each.rows.size());
-  if (each.all && each.width == each.row_bytes) {
+  if (each.all && each.width == each.row_bytes && !each.over) {
     const std::size_t bytes = std::size_t(count) * each.width;
     if constexpr (to_message)
       std::memcpy(packed, tensor, bytes);
@@ -21,10 +25,12 @@ void copy(const Copy& each, std::int64_t rows, char* message, Byte* tensor) {
   }
   for (std::int64_t i = 0; i < count; ++i, packed += each.width) {
     Byte* row = tensor + std::size_t(each.all ? i : each.rows[std::size_t(i)]) * each.row_bytes + each.offset;
-    if constexpr (to_message)
-      std::memcpy(packed, row, each.width);
-    else
+    if constexpr (!to_message)
       std::memcpy(row, packed, each.width);
+    else if (each.over)
+      fold(packed, row, each.width);
+    else
+      std::memcpy(packed, row, each.width);
   }
 }
 

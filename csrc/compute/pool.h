@@ -15,7 +15,7 @@ namespace lamina::compute {
 // Rows of a tensor, `row_bytes` each, of which `width` bytes from `offset` on lie without gaps in a message, from `at`.
 struct Copy {
   std::size_t tensor, row_bytes, offset, width, at;
-  bool all;
+  bool all, over;  // all rows; by exclusive or with what lies there
   std::vector<std::int64_t> rows;  // where not all
 };
 

@@ -69,7 +69,7 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
     workers = [
         *(_compute(facts, config, i) for i in range(topology.num_compute)),
         *(_prefill(facts, config, i, left) for i in range(topology.prefill_workers)),
-        *(_memory(facts, config, i, left) for i in range(topology.memory_workers)),
+        *(_memory(facts, config, i, left) for i in range(topology.counts["memory"])),
     ]
     in_process = netstack.in_process(config.launching.scheme)
     alone = workers[:1] if in_process else workers  # threads of one process have one runtime
@@ -162,7 +162,7 @@ def _compute(facts: _RankFacts, config: EngineConfig, index: int) -> WorkerMemor
     from lamina.compute.ring import ring_inbox
 
     ranks, batches = config.topology.tensor_parallel_size, config.topology.most_batches
-    slots = facts.partition.num_workers * _decode_channel(facts, config)
+    slots = (facts.partition.num_workers + config.topology.kv_parity) * _decode_channel(facts, config)
     slots += (ranks - 1) * channel_bytes(INBOX, INBOX)
     cuts = facts.program.cuts
     if config.topology.replicas > 1:
@@ -197,7 +197,7 @@ def _prefill(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> 
         mapped=facts.weights.mapped + facts.shared,
         copied=facts.weights.copied + facts.packed - facts.shared,
         kv=_blocks(facts, config, alone, 0, config.devices.prefill_kv_bytes() or chosen),
-        slots=config.topology.memory_workers * _prefill_channel(facts, config),
+        slots=config.topology.counts["memory"] * _prefill_channel(facts, config),
         workspace=_slices(facts, config) + attention,
     )
 
@@ -206,7 +206,8 @@ def _memory(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> W
     """``free``: for KV blocks that --kv-memory leaves to the workers."""
     from lamina.compute.capacity import attention_bytes, choose_kv_bytes
 
-    worker = index // config.topology.tensor_parallel_size
+    # Who keeps the parity of all others has as much as each.
+    worker = min(index // config.topology.tensor_parallel_size, facts.partition.num_workers - 1)
     kv_bytes = config.topology.pool_bytes(config.devices.kv_bytes()) or choose_kv_bytes(
         facts.layers,
         facts.partition,

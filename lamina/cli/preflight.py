@@ -105,7 +105,8 @@ def would_start(model: str, config: EngineConfig) -> str:
 
         return cluster_plan(model, config)
     topology = config.topology
-    compute, memory = counted(topology.num_compute, "compute worker"), counted(topology.memory_workers, "memory worker")
+    compute = counted(topology.num_compute, "compute worker")
+    memory = counted(topology.counts["memory"], "memory worker")
     if topology.tensor_parallel_size > 1:
         compute += f" ({counted(topology.replicas, 'replica')} x {topology.tensor_parallel_size} ranks)"
     if topology.prefill_workers:

@@ -32,6 +32,7 @@ from .links import MemoryLink, RefusedError
 from .memory_pool import MemoryPool
 from .model_server import CutModel, ModelServer, serve
 from .native_pool import open_pool
+from .parity import parity_bind, parity_layers
 from .ranks import Together
 from .ring import RING, RingEnds
 from .staged import stage_collective, stage_ring
@@ -191,6 +192,7 @@ class ComputeServer(ModelServer):
             )
             for at in meeting.memory
         ]
+        last = connects.pop() if start.topology.kv_parity else None
         for worker, connect in enumerate(connects):
             channel = connect()
             number = worker * start.topology.tensor_parallel_size + start.rank
@@ -200,6 +202,7 @@ class ComputeServer(ModelServer):
             else:
                 direct = self._layer_path(kernels=can_be_direct(channel, self.staging)) is LayerPath.DEVICE
                 bounds.append(self._bind_next(links[-1], self._bind(meeting, worker, direct=direct), bounds))
+        parity = self._join_parity(last(), meeting, bounds[0]) if last else None
         own, more = sum(b.kv_bytes for b in bounds), start.topology.more_bytes(start.devices.kv_bytes())
         check_longest(bounds, cut.max_len, start.kv.block_size, own, more)
         path = self._layer_path(kernels=all(bound.direct for bound in bounds))
@@ -208,12 +211,24 @@ class ComputeServer(ModelServer):
             ring.pass_turn()
         merging = self._merging(cut, bounds[0].backend)
         if path is LayerPath.HOST:
-            return open_pool(links, partition, cut.layers, merging, cut.dtype, self.staging), bounds
+            return open_pool(links, partition, cut.layers, merging, cut.dtype, self.staging, parity), bounds
         pool = MemoryPool(links, partition, cut.layers, merging, self.staging)
         return DirectAttention(pool, wires, partition, cut.layers, cut.dtype.itemsize, self.staging), bounds
 
+    def _join_parity(self, channel: netstack.Channel, meeting: Connect, bound: Bound) -> MemoryLink:
+        """The link to who keeps the parity of the others, of which the first one has answered ``bound``."""
+        start, workers = self.start, self.start.topology.memory_workers
+        link = MemoryLink(channel, 0, start.deadlines.step_timeout_s, self.trace, workers)
+        if start.number:
+            layers = parity_layers(self._cut.layers, workers)
+            link.join(Join(view=meeting.view, number=start.number, layers=layers))
+        else:
+            link.bind(parity_bind(self._bind(meeting, 0), bound.backend, bound.kv_bytes))
+        return link
+
     def _layer_path(self, *, kernels: bool) -> LayerPath:
         topology = self.start.topology
+        kernels = kernels and not topology.kv_parity
         return layer_path(self._cut.partition, self.replicas, topology.prefill_workers, kernels=kernels)
 
     def _bind_next(self, link: MemoryLink, bind: Bind, bounds: list[Bound]) -> Bound:

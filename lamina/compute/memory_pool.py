@@ -18,11 +18,12 @@ from lamina.protocol.codec import Group, HeldPiece, Messages, Part, counts, held
 from lamina.protocol.layout import Layout, layout, merges
 from lamina.protocol.partition import Partition
 from lamina.protocol.placement import Placement
-from lamina.protocol.plan import Key, Kind, LayerShape, StepPlan, encode
+from lamina.protocol.plan import Key, Kind, LayerShape, ProtocolError, StepPlan, encode
 from lamina.workers.devices import CPU
 from lamina.workers.staging import HostStaging, Staging
 
 from .links import MemoryLink
+from .parity import folded
 
 FP32 = torch.float32
 Index = Tensor | None  # rows of a step; None = all of them
@@ -40,11 +41,14 @@ class MemoryPool:
         layers: Sequence[LayerShape],
         backend: AttentionBackend,
         staging: Staging | None = None,
+        parity: MemoryLink | None = None,
     ) -> None:
         """``backend``: of the memory workers' name; it merges what they return in parts. ``staging``: of the device
-        where tensors come from and go to; None for the CPU.
+        where tensors come from and go to; None for the CPU. ``parity``: to who keeps that of all others, which have
+        equal runs of heads.
         """
-        self.links = links
+        self._silent = [] if parity is None else [parity]  # of whom no O is due
+        self.links = [*links, *self._silent]
         specs = [AttentionSpec.decode(shape.spec) for shape in layers]
         windows = [spec.window for spec in specs]
         groups = list[Group]()
@@ -85,7 +89,7 @@ class MemoryPool:
         self._step = step
 
     def _laid_out(self, plan: StepPlan) -> PoolStep:
-        return PoolStep(plan, self._groups, self._placement)
+        return PoolStep(plan, self._groups, self._placement, guarded=bool(self._silent))
 
     def announce(self, plan: StepPlan) -> None:
         """Tell all memory workers of a step to come."""
@@ -114,7 +118,7 @@ class MemoryPool:
                     for heads, rows, both in share.kv
                     for x, part in zip((k, v), both, strict=True)
                 ]
-                link.send_tensors(step.key(Kind.KV, layer), share.messages.kv_bytes, parts)
+                link.send_tensors(step.key(Kind.KV, layer), share.messages.kv_bytes, folded(parts, share.runs))
         self._send_s += time.perf_counter() - start
 
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
@@ -141,7 +145,10 @@ class MemoryPool:
             self.links[link].receive(self._step.key(Kind.O, layer), fill, share.messages.o_bytes)
 
     def settle(self) -> None:
-        """Nothing to raise: every O was waited for."""
+        """Every O was waited for; what one has to say of whom none is due is raised. Raises RefusedError."""
+        for link in self._silent:
+            if (key := link.poll(0.0)) is not None:
+                raise ProtocolError(f"memory worker {link.number}: {key}, of which nothing is due")
 
     def _merge(self, of: PoolLayer, cut: _CutHeads, parts: Partial, out: Tensor) -> None:
         """Fill in the rows that several memory workers have returned in parts."""
@@ -181,6 +188,7 @@ class PoolShare(NamedTuple):
     kv: list[tuple[slice, Index, tuple[Part, Part]]]  # KV heads, rows, of K and of V
     partial: list[tuple[int, slice, Part, Part]]  # index of the cut heads, which of their results, o and lse
     final: list[tuple[slice, Index, Part]]  # query heads, rows
+    runs: int = 1  # of heads in ``kv``, one behind the other, of which the message has the exclusive or
 
 
 class _CutHeads(NamedTuple):
@@ -201,8 +209,9 @@ class _CutHeads(NamedTuple):
 class PoolStep:
     """The step that messages belong to, and whose rows are whose."""
 
-    def __init__(self, plan: StepPlan, groups: list[Group], placement: Placement) -> None:
-        self.plan, self._groups, self._placement = plan, groups, placement
+    def __init__(self, plan: StepPlan, groups: list[Group], placement: Placement, *, guarded: bool = False) -> None:
+        """``guarded``: whether somebody keeps the parity of all others."""
+        self.plan, self._groups, self._placement, self._guarded = plan, groups, placement, guarded
         self.num_rows = plan.num_rows
         self._layouts: dict[int, Layout] = {}
         self._rows: dict[int, _GroupRows] = {}
@@ -219,6 +228,8 @@ class PoolStep:
             rows = tuple(counts(self._layout(g)) for g in range(len(self._groups)))
             starts = [0] * len(self.cut_heads(layer))  # of the results of the next worker
             shares = [self._share(layer, x, messages(x, rows, dtype.itemsize), starts) for x in layer.pieces]
+            if self._guarded:
+                shares.append(_parity_of(shares))
             self._shares[layer.like] = shares
         return shares
 
@@ -272,6 +283,12 @@ class PoolStep:
 
     def _index(self, rows: list[int]) -> Index:
         return None if len(rows) == self.num_rows else _tensor(rows)
+
+
+def _parity_of(shares: Sequence[PoolShare]) -> PoolShare:
+    """Their K and V one over the other, which lie alike in all their messages; nothing else."""
+    only = shares[0].messages._replace(q_bytes=0, partial_bytes=0, final_bytes=0)
+    return PoolShare(only, [], [each for share in shares for each in share.kv], [], [], len(shares))
 
 
 def _heads(piece: HeldPiece) -> tuple[slice, slice]:

@@ -36,13 +36,15 @@ def open_pool(
     backend: AttentionBackend,
     dtype: torch.dtype,
     staging: Staging,
+    parity: MemoryLink | None = None,
 ) -> MemoryPool:
     """A pool of these links' memory workers, without Python where channels and tensors allow it. ``dtype``: of all
-    messages.
+    messages; ``parity``: see MemoryPool.
     """
-    if Pool is None or not links or staging.apart or any(link.channel.calls() is None for link in links):
-        return MemoryPool(links, partition, layers, backend, staging)
-    return NativePool(links, partition, layers, backend, dtype)
+    each = [*links, parity] if parity else links
+    if Pool is None or not links or staging.apart or any(link.channel.calls() is None for link in each):
+        return MemoryPool(links, partition, layers, backend, staging, parity)
+    return NativePool(links, partition, layers, backend, dtype, parity)
 
 
 class NativePool(MemoryPool):
@@ -57,13 +59,14 @@ class NativePool(MemoryPool):
         layers: Sequence[LayerShape],
         backend: AttentionBackend,
         dtype: torch.dtype,
+        parity: MemoryLink | None = None,
     ) -> None:
         """As MemoryPool; ``dtype``: of all messages. There are links, with one timeout and channels that are native."""
-        super().__init__(links, partition, layers, backend)
+        super().__init__(links, partition, layers, backend, parity=parity)
         self.dtype = dtype
         self._forms = sorted({layer.like for layer in self.layers})  # the layers that others are like
         alike = array("q", [layer.like for layer in self.layers]).tobytes()
-        channels = tuple(link.channel for link in links)
+        channels = tuple(link.channel for link in self.links)
         self._trace = links[0].trace
         self._pool = Pool(channels, alike, links[0].timeout_s, self._trace.native)
         self.native_send = self._pool.send()
@@ -74,8 +77,9 @@ class NativePool(MemoryPool):
         return self._send_s + self._pool.send_s()
 
     def settle(self) -> None:
-        """Record the step's spans. Nothing to raise: every O was waited for."""
+        """Record the step's spans, and as MemoryPool."""
         self._put_spans()
+        super().settle()
 
     def select(self, plan: StepPlan) -> None:
         """The messages that follow, those of native calls, too, belong to this step."""
@@ -85,7 +89,7 @@ class NativePool(MemoryPool):
         self._pool.select(self._step.native)
 
     def _laid_out(self, plan: StepPlan) -> NativeStep:
-        step = NativeStep(plan, self._groups, self._placement)
+        step = NativeStep(plan, self._groups, self._placement, guarded=bool(self._silent))
         table = _step_table(self.layers, step, self._forms, self.dtype)
         step.native = self._pool.step(table, Key.of_layer(plan))
         return step
@@ -128,25 +132,38 @@ def _add_share(numbers: array[int], layer: LayerShape, share: PoolShare, item: i
     for heads, rows, part in share.q:
         _add_copy(numbers, 0, layer.q_heads, heads, rows, part, item)
     numbers.extend((x.kv_bytes, 2 * len(share.kv)))
-    for heads, rows, both in share.kv:
+    for number, (heads, rows, both) in enumerate(share.kv):
+        over = number >= len(share.kv) // share.runs
         for tensor, part in enumerate(both):
-            _add_copy(numbers, tensor, layer.kv_heads, heads, rows, part, item)
+            _add_copy(numbers, tensor, layer.kv_heads, heads, rows, part, item, over=over)
     numbers.extend((x.o_bytes, len(share.final) + 2 * len(share.partial)))
     for heads, rows, part in share.final:
         _add_copy(numbers, 0, layer.q_heads, heads, rows, part, item, x.partial_bytes)
     for index, at, *results in share.partial:
         for tensor, part in enumerate(results):
             width = prod(part.shape[1:]) * FP32_BYTES
-            numbers.extend((1 + 2 * index + tensor, width, 0, width, part.start * FP32_BYTES, 0))
+            numbers.extend((1 + 2 * index + tensor, width, 0, width, part.start * FP32_BYTES, 0, 0))
             numbers.extend((at.stop - at.start, *range(at.start, at.stop)))
 
 
 def _add_copy(
-    numbers: array[int], tensor: int, all_heads: int, heads: slice, rows: Index, part: Part, item: int, behind: int = 0
+    numbers: array[int],
+    tensor: int,
+    all_heads: int,
+    heads: slice,
+    rows: Index,
+    part: Part,
+    item: int,
+    behind: int = 0,
+    *,
+    over: bool = False,
 ) -> None:
-    """Add the copy of some heads of some rows of a tensor to where they lie in a message, ``behind`` so many bytes."""
+    """Add the copy of some heads of some rows of a tensor to where they lie in a message, ``behind`` so many bytes;
+    ``over`` what is there, by exclusive or.
+    """
     head = part.shape[2] * item
     width = (heads.stop - heads.start) * head
-    numbers.extend((tensor, all_heads * head, heads.start * head, width, behind + part.start * item, int(rows is None)))
+    numbers.extend((tensor, all_heads * head, heads.start * head, width, behind + part.start * item))
+    numbers.extend((int(rows is None), int(over)))
     if rows is not None:
         numbers.extend((len(rows), *rows.tolist()))

@@ -24,6 +24,7 @@ from .capacity import kv_geometries, prompt_bytes, store_bytes
 from .links import MemoryLink
 from .memory_pool import MemoryPool
 from .model_server import CutModel, ModelServer, serve
+from .parity import parity_layers
 from .prefill import OwnAttention, PrefillWorker
 from .worker import ComputeWorker
 
@@ -48,8 +49,9 @@ class PrefillServer(ModelServer):
     def connect(self, meeting: Connect, fabric: ViewFabric) -> tuple[PrefillWorker, ComputeReady]:
         start, cut = self.start, self._cut
         links, bounds = self._join(meeting, fabric)
-        merging = attention.get("reference", CPU, cut.dtype)
-        pool = MemoryPool(links, cut.partition, cut.layers, merging, self.staging)
+        workers, merging = cut.partition.num_workers, attention.get("reference", CPU, cut.dtype)
+        parity = links[-1] if start.topology.kv_parity else None
+        pool = MemoryPool(links[:workers], cut.partition, cut.layers, merging, self.staging, parity)
         if self._serving is not None:
             self._serving.connect(links, pool, meeting.view, meeting.keep)
             return self._serving, self._ready(bounds, meeting.view)
@@ -80,12 +82,17 @@ class PrefillServer(ModelServer):
         )
         terms = Terms(outbound=outbound, inbound=inbound, name=start.name)
         join = Join(view=meeting.view, number=self.replicas + start.number, layers=cut.layers)
-        for worker, there in enumerate(meeting.memory):
+        workers = cut.partition.num_workers
+        for number, there in enumerate(meeting.memory):
             limit_s = start.deadlines.start_timeout_s
             channel = fabric.connect(there.url, replace(terms, peer=there.name, key=there.key), timeout_s=limit_s)
-            links.append(MemoryLink(channel, worker, start.deadlines.step_timeout_s, self.trace))
+            if number == workers:  # who keeps the others' parity
+                join = structs.replace(join, layers=parity_layers(cut.layers, workers))
+            links.append(
+                MemoryLink(channel, number % workers, start.deadlines.step_timeout_s, self.trace, number=number)
+            )
             bounds.append(links[-1].join(join))
-        return links, bounds
+        return links, bounds[:workers]
 
     def _open_store(self, cut: CutModel, backend: str) -> Store:
         """A store for all heads of prompts, one at least. Raises ValueError where there is no room for it."""

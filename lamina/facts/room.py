@@ -19,7 +19,7 @@ def free_bytes() -> int:
 
 def check_kv_room(config: EngineConfig, free: int) -> None:
     """Raises ValueError where ``free`` bytes of this host are less than --kv-memory on all memory workers."""
-    workers = config.topology.memory_workers
+    workers = config.topology.counts["memory"]
     if (asked := config.devices.kv_bytes() * workers) > free:
         on = f" on {workers} memory workers" if workers > 1 else ""
         raise ValueError(f"--kv-memory {config.devices.kv_memory}{on}: {too_little(asked, free, workers)}")

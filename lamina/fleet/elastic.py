@@ -301,6 +301,8 @@ class Elastic:
             raise NotInPlaceError(f"KV is on --memory-device {config.devices.memory_device}")
         if config.launching.memory_addresses or config.topology.weighs:
             raise NotInPlaceError("each memory worker has an address, or a part of the work, of its own")
+        if config.topology.kv_parity:
+            raise NotInPlaceError("one more keeps the parity of as many memory workers as there are (--kv-parity)")
         if config.topology.plans:
             raise NotInPlaceError(f"--plan {config.topology.plan} has measured the memory workers that there are")
 

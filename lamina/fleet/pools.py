@@ -206,7 +206,7 @@ class Pools:
         with self._lock, self._recovery():
             if self._loss is None:  # another one may have been noticed since
                 with self._or_note():
-                    if not self.elastic.move(keep):
+                    if not (self.elastic.move(keep) and self._supervisor.rebuild(keep)):
                         return self._halt()
                     self._go_on(keep)
                     self.elastic.end()

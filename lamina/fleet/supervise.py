@@ -17,6 +17,7 @@ from lamina.protocol.plan import Keep
 
 from .cohort import Cohort
 from .members import LostError, Member, Members
+from .parity import Parity
 from .recoveries import Recoveries
 from .standing import STOPPED_S, StandingStill
 
@@ -33,6 +34,7 @@ class Supervisor:
         self._deaths = Recoveries(config.launching.max_recoveries, clock)  # of spares
         self._short = False  # of spares: one has died, and none has been started in its place
         self._standing = StandingStill[Member](clock)
+        self._parity = Parity(config, members, cohort, clock)
 
     def look_round(self, owing: Collection[Member]) -> None:
         """For whoever waits for ``owing``. Raises LostError where one of them has been stopped for STOPPED_S,
@@ -119,7 +121,15 @@ class Supervisor:
                 if not self.may_make_good(another):
                     raise
                 self._count()
-        return [kept.get(member, {}) for member in self._members.memory]
+        return self._parity.left([kept.get(member, {}) for member in self._members.memory])
+
+    def rebuild(self, keep: Sequence[Keep]) -> bool:
+        """Where others keep the parity of what a lost memory worker had, have that back in one that takes its place.
+        Whether all of ``keep`` is there. Raises as ``resume``.
+        """
+        if self._parity.lacks:
+            self._cohort.replace()
+        return self._parity.rebuild(keep)
 
     def _count(self) -> None:
         """Those that are on loan are no reason to give up: others may lend."""

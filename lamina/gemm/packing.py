@@ -45,7 +45,7 @@ def has_room(needed: int, shared: int, free: int, topology: TopologyOptions, dev
     and leave what --kv-memory asks for.
     """
     taken = shared + (needed - shared) * (topology.num_compute + topology.prefill_workers)
-    return taken <= free / 2 and taken + devices.kv_bytes() * topology.memory_workers <= free
+    return taken <= free / 2 and taken + devices.kv_bytes() * topology.counts["memory"] <= free
 
 
 def may_share(topology: TopologyOptions) -> bool:

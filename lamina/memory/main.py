@@ -32,7 +32,7 @@ from lamina.protocol.control import (
     Stop,
 )
 from lamina.protocol.plan import Bind, ProtocolError
-from lamina.protocol.recut import Leaving, MakeRoom, Recut, Recutted, RoomMade
+from lamina.protocol.recut import Leaving, MakeRoom, Rebuild, Recut, Recutted, RoomMade
 from lamina.workers.process import on_notice
 from lamina.workers.service import WorkerService
 from lamina.workers.surroundings import HERE, Surroundings
@@ -43,7 +43,9 @@ from .lease import check_within, reception, tell_reads
 if TYPE_CHECKING:
     from .worker import MemoryWorker
 
-FROM_DRIVER = StartMemory | Connect | Halt | MakeRoom | Recut | AskStats | AskClock | AskRate | AskTrace | Stop
+FROM_DRIVER = (
+    StartMemory | Connect | Halt | MakeRoom | Recut | Rebuild | AskStats | AskClock | AskRate | AskTrace | Stop
+)
 
 
 def serve_memory(sock: socket.socket) -> None:
@@ -95,11 +97,11 @@ class MemoryServer:
                 tell_reads(worker.stats)
                 self._set_threads()
                 door = ViewDoor(listener)
-                while isinstance(order := service.next(block=True), Connect | Halt | MakeRoom | Recut):
+                while isinstance(order := service.next(block=True), Connect | Halt | MakeRoom | Recut | Rebuild):
                     if isinstance(order, MakeRoom):
                         continue  # it was heeded
-                    if isinstance(order, Recut):
-                        service.link.send(self._recut(worker, door, order))
+                    if isinstance(order, Recut | Rebuild):
+                        service.link.send(self._moved(worker, door, order))
                         continue
                     if isinstance(order, Halt):
                         service.link.send(Halted(view=order.view, kept=worker.kept()))
@@ -121,9 +123,11 @@ class MemoryServer:
             if self._fabric is not None:
                 self._fabric.close()
 
-    def _recut(self, worker: MemoryWorker, door: ViewDoor, order: Recut) -> Recutted:
+    def _moved(self, worker: MemoryWorker, door: ViewDoor, order: Recut | Rebuild) -> Recutted:
         assert self._fabric is not None
         try:
+            if isinstance(order, Rebuild):
+                return Recutted(view=order.view, nbytes=worker.rebuild(door, self._fabric, order))
             return Recutted(view=order.view, nbytes=worker.recut(door, self._fabric, order))
         except (ChannelError, ProtocolError, ValueError, MemoryError, NoBlocksError) as error:
             return Recutted(view=order.view, error=f"{type(error).__name__}: {error}")

@@ -24,7 +24,7 @@ from lamina.kv.stored import is_scaled
 from lamina.netstack import Channel, ChannelTimeout, Geometry, NoResource, Terms
 from lamina.netstack.checksum import CHECKSUM_BYTES, checksum
 from lamina.protocol.plan import ProtocolError
-from lamina.protocol.recut import Recut, Strip, Strips
+from lamina.protocol.recut import Rebuild, Recut, Strip, Strips
 from lamina.workers.view import ViewDoor, ViewFabric
 
 from .store import Store, layer_window
@@ -39,6 +39,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 class MoveKind(enum.IntEnum):
     BLOCKS = 1
     STORED = 2  # all of a layer
+    TABLES = 3  # which blocks sequences have; see memory.rebuild
 
 
 class MoveTag(NamedTuple):
@@ -54,7 +55,7 @@ class MoveTag(NamedTuple):
         return _TAG.pack(*self)
 
 
-class _StripPart(NamedTuple):
+class StripPart(NamedTuple):
     """Blocks of one strip that are one message, or one copy."""
 
     tag: MoveTag
@@ -64,10 +65,14 @@ class _StripPart(NamedTuple):
 
 
 class Mover:
-    """Of one worker, for one Recut. ``old``: the store that it gives from, ``new``: the one that it fills."""
+    """Of one worker, for one order. ``old``: the store that it gives from, ``new``: the one that it fills."""
 
     def __init__(
-        self, order: Recut, old: Store | None, new: Store | None, clock: Callable[[], float] = time.monotonic
+        self,
+        order: Recut | Rebuild,
+        old: Store | None,
+        new: Store | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises ProtocolError where there is no KV that is to be given."""
         store = old or new
@@ -75,8 +80,7 @@ class Mover:
             raise ProtocolError("a memory worker without KV is to give some")
         self._order, self._store, self._old, self._new = order, store, old, new
         self._clock = clock
-        windows = [layer_window(shape) for shape in store.bind.layers]
-        self._strips = Strips(order.before, order.after, windows, order.keep, store.bind.kv.block_size)
+        self._of_layer = self._strips([layer_window(shape) for shape in store.bind.layers])
         self._links: dict[int, Channel] = {}
         self._ids: dict[tuple[int, bool], Tensor] = {}  # of a strip's blocks in a store
         self.nbytes = 0  # that came
@@ -107,13 +111,13 @@ class Mover:
         ChannelError, ProtocolError.
         """
         own_parts, out, due = (
-            list[_StripPart](),
-            dict[int, deque[_StripPart | MoveTag]](),
-            dict[int, deque[_StripPart | MoveTag]](),
+            list[StripPart](),
+            dict[int, deque[StripPart | MoveTag]](),
+            dict[int, deque[StripPart | MoveTag]](),
         )
         for peer in self._links:
             out[peer], due[peer] = deque(), deque()
-        for number, strip in enumerate(self._strips.of_layer(layer)):
+        for number, strip in enumerate(self._of_layer(layer)):
             giver, taker = self._order.sources[strip.source], self._order.targets[strip.target]
             runs = self._runs(layer, number, strip)
             if giver == taker == self._order.me:
@@ -126,8 +130,14 @@ class Mover:
             self._put(run, self._gather(run, [None] * len(list(self._shapes(layer)))))
         self._exchange(layer, out, due)
 
+    def _strips(self, windows: Sequence[int]) -> Callable[[int], Sequence[Strip]]:
+        """By layer what goes from whom to whom, in an order that all have alike. ``windows``: of the layers."""
+        order, size = self._order, self._store.bind.kv.block_size
+        assert isinstance(order, Recut)
+        return Strips(order.before, order.after, windows, order.keep, size).of_layer
+
     def _exchange(
-        self, layer: int, out: Mapping[int, deque[_StripPart | MoveTag]], due: Mapping[int, deque[_StripPart | MoveTag]]
+        self, layer: int, out: Mapping[int, deque[StripPart | MoveTag]], due: Mapping[int, deque[StripPart | MoveTag]]
     ) -> None:
         """Send and receive until nothing is due: of the blocks that are given, that they are stored; too."""
         stored = MoveTag(MoveKind.STORED, layer)
@@ -141,7 +151,7 @@ class Mover:
             for peer, channel in self._links.items():
                 moved |= self._send_next(channel, out[peer])
                 moved |= self._take_next(channel, due[peer], wait_s)
-                if peer in confirm and not any(isinstance(x, _StripPart) for x in due[peer]):
+                if peer in confirm and not any(isinstance(x, StripPart) for x in due[peer]):
                     confirm.discard(peer)
                     out[peer].append(stored)
             now = self._clock()
@@ -150,23 +160,23 @@ class Mover:
                 silent = [self._order.peers[p].name for p in self._links if due[p] or out[p]]
                 raise ChannelTimeout(f"layer {layer}: no KV goes between here and {', '.join(silent)}")
 
-    def _send_next(self, channel: Channel, out: deque[_StripPart | MoveTag]) -> bool:
+    def _send_next(self, channel: Channel, out: deque[StripPart | MoveTag]) -> bool:
         if not out:
             return False
-        nbytes = self._nbytes(out[0]) if isinstance(out[0], _StripPart) else 0
+        nbytes = self._nbytes(out[0]) if isinstance(out[0], StripPart) else 0
         try:
             slot = channel.reserve(nbytes)
         except NoResource:
             return False
         item = out.popleft()
-        if isinstance(item, _StripPart):
+        if isinstance(item, StripPart):
             self._gather(item, self._views(item, slot.data))
             channel.put_signal(slot, item.tag._replace(checksum=checksum(slot.data)).pack())
         else:
             channel.put_signal(slot, item.pack())
         return True
 
-    def _take_next(self, channel: Channel, due: deque[_StripPart | MoveTag], wait_s: float) -> bool:
+    def _take_next(self, channel: Channel, due: deque[StripPart | MoveTag], wait_s: float) -> bool:
         if not due:
             return False
         try:
@@ -174,13 +184,13 @@ class Mover:
         except ChannelTimeout:
             return False
         item = due.popleft()
-        tag = item.tag if isinstance(item, _StripPart) else item
+        tag = item.tag if isinstance(item, StripPart) else item
         try:
-            nbytes = self._nbytes(item) if isinstance(item, _StripPart) else 0
+            nbytes = self._nbytes(item) if isinstance(item, StripPart) else 0
             expected = tag._replace(checksum=checksum(arrival.data)) if nbytes else tag
             if bytes(arrival.tag[: _TAG.size]) != expected.pack() or arrival.data.nbytes != nbytes:
                 raise ProtocolError(f"what came from {channel.peer_name} is damaged, or is not {tag} of {nbytes} bytes")
-            if isinstance(item, _StripPart):
+            if isinstance(item, StripPart):
                 self._put(item, self._views(item, arrival.data))
                 self.nbytes += nbytes
         finally:
@@ -188,12 +198,12 @@ class Mover:
         return True
 
     # A strip's blocks, in the stores and in messages:
-    def _runs(self, layer: int, number: int, strip: Strip) -> list[_StripPart]:
+    def _runs(self, layer: int, number: int, strip: Strip) -> list[StripPart]:
         blocks = sum(map(len, strip.blocks.values()))
         step = max(1, SLOT_BYTES // self._block_bytes(layer, strip.head_stop - strip.head_start))
         lows = range(0, blocks, step)
         return [
-            _StripPart(MoveTag(MoveKind.BLOCKS, layer, number, part), strip, low, min(low + step, blocks))
+            StripPart(MoveTag(MoveKind.BLOCKS, layer, number, part), strip, low, min(low + step, blocks))
             for part, low in enumerate(lows)
         ]
 
@@ -213,10 +223,10 @@ class Mover:
     def _largest_block(self) -> int:
         return max(self._block_bytes(i, shape.kv_heads) for i, shape in enumerate(self._store.bind.layers))
 
-    def _nbytes(self, run: _StripPart) -> int:
+    def _nbytes(self, run: StripPart) -> int:
         return (run.high - run.low) * self._block_bytes(run.tag.layer, run.strip.head_stop - run.strip.head_start)
 
-    def _views(self, run: _StripPart, data: memoryview) -> list[Tensor]:
+    def _views(self, run: StripPart, data: memoryview) -> list[Tensor]:
         """The tensors of a message: [B, H, block_size, D], and so on."""
         flat, at, tensors = tensor_over(data, torch.uint8), 0, list[Tensor]()
         lead = run.high - run.low, run.strip.head_stop - run.strip.head_start
@@ -226,18 +236,18 @@ class Mover:
             at += nbytes
         return tensors
 
-    def _gather(self, run: _StripPart, into: Sequence[Tensor | None]) -> list[Tensor]:
+    def _gather(self, run: StripPart, into: Sequence[Tensor | None]) -> list[Tensor]:
         assert self._old is not None
-        stored, ids = _place(self._old, run, run.strip.given), self._block_ids(self._old, run, run.strip.given)
+        stored, ids = self._place(self._old, run, run.strip.given), self._block_ids(self._old, run, run.strip.given)
         return [torch.index_select(x, 0, ids, out=out) for x, out in zip(stored, into, strict=True)]
 
-    def _put(self, run: _StripPart, blocks: Sequence[Tensor]) -> None:
+    def _put(self, run: StripPart, blocks: Sequence[Tensor]) -> None:
         assert self._new is not None
-        stored, ids = _place(self._new, run, run.strip.taken), self._block_ids(self._new, run, run.strip.taken)
+        stored, ids = self._place(self._new, run, run.strip.taken), self._block_ids(self._new, run, run.strip.taken)
         for part, came in zip(stored, blocks, strict=True):
             part.numpy()[ids.numpy()] = came.numpy()  # ten times as fast as torch, which goes number by number
 
-    def _block_ids(self, store: Store, run: _StripPart, piece: int) -> Tensor:
+    def _block_ids(self, store: Store, run: StripPart, piece: int) -> Tensor:
         """[B] int64: layers that are alike have the same strips, and so the same blocks."""
         key = id(run.strip), store is self._new
         if key not in self._ids:
@@ -249,14 +259,18 @@ class Mover:
     def _peers(self) -> set[int]:
         me, peers = self._order.me, set[int]()
         for layer in range(len(self._store.bind.layers)):
-            for strip in self._strips.of_layer(layer):
+            for strip in self._of_layer(layer):
                 pair = {self._order.sources[strip.source], self._order.targets[strip.target]}
                 peers |= pair if me in pair else set()
         return peers - {me}
 
+    def _place(self, store: Store, run: StripPart, piece: int) -> list[Tensor]:
+        """Of all blocks of a piece the strip's heads, as integers: [N + 1, H, block_size, D], and so on."""
+        first = store.pieces[run.tag.layer][piece].head_start
+        return bits_of(store, run.tag.layer, piece, run.strip.head_start - first, run.strip.head_stop - first)
 
-def _place(store: Store, run: _StripPart, piece: int) -> list[Tensor]:
-    """Of all blocks of a piece the strip's heads, as integers: [N + 1, H, block_size, D], and so on."""
-    held, kv = store.pieces[run.tag.layer][piece], store.layers[run.tag.layer][piece].kv
-    start, count = run.strip.head_start - held.head_start, run.strip.head_stop - run.strip.head_start
-    return [x.view(_INTEGERS[x.itemsize]).narrow(1, start, count) for x in (kv.k, kv.v, *(kv.scales or ()))]
+
+def bits_of(store: Store, layer: int, piece: int, start: int, stop: int) -> list[Tensor]:
+    """Of all blocks of a piece its heads ``start .. stop``, as integers: [N + 1, H, block_size, D], and so on."""
+    kv = store.layers[layer][piece].kv
+    return [x.view(_INTEGERS[x.itemsize]).narrow(1, start, stop - start) for x in (kv.k, kv.v, *(kv.scales or ()))]

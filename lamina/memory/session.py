@@ -40,6 +40,7 @@ from .inbox import RoundInbox
 from .layers.device import DeviceLayers
 from .layers.host import RESERVE_S, HostLayers
 from .layers.native import NativeLayers, can_be_native
+from .layers.parity import ParityLayers
 from .meter import Meter
 from .pages.transfers import Transfers
 from .step import Step
@@ -159,6 +160,8 @@ class Session:
     def _host_layers(self) -> Layers:
         replicas = self._channels[: self._store.bind.replicas]
         form = NativeLayers if can_be_native(self._store, replicas) else HostLayers
+        if self._store.bind.parity:
+            form = ParityLayers
         loads = self.transfers.loads if self.transfers else None
         return form(replicas, self._inbox, self._store, self._grants, self._meter, self._trace, loads)
 

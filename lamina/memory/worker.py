@@ -25,7 +25,7 @@ from lamina.netstack import Channel, ChannelError, ChannelTimeout, Fabric
 from lamina.observe.trace import OFF, Recorder
 from lamina.protocol.control import Connect
 from lamina.protocol.plan import Bind, ProtocolError
-from lamina.protocol.recut import Recut
+from lamina.protocol.recut import Rebuild, Recut
 from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import MOST_LISTED, GateOpened, StoredPages, TierPlace, Transferred
 from lamina.workers.devices import CPU, FREE_PART
@@ -38,6 +38,7 @@ from .moves import Mover
 from .pages.peers import PeerPages
 from .pages.transfers import Transfers
 from .rate import read_rate
+from .rebuild import Rebuilder
 from .session import Session
 from .store import Store, check_bind, shapes_by_layer
 
@@ -176,6 +177,30 @@ class MemoryWorker:
             Background(partial(self._settle, self._store), "lamina-touch")
         self._meter.add("moved_bytes", nbytes)
         return nbytes
+
+    def rebuild(self, door: ViewDoor, fabric: Fabric, order: Rebuild) -> int:
+        """Give what a lost worker's KV is made of, or have that KV, in a new store. Bytes that came. Raises
+        ChannelError, ProtocolError, PlanError, and as Store.
+        """
+        view, store = self._enter(order.view, fabric), None
+        try:
+            with self._meter.time("move_s"), torch.inference_mode():
+                if order.bind is not None:
+                    store = Store(order.bind, self.device, self._share)
+                    self._meter.add("stores", 1)
+                elif self._store is not None:
+                    self._store.reconcile(order.keep)
+                rebuilder = Rebuilder(order, None if store else self._store, store, self._clock)
+                rebuilder.meet(view, door)
+                for layer in range(rebuilder.num_layers):
+                    rebuilder.move(layer)
+        finally:
+            view.close()
+        if store is not None:
+            store.written.reconcile(order.keep)
+            self._store = store
+        self._meter.add("moved_bytes", rebuilder.nbytes)
+        return rebuilder.nbytes
 
     def prepare(self, bind: Bind | None) -> None:
         """Take memory for the store of ``bind``, which a ``recut`` may bring: for all of it, or where there is a store,

@@ -48,7 +48,7 @@ from .placement import FIRST, Place
 from .sparse_ops import Prune as Prune
 from .sparse_ops import RowOp as RowOp
 
-VERSION = 12
+VERSION = 13
 # Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
 GRANTS_AHEAD = 2
 MOST_PAGES = 64  # of a transfer
@@ -296,6 +296,7 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 1  # compute workers: this one and those that will join
     prefill_workers: int = 0  # that will join behind them
     direct: bool = False  # the devices of this side could send and receive what is of a layer
+    parity: bool = False  # K and V are to be stored alone: no Q comes, and nobody waits for O
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True):

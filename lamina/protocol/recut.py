@@ -56,6 +56,21 @@ class Recut(msgspec.Struct, frozen=True, kw_only=True, tag="recut"):
     timeout_s: float  # without a word of a peer
 
 
+class Rebuild(msgspec.Struct, frozen=True, kw_only=True, tag="rebuild"):
+    """Driver -> memory worker at rest, behind Halted: the KV of ``keep`` that a lost worker had is the exclusive or of
+    what all others have, one of whom keeps the parity. Answered by Recutted.
+    """
+
+    view: int  # of the Halt; of the channels between the peers, too
+    bind: Bind | None  # of the one that takes the lost one's place; None: this worker gives
+    keep: list[Keep]
+    peers: list[Address]  # all, the new one too
+    me: int  # among them
+    sources: list[int]  # who gives
+    targets: list[int]  # the new one alone
+    timeout_s: float  # without a word of a peer
+
+
 class Recutted(msgspec.Struct, frozen=True, kw_only=True, tag="recutted"):
     """Memory worker -> driver: it has its store. ``error``: it has none, nor any KV; why."""
 

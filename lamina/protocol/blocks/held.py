@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place, Placement
-from lamina.protocol.plan import Fork, SequenceOp, StepPlan
+from lamina.protocol.plan import Fork, Keep, SequenceOp, StepPlan
 
 from .after_op import existing
 from .counts import num_lanes
-from .extents import Extent, Extents
+from .extents import Extent, Extents, PlanError
 from .pool import BlockPool
 
 # Extents that a plan changes (None: gone), those of sequences that go on in their last block, and its forks.
@@ -121,6 +121,34 @@ class HeldBlocks:
         self._extent(self._sequences, sequence)
         each = zip(self._pools, self._tables, strict=True)
         return tuple(sum(pool.holders(b) == 1 for b in tables[sequence]) for pool, tables in each)
+
+    def num_left(self, keep: Iterable[Keep]) -> int:
+        """Blocks of what is kept, in all groups; those that several sequences have as often as they do."""
+        return sum(sum(self._extents.held(self._extents.left(each))) for each in keep)
+
+    def ids_of(self, keep: Iterable[Keep]) -> array[int]:
+        """The blocks of what is kept, and of no more: of each sequence those of all groups, one behind the other."""
+        return array("q", (block for each in keep for tables in self._tables for block in tables[each.sequence]))
+
+    def hold(self, keep: Sequence[Keep], ids: Sequence[int]) -> None:
+        """Hold what is kept, and nothing else, in blocks of these numbers, as somebody else's ``ids_of`` gave them: so
+        sequences share here what they share there. Raises PlanError where that cannot be.
+        """
+        extents, at = {each.sequence: self._extents.left(each) for each in keep}, 0
+        tables: list[dict[int, array[int]]] = [{} for _ in self.windows]
+        for sequence, extent in extents.items():
+            for g, count in enumerate(self._extents.held(extent)):
+                tables[g][sequence] = array("q", ids[at : at + count])
+                at += count
+                own = set(tables[g][sequence])
+                if len(own) != count or not all(0 <= block < self.num_blocks[g] for block in own):
+                    raise PlanError(f"sequence {sequence}: blocks that cannot be {count} of {self.num_blocks[g]}")
+        if at != len(ids) or len(extents) != len(keep):
+            raise PlanError(f"{len(ids)} blocks for {len(keep)} sequences, which hold {at}")
+        self._sequences, self._tables, self._checked = dict(extents), tables, None
+        self._last.clear()
+        for pool, of in zip(self._pools, tables, strict=True):
+            pool.hold(block for table in of.values() for block in table)
 
     def check_integrity(self) -> None:
         """Every block is free or in tables, and every table is as long as its sequence, else RuntimeError."""

@@ -43,6 +43,12 @@ class BlockPool:
         for block in blocks:
             self._holders[block] = self.holders(block) + 1
 
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Have nothing but these held, each as often as it is named. They are of this pool."""
+        named = Counter(blocks)
+        self._free = array("q", (b for b in range(self._num_blocks - 1, -1, -1) if b not in named))
+        self._holders = {block: n for block, n in named.items() if n > 1}
+
     def give_back(self, blocks: Iterable[int]) -> None:
         """One holder less for each of ``blocks``. Of those that become free the last one is handed out next."""
         if not self._holders and self.freed is None:  # the usual case, of an engine

@@ -34,6 +34,7 @@ def check_together(config: EngineConfig) -> None:
     _check_devices(config)
     _check_spares(config)
     _check_loans(config)
+    _check_parity(config)
 
 
 def check_names(config: EngineConfig, attention: Collection[str], gemm: Collection[str]) -> None:
@@ -67,6 +68,11 @@ def check_model(config: EngineConfig, model: ModelLimits) -> int:
         raise ValueError(
             f"--tensor-parallel-size {size} does not divide the model's {heads} KV heads: "
             f"use {' or '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
+        )
+    if topology.kv_parity and heads % topology.memory_workers:
+        raise ValueError(
+            f"--kv-parity 1: the model's {heads} KV heads make no equal parts for --memory-workers "
+            f"{topology.memory_workers}: use a number that divides them, or leave it out"
         )
     if heads:
         shared = PARTITIONS[topology.partition]([heads // size], topology.of_rank(topology.weights, 0), 1)
@@ -196,6 +202,27 @@ def _check_loans(config: EngineConfig) -> None:
     }
     if missing := next((what for what, is_wrong in wrong.items() if is_wrong), ""):
         raise ValueError(f"{'--lend' if missing.startswith('--kv-memory') else name} needs {missing}")
+
+
+def _check_parity(config: EngineConfig) -> None:
+    topology, launching = config.topology, config.launching
+    if not topology.kv_parity:
+        return
+    wrong = {
+        "--partition head": topology.partition != "head",
+        "--memory-workers 2 or more": topology.memory_workers < 2,
+        "--tensor-parallel-size 1": topology.tensor_parallel_size > 1,
+        "equal --memory-weights": bool(topology.memory_weights) or topology.plans,
+        "--launcher local": launching.starter != "local",
+        "free places of memory workers": bool(launching.memory_addresses),
+        "--transport shm or tcp, as no thread is replaced": in_process(launching.scheme),
+        "--memory-device cpu": config.devices.memory_device != "cpu",
+        "--kv-cache-dtype auto": config.kv.kv_cache_dtype != "auto",
+        "--kv-sparsity none": config.kv.evicts or config.kv.selects,
+        "all KV in the pool": bool(config.tier.medium) or config.overflow.truncates,
+    }
+    if missing := next((what for what, is_wrong in wrong.items() if is_wrong), ""):
+        raise ValueError(f"--kv-parity 1 needs {missing}")
 
 
 def _check_weights(config: EngineConfig) -> None:

@@ -36,6 +36,12 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
         "what memory workers share: KV heads (head; the tokens of a head where heads do not divide), tokens of "
         "every sequence (token), whole sequences (request), or whole sequences but for what does not fit (spill)",
     ] = "head"
+    kv_parity: Annotated[
+        int,
+        Meta(ge=0, le=1),
+        "1 = one memory worker more keeps the exclusive or of all others' K and V, so that what a lost one had comes "
+        "back over --transport, and is not computed again; 0 = none",
+    ] = 0
     pipeline: Annotated[
         int | str,
         "batches that take turns: while one is attended, others are in the slices; n > 2 rotate over n - 1 replicas",
@@ -156,7 +162,8 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     @property
     def counts(self) -> dict[str, int]:
         """Role -> its workers."""
-        return {"memory": self.memory_workers, "compute": self.num_compute, "prefill": self.prefill_workers}
+        memory = self.memory_workers + self.kv_parity
+        return {"memory": memory, "compute": self.num_compute, "prefill": self.prefill_workers}
 
     @property
     def weights(self) -> list[float]:

@@ -156,7 +156,7 @@ class _FleetPlay(Play):
         """The engine has died: another one goes on with what readers have, as a server's does."""
         while True:
             self._engines += 1
-            self._options["memory_workers"] = len(self._pools.memory)
+            self._options["memory_workers"] = len(self._pools.memory) - self._options.get("kv_parity", 0)
             self._host.bury()
             with suppress(EngineDied):  # so does the next one, perhaps, as it starts
                 self._engine = self._open()

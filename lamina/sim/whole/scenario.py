@@ -81,12 +81,12 @@ def fleet_scenario(seed: int) -> FleetScenario:
 
 
 def planned_fleet(seed: int) -> FleetScenario:
-    """The scenario of ``seed``, with what it lacks: engines that die, memory workers that come and go, two ranks, and
-    sequences in stripes.
+    """The scenario of ``seed``, with what it lacks: engines that die, memory workers that come and go, two ranks,
+    sequences in stripes, and a memory worker that keeps the parity of the others.
     """
     of, rng = fleet_scenario(seed), random.Random(f"planned {seed}")
     options, asks, hits = dict(of.options), of.asks, of.hits
-    kind = rng.choice(("ranks", "stripes", "", ""))
+    kind = rng.choice(("ranks", "stripes", "parity", "", ""))
     if kind == "stripes":
         options |= {"partition": "token", "memory_workers": rng.randint(2, 3), "max_model_len": LONG}
         options |= {"prefill_chunk": 32, "kv_memory": _memory(-(-LONG // BLOCK) + 60, KV_HEADS)}
@@ -96,17 +96,22 @@ def planned_fleet(seed: int) -> FleetScenario:
         options |= {"tensor_parallel_size": 2, "collective": "mesh", "memory_workers": workers}
         options |= {"partition": "head" if workers == 2 else "request", "prefill_workers": 0}
         options["kv_memory"] = _memory(-(-MAX_LEN // BLOCK) + 60, 1)
-    if kind:
+    elif kind == "parity":
+        blocks = -(-MAX_LEN // BLOCK) + rng.choice((1, 4, 60))
+        options |= {"kv_parity": 1, "partition": "head", "memory_workers": KV_HEADS, "kv_memory": _memory(blocks, 1)}
+    if kind in ("ranks", "stripes"):
         options.pop("prefill_kv_memory", None)  # of other prompts, or of nobody
+    if kind:
         hits = _hits(rng, _places(options))
     changes = list[FleetChange]()
     there, step = options["memory_workers"], 2 if kind == "ranks" else 1
-    for at_s in sorted(rng.uniform(0.0, 0.3) for _ in range(rng.choice((0, 1, 2)))):
+    for at_s in sorted(rng.uniform(0.0, 0.3) for _ in range(rng.choice((0, 1, 2)) if kind != "parity" else 0)):
         workers = step * rng.randint(1, 4 // step)
         leaving = tuple(rng.sample(range(there), there - workers)) if workers < there and step == 1 else ()
         changes.append(FleetChange(at_s, workers, leaving))
         there = workers
     count = rng.choice((1, 1, 2)) if not changes or rng.random() < 0.5 else 0
+    count = rng.choice((0, 0, 0, 1)) if kind == "parity" else count
     deaths = tuple(rng.randint(1, rng.choice(LAST_DEATHS)) for _ in range(count))
     return replace(of, options=options, asks=asks, hits=hits, changes=tuple(changes), deaths=deaths)
 
@@ -126,7 +131,7 @@ def _memory(blocks: int, heads: int) -> str:
 def _places(options: dict[str, Any]) -> list[Place]:
     ranks = options.get("tensor_parallel_size", 1)
     places = [("compute", i) for i in range(ranks * max(1, options["pipeline"] - 1))]
-    places += [("memory", i) for i in range(options["memory_workers"])]
+    places += [("memory", i) for i in range(options["memory_workers"] + options.get("kv_parity", 0))]
     return places + [("prefill", i) for i in range(options["prefill_workers"])]
 
 

@@ -117,6 +117,17 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
         "--memory-weights must be positive numbers by comma, such as 0.7,0.3, or measured, not 'x'",
     ),
     ({"memory_weights": [1.0]}, "--memory-weights names 1 weights for --memory-workers 2"),
+    ({"kv_parity": 2}, "--kv-parity must be at most 1, not 2"),
+    ({"kv_parity": 1, "partition": "token"}, "--kv-parity 1 needs --partition head"),
+    ({"kv_parity": 1, "memory_workers": 1}, "--kv-parity 1 needs --memory-workers 2 or more"),
+    ({"kv_parity": 1, "tensor_parallel_size": 2}, "--kv-parity 1 needs --tensor-parallel-size 1"),
+    ({"kv_parity": 1, "memory_weights": [1.0, 2.0]}, "--kv-parity 1 needs equal --memory-weights"),
+    ({"kv_parity": 1, "kv_cache_dtype": "int8"}, "--kv-parity 1 needs --kv-cache-dtype auto"),
+    ({"kv_parity": 1, "kv_offloading_size": "1GiB"}, "--kv-parity 1 needs all KV in the pool"),
+    (
+        {"kv_parity": 1, "transport": "loopback"},
+        "--kv-parity 1 needs --transport shm or tcp, as no thread is replaced",
+    ),
     ({"memory_weights": [2, 1, 1], "memory_workers": 2}, "--memory-weights names 3 weights for --memory-workers 2"),
     ({"memory_addresses": "127.0.0.1:0"}, "--memory-addresses names 1 places for --memory-workers 2"),
     ({"memory_addresses": "a:1,b:2,c:3"}, "--memory-addresses names 3 places for --memory-workers 2"),
@@ -253,6 +264,10 @@ MODEL_REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"tensor_parallel_size": 3, "memory_workers": 3},
         "--tensor-parallel-size 3 does not divide the model's 4 KV heads: use 1 or 2 or 4",
+    ),
+    (
+        {"kv_parity": 1, "memory_workers": 3},
+        "--kv-parity 1: the model's 4 KV heads make no equal parts for --memory-workers 3: use a number that divides them, or leave it out",
     ),
     (
         {"memory_weights": "1,1000"},

@@ -75,17 +75,26 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
 
 
 def pools(
-    connect: Connect, partition: Partition, layers: list[LayerShape], dtype: torch.dtype, timeout_s: float = WAIT_S
+    connect: Connect,
+    partition: Partition,
+    layers: list[LayerShape],
+    dtype: torch.dtype,
+    timeout_s: float = WAIT_S,
+    *,
+    guarded: bool = False,
 ) -> tuple[list[MemoryPool], list[list[Ends]]]:
-    """A native pool and one in Python, with the ends of their channels."""
+    """A native pool and one in Python, with the ends of their channels. ``guarded``: the last one is that of who keeps
+    the parity of the others.
+    """
     made, ends, merging = list[MemoryPool](), list[list[Ends]](), get("native", CPU, dtype)
     for native in (True, False):
-        here = [connect() for _ in range(partition.num_workers)]
+        here = [connect() for _ in range(partition.num_workers + guarded)]
         links = [MemoryLink(x.near, w, timeout_s) for w, x in enumerate(here)]
+        parity = links.pop() if guarded else None
         made.append(
-            open_pool(links, partition, layers, merging, dtype, open_staging(CPU))
+            open_pool(links, partition, layers, merging, dtype, open_staging(CPU), parity)
             if native
-            else MemoryPool(links, partition, layers, merging)
+            else MemoryPool(links, partition, layers, merging, parity=parity)
         )
         ends.append(here)
     assert isinstance(made[0], NativePool)
@@ -114,13 +123,17 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize(("partition", "weights"), SPREAD, ids=str)
+@pytest.mark.parametrize(
+    ("partition", "weights", "guarded"),
+    [*((name, weights, False) for name, weights in SPREAD), ("head", [1.0, 1.0], True), ("head", [1.0] * 4, True)],
+    ids=str,
+)
 def test_a_chain_sends_what_its_slice_sends(
-    connect: Connect, model: Model, partition: str, weights: list[float]
+    connect: Connect, model: Model, partition: str, weights: list[float], guarded: bool
 ) -> None:
     program, layers, chained = model
     cut = PARTITIONS[partition]([x.kv_heads for x in layers], weights)
-    (native, plain), (native_ends, plain_ends) = pools(connect, cut, layers, torch.bfloat16)
+    (native, plain), (native_ends, plain_ends) = pools(connect, cut, layers, torch.bfloat16, guarded=guarded)
     for step, ops in enumerate(PLANS):
         here = [placed(r, cut) for r in ops]
         plan = StepPlan(step=step, ops=[], rows=here)

@@ -1,0 +1,93 @@
+"""KV of a lost memory worker, as the exclusive or of what all others have, one of whom keeps the parity.
+
+All give what they have of each layer to whoever takes the lost one's place, as they give KV that moves (memory.moves);
+the order in which it comes does not matter.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from lamina.netstack.checksum import checksum
+from lamina.protocol.partition import by_head
+from lamina.protocol.plan import ProtocolError
+from lamina.protocol.recut import Strip, Strips
+from lamina.workers.view import ViewDoor, ViewFabric
+
+from .moves import SLOT_BYTES, MoveKind, Mover, MoveTag, StripPart, bits_of
+from .store import Store
+
+
+class Rebuilder(Mover):
+    """Of one worker, for one Rebuild. Workers have one piece of each layer, of equal sizes, and as many blocks."""
+
+    def meet(self, fabric: ViewFabric, door: ViewDoor) -> None:
+        """All whom this worker gives something, or takes something from: of the first that gives also which blocks
+        sequences have. Raises ChannelError, ProtocolError, PlanError.
+        """
+        super().meet(fabric, door)
+        (first, *_), (taker,) = self._order.sources, self._order.targets
+        if self._order.me == first and self._old is not None and taker in self._links:
+            self._send_tables(taker, self._old)
+        if self._new is not None:
+            self._take_tables(first, self._new)
+
+    def _send_tables(self, taker: int, store: Store) -> None:
+        data, channel = store.tables.ids_of(self._order.keep).tobytes(), self._links[taker]
+        for part, low in enumerate(range(0, len(data), SLOT_BYTES)):
+            some = data[low : low + SLOT_BYTES]
+            slot = channel.reserve(len(some), timeout_s=self._order.timeout_s)
+            slot.data[:] = some
+            channel.put_signal(slot, MoveTag(MoveKind.TABLES, 0, 0, part, checksum(slot.data)).pack())
+
+    def _take_tables(self, giver: int, store: Store) -> None:
+        ids, keep = array("q"), self._order.keep
+        nbytes, part, data = store.tables.num_left(keep) * ids.itemsize, 0, bytearray()
+        while len(data) < nbytes:
+            arrival = self._links[giver].wait_signal(timeout_s=self._order.timeout_s)
+            tag = MoveTag(MoveKind.TABLES, 0, 0, part, checksum(arrival.data)).pack()
+            if bytes(arrival.tag[: len(tag)]) != tag or arrival.data.nbytes != min(SLOT_BYTES, nbytes - len(data)):
+                raise ProtocolError(f"what came from {self._links[giver].peer_name} is damaged, or no tables of blocks")
+            data += arrival.data
+            self._links[giver].release(arrival)
+            part += 1
+        ids.frombytes(bytes(data))
+        store.tables.hold(keep, ids)
+
+    def move(self, layer: int) -> None:
+        """All of a layer that is given and taken here. Raises ChannelError, ProtocolError."""
+        strips = self._of_layer(layer)
+        for run in self._runs(layer, 0, strips[0]) if self._new is not None and strips else []:
+            assert self._new is not None
+            ids = self._block_ids(self._new, run, 0).numpy()
+            for part in self._place(self._new, run, 0):
+                part.numpy()[ids] = 0
+        super().move(layer)
+
+    def _strips(self, windows: Sequence[int]) -> Callable[[int], Sequence[Strip]]:
+        """From each that gives the same blocks. Heads are counted from a worker's first one on."""
+        heads = [piece.kv_heads for (piece,) in self._store.pieces]
+        whole = by_head(heads, [1.0], 0)
+        ours = Strips(whole, whole, windows, self._order.keep, self._store.bind.kv.block_size)
+        known = dict[int, list[Strip]]()
+
+        def of_layer(layer: int) -> list[Strip]:
+            own = ours.of_layer(layer)
+            if id(own) not in known:
+                givers = range(len(self._order.sources))
+                known[id(own)] = [strip._replace(source=giver) for giver in givers for strip in own]
+            return known[id(own)]
+
+        return of_layer
+
+    def _put(self, run: StripPart, blocks: Sequence[Tensor]) -> None:
+        assert self._new is not None
+        ids = self._block_ids(self._new, run, run.strip.taken).numpy()
+        for part, came in zip(self._place(self._new, run, run.strip.taken), blocks, strict=True):
+            part.numpy()[ids] ^= came.numpy()
+
+    def _place(self, store: Store, run: StripPart, piece: int) -> list[Tensor]:
+        return bits_of(store, run.tag.layer, piece, 0, store.pieces[run.tag.layer][piece].kv_heads)
