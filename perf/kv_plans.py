@@ -3,7 +3,7 @@ tests/lamina/kv/test_plans_beside_tokens.py for very many seeds. Sequences begin
 end, pages are saved and loaded meanwhile, K and V are granted, and plans come twice. Prints counts of what happened;
 --write appends a line to perf/results/kv_plans.jsonl. Ends with an error at a seed that fails, and names it.
 
-    python perf/kv_plans.py --seeds 100000 --write    # 15 minutes of one core
+    python perf/kv_plans.py --seeds 100000 --write    # 16 minutes of one core
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from lamina.protocol.blocks.pool import BlockPool
 from lamina.protocol.blocks.tables import BlockTables, NoBlocksError
-from lamina.protocol.placement import Place
+from lamina.protocol.placement import Place, Run
 from lamina.protocol.plan import Export, Fork, Free, Grant, Import, Keep, New, Rows, SequenceOp, StepPlan, Truncate
-from lamina.sim.scenario import scenario
-from lamina.sim.workers import PAGE, SimMemory
+from lamina.sim.scenario import Scenario
+from lamina.sim.workers import PAGE, PoolShape, SimMemory
 
 LONGEST = 44  # tokens of a sequence
 Transfer = Export | Import
@@ -39,12 +39,19 @@ class Known:
     busy: bool = False
 
 
+def random_layout(rng: random.Random) -> PoolShape:
+    workers, windows = rng.randint(1, 3), rng.choice(((0,), (0,), (6,), (0, 5)))
+    partitions = ["head", "request", "token"] + ["spill"] * (workers > 1 and not windows[0])
+    options = {"memory_workers": workers}
+    return Scenario(0, options, rng.choice(partitions), windows, rng.randint(24, 40)).layout
+
+
 class World:
     """A ledger, memory workers of a random layout, and what is known of both."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        layout = scenario(self.rng.randrange(10**6)).layout._replace(num_blocks=self.rng.randint(24, 40))
+        layout = random_layout(self.rng)
         self.layout = layout
         self.ledger = layout.tables(range(len(layout.windows)))
         self.workers = [SimMemory(w, layout) for w in range(len(layout.weights))]
@@ -65,17 +72,17 @@ class World:
             self._touch(sequence, ops, rows, after)
         self._begin(ops, rows, after)
         plan = StepPlan(step=self.step, ops=ops, rows=rows)
-        before = self._of(self.ledger)
-        try:
-            self.ledger.apply(plan)
-        except NoBlocksError:
+        if not self.ledger.can_apply(plan):
+            before = self._of(self.ledger)
+            with pytest.raises(NoBlocksError):
+                self.ledger.apply(plan)
             assert self._of(self.ledger) == before, "nothing has changed"
             self._finish(self.rng.randint(0, 3))
             for sequence in [s for s in self.known if not self._moves(s)][:1]:
                 self._apply(StepPlan(step=self.step, ops=[Free(sequence)], rows=[]), ledger=True)
                 del self.known[sequence]
             return
-        self._apply(plan)
+        self._apply(plan, ledger=True)
         self._learn(plan, after)
         self._finish(self.rng.randint(0, 4))
         self.check()
@@ -107,7 +114,7 @@ class World:
                 ops.append(op)
 
     def _begin(self, ops: list[SequenceOp], rows: list[Rows], after: dict[int, Known]) -> None:
-        place = Place(self.rng.randrange(self.ledger.num_lanes))
+        place = self._place()
         way, new = self.rng.choice(["new", "fork", "load", "nothing"]), self.next_id
         sources = [s for s, one in self.known.items() if one.tokens and not one.busy]
         if way == "fork" and sources:
@@ -129,6 +136,14 @@ class World:
             rows.append(Rows(new, 0, self.rng.randint(1, 9), place))
             after[new] = Known([], place)
             self.next_id += 1
+
+    def _place(self) -> Place:
+        """Of a new sequence; some have stripes on loan."""
+        lane, num = self.rng.randrange(self.ledger.num_lanes), self.ledger.num_lanes
+        if not self.layout.stays or self.rng.random() < 0.5:
+            return Place(lane)
+        start = self.rng.randrange(LONGEST // (self.layout.stripe * self.layout.block_size))
+        return Place(lane, (Run(start, start + self.rng.randint(1, 3), self.rng.randrange(num)),))
 
     def _learn(self, plan: StepPlan, after: dict[int, Known]) -> None:
         self.known = after
