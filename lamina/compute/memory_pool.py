@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -23,10 +23,10 @@ from lamina.workers.devices import CPU
 from lamina.workers.staging import HostStaging, Staging
 
 from .links import MemoryLink
-from .parity import folded
 
 FP32 = torch.float32
 Index = Tensor | None  # rows of a step; None = all of them
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 class MemoryPool:
@@ -317,3 +317,18 @@ def _take(share: PoolShare, out: Tensor, parts: list[Partial], data: memoryview)
                 out[:, heads] = final
             else:
                 out[rows, heads] = final
+
+
+def folded(parts: Sequence[tuple[Tensor, Part]], runs: int) -> Sequence[tuple[Tensor, Part]]:
+    """Tensors of so many runs of heads, one run behind the other, and their parts of a message, which are the same for
+    each run -> the exclusive or of all runs, in bits of the same dtype.
+    """
+    if runs == 1:
+        return parts
+    each = len(parts) // runs
+    return [(reduce(_both, (x for x, _ in parts[i::each])), part) for i, (_, part) in enumerate(parts[:each])]
+
+
+def _both(one: Tensor, other: Tensor) -> Tensor:
+    of = _INTEGERS[one.itemsize]
+    return (one.view(of) ^ other.view(of)).view(one.dtype)

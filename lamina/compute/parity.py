@@ -2,24 +2,18 @@
 bit. So what any one of them all has is the exclusive or of what all others have.
 
 Compute and prefill workers send it its K and V as they send the others theirs. It attends nothing, so nobody waits for
-it; a step that it has not written by a loss does not count as done.
+it; a step that it has not written by a loss does not count as done. No torch here: the driver needs it too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 
-import torch
 from msgspec import structs
-from torch import Tensor
 
 from lamina.attention.spec import AttentionSpec
-from lamina.protocol.codec import Part
 from lamina.protocol.partition import by_head
 from lamina.protocol.plan import Bind, LayerShape
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def parity_layers(layers: Sequence[LayerShape], workers: int) -> list[LayerShape]:
@@ -51,18 +45,3 @@ def parity_bind(bind: Bind, backend: str, kv_bytes: int) -> Bind:
     layers = parity_layers(bind.layers, bind.partition.num_workers)
     whole, kv = by_head([x.kv_heads for x in layers], [1.0], 0), structs.replace(bind.kv, attention=backend)
     return structs.replace(bind, partition=whole, layers=layers, kv=kv, kv_bytes=kv_bytes, direct=False, parity=True)
-
-
-def folded(parts: Sequence[tuple[Tensor, Part]], runs: int) -> Sequence[tuple[Tensor, Part]]:
-    """Tensors of so many runs of heads, one run behind the other, and their parts of a message, which are the same for
-    each run -> the exclusive or of all runs, in bits of the same dtype.
-    """
-    if runs == 1:
-        return parts
-    each = len(parts) // runs
-    return [(reduce(_both, (x for x, _ in parts[i::each])), part) for i, (_, part) in enumerate(parts[:each])]
-
-
-def _both(one: Tensor, other: Tensor) -> Tensor:
-    of = _INTEGERS[one.itemsize]
-    return (one.view(of) ^ other.view(of)).view(one.dtype)

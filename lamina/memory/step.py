@@ -42,7 +42,8 @@ class Step:
         layouts = layouts_of(store, plan.rows)
         self._writes = Writes(store, layouts)
         budgets = {op.sequence: op.tokens for op in plan.ops if isinstance(op, Attend)}
-        self.groups = [GroupStep(store, g, x, budgets) for g, x in enumerate(layouts)]
+        attended = [] if store.bind.parity else layouts
+        self.groups = [GroupStep(store, g, x, budgets) for g, x in enumerate(attended)]
         self.scoring = Scoring(store, plan)
         self._stored_bytes: dict[tuple[int, bool], int] = {}  # by layer, of those that are alike one
 

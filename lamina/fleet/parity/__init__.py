@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from lamina.compute.parity import parity_bind
 from lamina.engine.wire import Clock
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.plan import Bind, Keep
@@ -79,9 +80,6 @@ class Parity:
 
     def _bind_of(self, place: int) -> Bind:
         """Of the store that the one in that place had."""
-        # It needs torch, which whoever only starts workers does without.
-        from lamina.compute.parity import parity_bind
-
         (first,), (kv_bytes,), backend = self._cohort.binds, self._cohort.kv_bytes, self._cohort.backend
         if place == len(kv_bytes):
             return parity_bind(first, backend, kv_bytes[0])

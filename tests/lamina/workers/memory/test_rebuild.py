@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lamina import netstack
 from lamina.compute.links import MemoryLink
-from lamina.compute.memory_pool import MemoryPool
-from lamina.compute.parity import folded, parity_bind, parity_layers
+from lamina.compute.memory_pool import MemoryPool, folded
+from lamina.compute.parity import parity_bind, parity_layers
 from lamina.memory.moves import bits_of
 from lamina.memory.rebuild import Rebuilder
 from lamina.memory.store import Store
