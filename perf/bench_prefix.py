@@ -9,7 +9,10 @@ With --tiers what is known lies in the pool, or in host memory or a directory be
 one prompt and not two; "none" has that pool and nothing beside it. Two cold prompts follow one another in each turn, so
 that the first one is saved while the second one is computed; CPU seconds are those until SAVED_S behind them.
 
-    python perf/bench_prefix.py --model PATH --peers vllm,openvino --write
+Most of a run beside peers is their start. A --model that was used before has what they make of it: OpenVINO's form of
+it lies there, llama.cpp's too, and vLLM knows what it has compiled.
+
+    python perf/bench_prefix.py --model PATH --peers vllm,openvino,llama.cpp-server --write
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import argparse
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -33,6 +37,7 @@ from lamina import LLM, SamplingParams
 
 WORDS = 30_000
 SAVED_S = 0.3  # until the last prompt is saved, too
+REST_S = 0.25  # until threads of the one before have ceased to look for work
 TIERED = ("tiers", "kv_memory")
 FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
@@ -140,10 +145,12 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     try:
         for player in players.values():
             player.first_s([*known, *words(draw, args.own)])
+        print("all have begun", file=sys.stderr)
         for _ in range(args.turns):
             cold, warm = words(draw, length), [*known, *words(draw, args.own)]
             for name in draw.sample(sorted(players), len(players)):
                 player = players[name]
+                time.sleep(REST_S)
                 seconds[f"{name} cold"].append(player.first_s(cold))
                 if isinstance(player, PrefixLamina):
                     cpu[name].append(player.cpu_s)

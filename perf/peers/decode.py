@@ -169,7 +169,7 @@ def llama_cpp(run: PeerRun) -> Step:
 
     file, most = run.model / "model.gguf", 2048
     if not file.exists():
-        _write_gguf(run.model, file)
+        write_gguf(run.model, file)
     run.note = "KV in fp16"
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
@@ -223,8 +223,10 @@ def _llama_chain(lib: Any, sampling: dict[str, Any]) -> Any:
     return chain
 
 
-def _write_gguf(model: Path, file: Path) -> None:
-    """The benchmark's Llama as llama.cpp reads it: its names, and rotary halves interleaved."""
+def write_gguf(model: Path, file: Path, *, half: bool = False) -> None:
+    """The benchmark's Llama as llama.cpp reads it: its names, rotary halves interleaved, words that mean nothing, as its
+    server wants some. ``half``: in fp16, which CPUs without AVX512-BF16 multiply faster.
+    """
     import gguf  # type: ignore[import-not-found]
     import torch
     from safetensors.torch import load_file
@@ -242,8 +244,12 @@ def _write_gguf(model: Path, file: Path) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope)
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    writer.add_tokenizer_model("none")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if half else gguf.LlamaFileType.MOSTLY_BF16)
+    rest = range(256, config["vocab_size"])
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([*(f"<0x{byte:02X}>" for byte in range(256)), *(f"w{number}" for number in rest)])
+    writer.add_token_scores([0.0] * config["vocab_size"])
+    writer.add_token_types([gguf.TokenType.BYTE] * 256 + [gguf.TokenType.NORMAL] * len(rest))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for name, x in load_file(model / "model.safetensors").items():
         for part, count in ("q_proj", heads), ("k_proj", kv_heads):
@@ -252,6 +258,8 @@ def _write_gguf(model: Path, file: Path) -> None:
         to = names.get_name(name, try_suffixes=(".weight",))
         if x.dim() == 1 or x.dtype == torch.float32:
             writer.add_tensor(to, x.float().numpy())
+        elif half:
+            writer.add_tensor(to, x.half().numpy())
         else:
             raw = x.contiguous().view(torch.uint8).numpy()
             writer.add_tensor(to, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)

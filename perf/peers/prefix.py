@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from peers.child import Fields, serve
-from peers.decode import export_openvino
+from peers.decode import export_openvino, write_gguf
 
 KV_GIB = 2
 First = Callable[[list[int]], None]  # serves a prompt until its first token
@@ -64,7 +64,31 @@ def openvino(path: Path, length: int) -> First:
         return begin("f32")
 
 
-PEERS = {"vllm": vllm, "openvino": openvino}
+def llama_cpp(path: Path, length: int) -> First:
+    """llama.cpp's own server with one slot; what another prompt drives out of that goes to its memory (--cache-ram).
+    xllamacpp brings it compiled, for any CPU with AVX2, so without AVX-512.
+    """
+    import xllamacpp  # type: ignore[import-not-found]
+
+    file, params = path / "half.gguf", xllamacpp.CommonParams()
+    if not file.exists():
+        write_gguf(path, file, half=True)
+    params.model.path, params.n_ctx, params.n_parallel = str(file), length + 8, 1
+    params.cache_ram_mib = KV_GIB << 10
+    for cpus in (params.cpuparams, params.cpuparams_batch):
+        cpus.n_threads = len(os.sched_getaffinity(0))
+    server = xllamacpp.Server(params)
+    asked = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "cache_prompt": True}
+
+    def first(prompt: list[int]) -> None:
+        answer = server.handle_completions({"prompt": prompt, **asked})
+        if answer["usage"]["completion_tokens"] != 1:
+            raise RuntimeError(f"llama.cpp's server: {answer}")
+
+    return first
+
+
+PEERS = {"vllm": vllm, "openvino": openvino, "llama.cpp-server": llama_cpp}
 
 
 def _begin(peer: str, path: str, length: str) -> Callable[[Fields], Fields]:
