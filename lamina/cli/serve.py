@@ -48,6 +48,11 @@ def run(args: argparse.Namespace) -> int:
     options["api_key"] = options["api_key"] or os.environ.get("LAMINA_API_KEY", "")
     options["admin_key"] = options["admin_key"] or os.environ.get("LAMINA_ADMIN_KEY", "")
     config, engine = ServerConfig(**options), engine_config(args)
+    if config.prefill_policy != ServerConfig.prefill_policy and not engine.topology.prefill_workers:
+        raise ValueError(
+            f"--prefill-policy {config.prefill_policy} is of prefill workers: say how many by --prefill-workers, or "
+            f"leave it out"
+        )
     if config.chat_template:
         read_template(config.chat_template)
     if args.print_config:

@@ -14,6 +14,7 @@ from lamina.engine.conductor import Conductor, ConductorRules
 from lamina.engine.conductor.choice import POLICIES
 from lamina.engine.conductor.directory import Directory
 from lamina.engine.conductor.estimate import PrefillFit, PrefillTime
+from lamina.engine.conductor.others import OTHERS
 from lamina.engine.conductor.overload import OVERLOADS, DecodePool, Limits, TokenTime
 from lamina.protocol.options.declare import parse_seconds
 
@@ -32,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rows", type=int, default=0, metavar="N", help="its first N requests only; 0 = all (0)")
     add("--speed", type=float, default=1.0, metavar="X", help="requests come X times as fast (1)")
     add("--spread", type=float, default=0.0, metavar="S", help="each comes up to S seconds later, by chance (0)")
-    add("--policy", default=",".join(POLICIES), help=f"who computes a prompt, some by comma: {', '.join(POLICIES)}")
+    add(
+        "--policy", default=",".join(POLICIES),
+        help=f"who computes a prompt, some by comma: {', '.join(POLICIES)}; as others do: {', '.join(OTHERS)}",
+    )  # fmt: skip
     add("--prefill-workers", type=int, default=8, metavar="N", help="prefill workers (8)")
     add("--pages", type=int, default=6000, metavar="N", help="pages of 512 tokens in the store of each (6000)")
     add("--prefill-law", default="0,2e-4,2e-9", metavar="A,B,C", help="seconds of a prompt: A + B tokens + C tokens^2")

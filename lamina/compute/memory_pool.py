@@ -14,6 +14,7 @@ from lamina.attention import AttentionBackend
 from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.attention.spec import AttentionSpec
 from lamina.buffers import part_of, pick, tensor_over
+from lamina.kv.stored import INTEGERS
 from lamina.protocol.codec import Group, HeldPiece, Messages, Part, counts, held_pieces, messages
 from lamina.protocol.layout import Layout, layout, merges
 from lamina.protocol.partition import Partition
@@ -26,7 +27,6 @@ from .links import MemoryLink
 
 FP32 = torch.float32
 Index = Tensor | None  # rows of a step; None = all of them
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 class MemoryPool:
@@ -330,5 +330,5 @@ def folded(parts: Sequence[tuple[Tensor, Part]], runs: int) -> Sequence[tuple[Te
 
 
 def _both(one: Tensor, other: Tensor) -> Tensor:
-    of = _INTEGERS[one.itemsize]
+    of = INTEGERS[one.itemsize]
     return (one.view(of) ^ other.view(of)).view(one.dtype)

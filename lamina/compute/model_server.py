@@ -21,6 +21,7 @@ from lamina.memory.store import available_bytes
 from lamina.netstack import ChannelError
 from lamina.observe.trace import Event
 from lamina.observe.tripwire import recorder
+from lamina.protocol.beginnings import MeetPrefill
 from lamina.protocol.control import (
     AskClock,
     AskStats,
@@ -53,7 +54,7 @@ from lamina.workers.view import ViewFabric
 from .links import RefusedError
 from .passes import passes
 
-MESSAGES = StartCompute | RunRound | Connect | Halt | AskStats | AskClock | AskTrace | Stop
+MESSAGES = StartCompute | RunRound | Connect | MeetPrefill | Halt | AskStats | AskClock | AskTrace | Stop
 
 
 class Worker(Protocol):
@@ -128,6 +129,10 @@ class ModelServer:
         """All channels are opened by ``fabric``. Raises RefusedError, ValueError for what a user can put right."""
         raise NotImplementedError
 
+    def meet(self, order: MeetPrefill, fabric: ViewFabric) -> None:
+        """Open channels to the other prefill workers. Raises ChannelError, ProtocolError."""
+        raise ProtocolError(f"a {self.role} is to meet prefill workers")
+
     def run(self) -> None:
         """Serve until the driver's end of the link closes or says Stop."""
         try:
@@ -142,9 +147,8 @@ class ModelServer:
             self.service.fail(f"{self.role}: {type(e).__name__}: {e}")
             raise
         finally:
+            self.let_go()
             self.fabric.close()
-            if self.group:
-                self.group.close()
             self.service.link.close()
 
     def cut(self) -> CutModel:
@@ -253,7 +257,7 @@ class ModelServer:
         self.service.link.send(loaded)
 
     def _connect(self, meeting: Connect) -> None:
-        self._let_go()
+        self.let_go()
         self.clock.skip()
         self._in_view = fabric = ViewFabric(meeting.view, self.fabric, self.around.clock)
         self._broken = False
@@ -269,7 +273,8 @@ class ModelServer:
         self.counts["connects"] += 1
         self.service.link.send(ready)
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Of all channels of the view."""
         if self.group:
             self.group.close()
             self.group = None
@@ -320,9 +325,13 @@ class ModelServer:
                 if not self._told(partial(self._connect, new)):
                     return False
             elif isinstance(new, Halt):
-                self._let_go()
+                self.let_go()
                 self.service.link.send(Halted(view=new.view))
-            elif self._worker and not self._resting:
+            elif self._worker is None or self._in_view is None or self._resting:
+                continue
+            elif isinstance(new, MeetPrefill):
+                self.meet(new, self._in_view)
+            else:
                 if idle:
                     self.trace.add(Event.WAIT_STEP, start, new.steps[0].plan)
                     idle = False

@@ -22,11 +22,12 @@ from .blocks.prompt_store import PromptKeys, PromptStore
 from .blocks.swaps import Swaps
 from .blocks.tier import Tier
 from .prefill import Prefill
-from .promises import Promises
+from .promises import NO_TRANSFER, Promises
 from .scheduler import Scheduler
 from .shadows import Shadows
 
 NONCE_BYTES = 16
+FIRST_BYTES_PER_S = 1e9  # from one prefill worker to another, until some were sent
 
 
 def blocks_of(info: ComputeReady) -> BlockTables:
@@ -119,7 +120,19 @@ def _stores(config: EngineConfig, info: ComputeReady, promises: Promises, page: 
             return []
         stores.append(PromptStore(worker, promises.conductor.directory, keys, blocks, room))
     promises.keys = keys if stores else None
+    promises.conductor.tokens_per_s = _tokens_per_s(info) if stores else NO_TRANSFER
     return stores
+
+
+def _tokens_per_s(info: ComputeReady) -> float:
+    """That one prefill worker sends to another, until it is seen. None where a window leaves no whole prompt, or nobody
+    says what a token takes.
+    """
+    if any(window for bound in info.stores for window in bound.windows):
+        return NO_TRANSFER
+    stored = [sum(bound.num_blocks) * info.block_size for bound in info.stores]
+    per_token = max(bound.kv_bytes / tokens for bound, tokens in zip(info.stores, stored, strict=True))
+    return FIRST_BYTES_PER_S / per_token if per_token else NO_TRANSFER
 
 
 def renew_stores(scheduler: Scheduler, config: EngineConfig, info: ComputeReady, stores: list[Bound]) -> ComputeReady:

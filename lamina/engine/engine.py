@@ -364,6 +364,7 @@ class Engine:
         if done is None:
             return []
         step, now = self._steps.pop((done.batch, done.step)), self._clock()
+        step.fetch_s = done.fetch_s
         for sequence, drawn in zip(step.scores, done.drawn, strict=False):
             if request := self._requests.get(sequence.request_id):
                 request.add_score(drawn)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from lamina.protocol.plan import GRANTS_AHEAD, Free, Grant, New, SequenceOp, StepPlan
 
 from .blocks.prompt_store import PromptStore
+from .conductor.choice import NOBODY
 from .promises import Promises
 from .rounds.steps import ScheduledStep
 from .sequence import Sequence
@@ -54,6 +55,9 @@ class Prefill:
         keep of prompts; none of them: nothing.
         """
         self._workers = [_PrefillLoad(i, store=stores[i] if stores else None) for i in range(num_workers)]
+        self._lenders = dict[
+            Sequence, tuple[PromptStore, int]
+        ]()  # of prompts that begin with so much of another worker
         self._chunk = chunk
         self._first_batch = first_batch
         self.promises = promises or Promises(num_workers)
@@ -91,9 +95,24 @@ class Prefill:
         return len(self._workers[self.promises.expect(sequence)].prompts) < self.PROMPTS
 
     def match(self, sequence: Sequence, most: int) -> int:
-        """Of a sequence that is to be computed, the first tokens that its worker has already, ``most`` at most."""
+        """Of a sequence that is to be computed, the first tokens that its worker has already or is to have from
+        another one, ``most`` at most.
+        """
         store = self._workers[self.promises.expect(sequence)].store
-        return store.match(sequence, most) if store else 0
+        own = store.match(sequence, most) if store else 0
+        lender = self._lender(sequence, most)
+        return max(own, lender.sendable(sequence, most)) if lender else own
+
+    def _lender(self, sequence: Sequence, most: int) -> PromptStore | None:
+        """Who has the most of a sequence, where the Conductor has said that its worker has it from another one: the
+        one that it has named, unless that has given up some since.
+        """
+        source = self.promises.source(sequence)
+        if source == NOBODY:
+            return None
+        order = sorted(self._workers, key=lambda w: w.index != source)
+        stores = [w.store for w in order if w.store is not None and w.index != self.promises.expect(sequence)]
+        return max(stores, key=lambda store: store.sendable(sequence, most), default=None)
 
     def follows(self, sequence: Sequence, known: int) -> bool:
         """Whether more of it will soon be there than its ``known`` first tokens, which the memory workers have: by a
@@ -111,11 +130,17 @@ class Prefill:
         worker = self._workers[sequence.prefill_worker]
         worker.prompts.append(sequence)
         if worker.store:
-            worker.store.promise(sequence, sequence.num_scheduled)
+            begun = sequence.num_scheduled
+            moved = begun - worker.store.match(sequence, begun)
+            lender = self._lender(sequence, begun) if moved else None
+            worker.store.promise(sequence, begun, lender)
+            if lender is not None:
+                self._lenders[sequence] = lender, moved
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence that has no chunk in flight."""
         self.promises.drop(sequence)
+        self._return(sequence)
         if sequence.prefill_worker is not None:
             worker = self._workers[sequence.prefill_worker]
             if sequence in worker.prompts:
@@ -130,6 +155,7 @@ class Prefill:
         """Take all prompts from the workers, in flight or to come; nobody expects those of ``ended`` any more. Numbers
         of steps never go back.
         """
+        self._lenders.clear()
         for worker in self._workers:
             worker.prompts.clear()
             worker.in_flight.clear()
@@ -195,6 +221,8 @@ class Prefill:
         load = self._workers[worker]
         load.in_flight.pop(0)  # in their order
         (sequence,) = step.parts
+        if moved := self._return(sequence):
+            self.promises.fetched(sequence, moved, step.fetch_s)
         sequence.num_prefilling -= 1
         if step.draws:
             self.promises.computed(sequence, load.since_s)
@@ -202,6 +230,14 @@ class Prefill:
                 load.store.computed(sequence)
             self._go_on(load)
             sequence.prefill_worker = None
+
+    def _return(self, sequence: Sequence) -> int:
+        """Its worker needs nothing of another one any more; the tokens that were to come from there."""
+        if sequence not in self._lenders:
+            return 0
+        lender, moved = self._lenders.pop(sequence)
+        lender.returned(sequence)
+        return moved
 
     def _go_on(self, worker: _PrefillLoad) -> None:
         """The worker goes on to the prompt of the next chunk in flight, if there is one."""

@@ -23,7 +23,7 @@ from .conductor.overload import NO_LIMITS, DecodePool, TokenTime
 from .sequence import Sequence
 
 NO_BOUND = 1 << 62  # pages of a worker: its store says what it gives up
-NO_TRANSFER = 1e-12  # tokens per second: no way is that slow
+NO_TRANSFER = 0.0  # tokens per second
 FIRST_LAW = PrefillTime(0.0, 1e-4, 0.0)  # of prompts, until some were computed
 
 
@@ -63,6 +63,7 @@ class Promises:
         self._steps = StepFit()
         self._booked = dict[Sequence, _Booking]()
         self._first = dict[int, Sequence]()  # of a request's completions, the one that computes the prompt for all
+        self._fetched = dict[Sequence, float]()  # of prompts that are computed: seconds until others had sent theirs
         self._decoding = set[Sequence]()
         self._inline = dict[Sequence, float]()  # whose rows compute workers have, since when
         self._since_s = 0.0  # the last of these was done
@@ -70,7 +71,8 @@ class Promises:
 
     def promise(self, rules: ConductorRules) -> None:
         """Keep to these from now on. Nobody has come yet."""
-        self.conductor = _conductor(self.conductor.directory, rules)
+        before = self.conductor
+        self.conductor = _conductor(before.directory, rules, before.tokens_per_s)
         self.limited = rules.limits != NO_LIMITS
 
     @property
@@ -128,13 +130,23 @@ class Promises:
         self.conductor.begun(sequence, now)
         return now
 
+    def source(self, sequence: Sequence) -> int:
+        """The prefill worker from which that of a booked sequence is to have its beginning; NOBODY: from none."""
+        return self._booked[sequence].choice.source
+
+    def fetched(self, sequence: Sequence, tokens: int, seconds: float) -> None:
+        """The worker of a booked sequence has so many tokens from another one, and waited so long for them."""
+        self._fetched[sequence] = seconds
+        self.conductor.transferred(tokens, seconds)
+
     def computed(self, sequence: Sequence, since_s: float, part: float = 1.0) -> None:
         """The prompt of a booked sequence is computed, and it decodes. Its worker was at it since then, or at several,
         of which it is such a part.
         """
         booked, now, counts = self._booked.pop(sequence), self._clock(), self._counts
         self._end_sharing(sequence)
-        self.conductor.computed(sequence, now, part * (now - since_s), sequence.num_cached)
+        seconds = part * (now - since_s) - self._fetched.pop(sequence, 0.0)
+        self.conductor.computed(sequence, now, seconds, sequence.num_cached)
         if not booked.shares:
             counts.prompts, counts.expected_s = counts.prompts + 1, counts.expected_s + booked.ttft_s
             counts.real_s += now - booked.at_s
@@ -168,6 +180,7 @@ class Promises:
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended, or whose KV is given up."""
         self._inline.pop(sequence, None)
+        self._fetched.pop(sequence, None)
         if self._booked.pop(sequence, None) is not None:
             self.conductor.cancelled(sequence, self._clock())
             if self._end_sharing(sequence):
@@ -197,6 +210,7 @@ class Promises:
         self.conductor.forget()
         self._booked.clear()
         self._first.clear()
+        self._fetched.clear()
         self._inline.clear()
         for sequence in booked:
             self.expect(sequence)
@@ -264,13 +278,13 @@ class Promises:
             self.begun(next(iter(self._inline)))
 
 
-def _conductor(directory: Directory, rules: ConductorRules) -> Conductor:
-    """Of workers that know nothing of their times yet, and send each other nothing."""
+def _conductor(directory: Directory, rules: ConductorRules, tokens_per_s: float = NO_TRANSFER) -> Conductor:
+    """Of workers that know nothing of their times yet. ``tokens_per_s``: that one sends to another."""
     return Conductor(
         rules=rules,
         directory=directory,
         fit=PrefillFit(FIRST_LAW, trusted=False),
-        tokens_per_s=NO_TRANSFER,
+        tokens_per_s=tokens_per_s,
         decoding=DecodePool(1, TokenTime(0.0, 0.0, 0.0), 0.0, trusted=0),
         num_workers=directory.num_workers,
     )

@@ -19,6 +19,7 @@ import msgspec
 from lamina import netstack
 from lamina.engine.wire import Clock
 from lamina.env import cluster_key
+from lamina.protocol.beginnings import MeetPrefill
 from lamina.protocol.control import (
     Address,
     AskRate,
@@ -304,6 +305,10 @@ class Cohort:
             meeting = Connect(view=self.view, replicas=replicas, memory=memory, topology=self.topology, keep=keep)
             self._members.send(member, meeting)
             readies[member.label] = self._answer(member, ComputeReady)
+        there = self._members.prefill
+        peers = [Address(self._loaded[m].prompts_url, self._name(m.handle)) for m in there]
+        for me, member in enumerate(there if len(there) > 1 and self._config.keeps_prefixes else []):
+            self._members.send(member, MeetPrefill(view=self.view, peers=peers, me=me))
 
     @property
     def _present(self) -> Present:

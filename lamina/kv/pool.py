@@ -14,13 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lamina.kv.slabs import Shape, Slabs, fresh, touch
-from lamina.kv.stored import Scales, StoredRows, bounds_dtype, dequantise, head_bytes, is_scaled
+from lamina.kv.stored import INTEGERS, Scales, StoredRows, bounds_dtype, dequantise, head_bytes, is_scaled
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.plan import Rows
 
 Ints = NDArray[np.int64]
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,8 @@ class LayerStore:
 
 
 def _bits(x: Tensor) -> NDArray[np.generic]:
-    """A tensor as numpy's integers: it has no bfloat16 and no float8."""
-    array: NDArray[np.generic] = x.view(_INTEGERS[x.itemsize]).numpy()
+    """A tensor as numpy's integers."""
+    array: NDArray[np.generic] = x.view(INTEGERS[x.itemsize]).numpy()
     return array
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 SCALE_BYTES = 4
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes: numpy has no bfloat16 and no float8
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # by their names in --kv-cache-dtype, which has auto besides
 
 

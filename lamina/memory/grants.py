@@ -18,6 +18,7 @@ from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.blocks.tables import PlanError
 from lamina.protocol.plan import (
     GRANTS_AHEAD,
+    Fetch,
     Fork,
     Free,
     Grant,
@@ -85,6 +86,8 @@ class Grants:
                     raise PlanError(
                         f"sequence {op.sequence}: more than {GRANTS_AHEAD} grants whose K and V are still to come"
                     )
+            elif isinstance(op, Fetch):
+                raise ProtocolError(f"step {plan.step}: only prefill workers fetch what others have computed")
             elif isinstance(op, Free | Truncate | Shift) and op.sequence in waiting:
                 raise PlanError(
                     f"sequence {op.sequence} is freed, truncated or shifted while its K and V are still to come"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lamina.buffers import tensor_over
-from lamina.kv.stored import is_scaled
+from lamina.kv.stored import INTEGERS, is_scaled
 from lamina.netstack import Channel, ChannelTimeout, Geometry, NoResource, Terms
 from lamina.netstack.checksum import CHECKSUM_BYTES, checksum
 from lamina.protocol.plan import ProtocolError
@@ -33,7 +33,6 @@ SLOTS = 8
 SLOT_BYTES = 1 << 20
 LOOK_S = 0.0005  # at a channel, while others may bring something, too
 _TAG = struct.Struct(f"<IIII{CHECKSUM_BYTES}s")
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 class MoveKind(enum.IntEnum):
@@ -210,7 +209,7 @@ class Mover:
     def _shapes(self, layer: int) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
         """Of a block of one head: of K, V and their scales."""
         shape, store = self._store.bind.layers[layer], self._store
-        size, kind = store.bind.kv.block_size, _INTEGERS[store.kv_dtype.itemsize]
+        size, kind = store.bind.kv.block_size, INTEGERS[store.kv_dtype.itemsize]
         yield (size, shape.qk_dim), kind
         yield (size, shape.v_dim), kind
         if is_scaled(store.kv_dtype):
@@ -273,4 +272,4 @@ class Mover:
 def bits_of(store: Store, layer: int, piece: int, start: int, stop: int) -> list[Tensor]:
     """Of all blocks of a piece its heads ``start .. stop``, as integers: [N + 1, H, block_size, D], and so on."""
     kv = store.layers[layer][piece].kv
-    return [x.view(_INTEGERS[x.itemsize]).narrow(1, start, stop - start) for x in (kv.k, kv.v, *(kv.scales or ()))]
+    return [x.view(INTEGERS[x.itemsize]).narrow(1, start, stop - start) for x in (kv.k, kv.v, *(kv.scales or ()))]

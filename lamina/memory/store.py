@@ -29,6 +29,7 @@ from lamina.protocol.placement import Placement
 from lamina.protocol.plan import (
     Bind,
     Bound,
+    Fetch,
     Grant,
     Import,
     Keep,
@@ -170,7 +171,7 @@ class Store:
         grants = [op.rows for op in plan.ops if isinstance(op, Grant)]
         if any(g.count > bind.max_rows for g in grants):
             raise ProtocolError(f"step {plan.step} grants more than {bind.max_rows} rows at once")
-        for row in [*plan.rows, *grants]:
+        for row in [*plan.rows, *grants, *(op.rows for op in plan.ops if isinstance(op, Fetch))]:
             if row.first + row.count > bind.max_model_len:
                 raise ProtocolError(
                     f"sequence {row.sequence}: rows up to position {row.first + row.count - 1}, "

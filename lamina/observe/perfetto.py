@@ -18,7 +18,7 @@ LANES = ("work", "messages", "waiting", "pages")
 MESSAGES = {Event.SEND_PLAN, Event.SEND_Q, Event.SEND_KV, Event.RECEIVE_O, Event.SEND_O}
 WAITING = {
     Event.WAIT_DONE, Event.WAIT_STEP, Event.WAIT_O, Event.WAIT_PLAN, Event.WAIT_Q, Event.WAIT_KV, Event.RESERVE,
-    Event.WAIT_STORED, Event.WAIT_LAYER,
+    Event.WAIT_STORED, Event.WAIT_LAYER, Event.FETCH,
 }  # fmt: skip
 NAMES = {
     Event.SCHEDULE: "schedule",
@@ -45,6 +45,8 @@ NAMES = {
     Event.RESERVE: "wait for a slot",
     Event.LOAD: "load",
     Event.WAIT_LAYER: "wait for a layer",
+    Event.FETCH: "fetch a beginning",
+    Event.LEND: "lend a beginning",
 }
 _UNITS = {Event.SLICE: "rows", Event.SCHEDULE: "pairs"}
 _FLOW = {Event.SEND_Q: "s", Event.STORED: "t", Event.SEND_O: "t", Event.RECEIVE_O: "f"}
@@ -52,7 +54,7 @@ _FLOW = {Event.SEND_Q: "s", Event.STORED: "t", Event.SEND_O: "t", Event.RECEIVE_
 
 def lane(event: Event) -> int:
     """Index into LANES."""
-    return 3 if event is Event.LOAD else 1 if event in MESSAGES else 2 if event in WAITING else 0
+    return 3 if event in (Event.LOAD, Event.LEND) else 1 if event in MESSAGES else 2 if event in WAITING else 0
 
 
 def name(span: Span) -> str:

@@ -109,7 +109,7 @@ def _prefill(index: Index, device: str, start: float, end: float) -> States:
     return _share_out(
         [(start, end)],
         (GAP, index.time(device, Event.RESERVE, Event.WAIT_STORED)),
-        (NETWORK, index.time(device, Event.SEND_KV)),
+        (NETWORK, index.time(device, Event.SEND_KV, Event.FETCH)),
         (BUSY, index.time(device, Event.SLICE, Event.STORED, Event.NEW)),
         (SAMPLING, index.time(device, Event.SAMPLE)),
         (IDLE, union([*index.time(device, Event.WAIT_STEP), (last, end)])),

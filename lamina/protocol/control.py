@@ -126,6 +126,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
 
     ring_url: str = ""  # for the replica before it; empty: there is one replica
     rank_url: str = ""  # for the other ranks of its replica; empty: there is one rank
+    prompts_url: str = ""  # for the other prefill workers; empty: it is none, or the only one
     identity: bytes = b""  # of the model, as kv.keys has it; empty: nobody keeps its KV beside the pool
 
 
@@ -302,6 +303,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step-done"):
     step: int
     drawn: list[Drawn]
     more: bool = False  # of the step's tokens follow, in messages of their own; see step_parts
+    fetch_s: float = 0.0  # of a prefill worker: what its Fetch took
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

@@ -36,6 +36,8 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from .held_rows import Fetch as Fetch
+from .held_rows import Rows as Rows
 from .medium_ops import MOST_EXPECTED as MOST_EXPECTED
 from .medium_ops import MOST_PROLONGED_S as MOST_PROLONGED_S
 from .medium_ops import Drop as Drop
@@ -48,7 +50,7 @@ from .placement import FIRST, Place
 from .sparse_ops import Prune as Prune
 from .sparse_ops import RowOp as RowOp
 
-VERSION = 13
+VERSION = 14
 # Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
 GRANTS_AHEAD = 2
 MOST_PAGES = 64  # of a transfer
@@ -100,19 +102,6 @@ class Key(NamedTuple):
         """Inverse of ``pack``; bytes behind the first 24 are ignored."""
         step, batch, view, layer, kind = _KEY.unpack_from(tag)
         return Key(kind, step, batch, view, layer)
-
-
-class Rows(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive new tokens of one sequence: positions ``first .. first + count``. A sequence is in a step once.
-
-    Attention reads positions ``0 .. first`` from the store and the new ones from this step, whatever was stored behind
-    ``first``. Writes are positional, so a step can be sent again. ``place``: where the sequence lies, these rows too.
-    """
-
-    sequence: int
-    first: int
-    count: int
-    place: Place = FIRST
 
 
 class New(msgspec.Struct, frozen=True, array_like=True, tag="new"):
@@ -213,7 +202,7 @@ class Shift(msgspec.Struct, frozen=True, array_like=True, tag="shift"):
 
 
 Transfer = Export | Import
-BlockOp = New | Fork | Free | Truncate | Shift | Grant | Transfer | Prune  # what concerns blocks of the pool
+BlockOp = New | Fork | Free | Truncate | Shift | Grant | Fetch | Transfer | Prune  # what concerns blocks of the pool
 SequenceOp = BlockOp | MediumOp | RowOp
 
 

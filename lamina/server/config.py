@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lamina.engine.conductor import ConductorRules
+from lamina.engine.conductor.choice import POLICIES
 from lamina.engine.conductor.overload import NO_LIMITS, OVERLOADS, Limits
 from lamina.protocol.options.declare import flag, parse_seconds, parse_size
 
@@ -45,6 +46,12 @@ class ServerConfig:
     slo_tbt: str = option("", "promised between two tokens, such as 100ms: who would make it longer gets status 429")
     overload: str = option(
         "predictive", f"when decoding is looked at for these: {', '.join(OVERLOADS)} (docs/prefill.md)"
+    )
+    prefill_policy: str = option(
+        "auto", f"which of --prefill-workers computes a prompt: {', '.join(POLICIES)} (docs/prefill.md)"
+    )
+    kvcache_balancing_threshold: float = option(
+        1.5, "of --prefill-policy mooncake: KV comes from a worker that has more than so many times as much of a prompt"
     )
     max_body: str = option("8MiB", "size of a request's body")
     max_nesting: int = option(64, "depth of a request's JSON")
@@ -109,6 +116,8 @@ class ServerConfig:
             raise ValueError(f"--metrics-compat must be vllm or empty, not {self.metrics_compat!r}")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("--ssl-keyfile and --ssl-certfile belong together: give both")
+        if self.prefill_policy not in POLICIES:
+            raise ValueError(f"--prefill-policy must be one of {', '.join(POLICIES)}, not {self.prefill_policy!r}")
         self.rules  # noqa: B018 - or it raises
         parse_size(self.max_body, "--max-body")
         parse_size(self.journal_size, "--journal-size")
@@ -117,7 +126,12 @@ class ServerConfig:
     def rules(self) -> ConductorRules:
         """By which requests are refused. Raises ValueError."""
         ttft_s, tbt_s = parse_seconds(self.slo_ttft, "--slo-ttft"), parse_seconds(self.slo_tbt, "--slo-tbt")
-        return ConductorRules(overload=self.overload, limits=Limits(ttft_s or math.inf, tbt_s or math.inf))
+        return ConductorRules(
+            policy=self.prefill_policy,
+            threshold=self.kvcache_balancing_threshold,
+            overload=self.overload,
+            limits=Limits(ttft_s or math.inf, tbt_s or math.inf),
+        )
 
     @property
     def promises(self) -> bool:

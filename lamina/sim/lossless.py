@@ -17,7 +17,7 @@ from lamina.engine.engine import Engine
 from lamina.engine.wire import ViewChanged
 from lamina.protocol.control import ComputeReady, Drawn, RunRound, RunStep, StepDone
 from lamina.protocol.partition import Lanes
-from lamina.protocol.plan import Bound, Keep
+from lamina.protocol.plan import Bound, Fetch, Keep
 
 from .clock import VirtualClock
 
@@ -81,6 +81,7 @@ class LosslessWire:
         self._seconds, self._chunk_s = seconds, chunk_s
         self._chunks = list[tuple[float, int, list[StepDone]]]()  # on prefill workers, a heap: when each is done
         self._chunks_free_at, self._num_chunks = dict[int, float](), 0
+        self.tokens_per_s = float("inf")  # that one prefill worker sends to another
         self._done: deque[StepDone] = deque()
         self._flights: deque[_Flight] = deque()
         self._free_at = 0.0
@@ -98,7 +99,10 @@ class LosslessWire:
             self._done.extend(done)
             return
         free_at = max(self.clock.now, self._chunks_free_at.get(worker, 0.0))
-        self._chunks_free_at[worker] = free_at + sum(self._chunk_s(_load(step)) for step in new.steps)
+        moved = sum(op.count for step in new.steps for op in step.plan.ops if isinstance(op, Fetch))
+        begins = max(free_at, self.clock.now + moved / self.tokens_per_s)  # it comes while the chunk before is computed
+        done = [msgspec.structs.replace(each, fetch_s=begins - free_at) for each in done]
+        self._chunks_free_at[worker] = begins + sum(self._chunk_s(_load(step)) for step in new.steps)
         self._num_chunks += 1
         heappush(self._chunks, (self._chunks_free_at[worker], self._num_chunks, done))
 

@@ -224,8 +224,8 @@ def _llama_chain(lib: Any, sampling: dict[str, Any]) -> Any:
 
 
 def write_gguf(model: Path, file: Path, *, half: bool = False) -> None:
-    """The benchmark's Llama as llama.cpp reads it: its names, rotary halves interleaved, words that mean nothing, as its
-    server wants some. ``half``: in fp16, which CPUs without AVX512-BF16 multiply faster.
+    """The benchmark's Llama as llama.cpp reads it: its names, rotary halves interleaved, words that mean nothing, as
+    its server wants some. ``half``: in fp16, which CPUs without AVX512-BF16 multiply faster.
     """
     import gguf  # type: ignore[import-not-found]
     import torch

@@ -9,6 +9,8 @@ import pytest
 
 from lamina import LLM, SamplingParams
 from lamina.engine.conductor import ConductorRules
+from lamina.observe.trace import Event
+from lamina.observe.tripwire import TRIPWIRE, Tripwire
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -30,7 +32,7 @@ def test_tokens_are_the_same_whoever_has_computed_the_beginning(
     options = {"memory_workers": 2, "partition": "request", "prefill_workers": workers, "prefill_chunk": 32}
     with LLM(str(llama_path), transport="loopback", deterministic=True, **options) as llm:
         before = 0.0
-        for policy in ("auto", "load-balance", "random"):
+        for policy in ("auto", "mooncake", "cache-aware", "load-balance", "random"):
             llm.engine.promises.promise(ConductorRules(policy=policy))
             found = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)]
             assert found == expected, policy
@@ -41,6 +43,44 @@ def test_tokens_are_the_same_whoever_has_computed_the_beginning(
             assert llm.engine.promises.replicas is not None
             llm.reset_prefix_cache()
             assert llm.engine.promises.replicas == 0
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_document_that_one_worker_has_comes_to_the_other(kv_cache_dtype: str, llama_path: Path) -> None:
+    """Bit by bit; and what many ask about is on both then."""
+    prompts = asked(1, 5)
+    options = {"prefill_workers": 2, "prefill_chunk": 32, "deterministic": True, "kv_cache_dtype": kv_cache_dtype}
+    with LLM(str(llama_path), transport="loopback", enable_prefix_caching=False, **options) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)]
+    with LLM(str(llama_path), transport="loopback", **options) as llm:
+        llm.engine.promises.promise(ConductorRules(policy="mooncake"))
+        tokens = [o.outputs[0].token_ids for part in (prompts[:1], prompts[1:]) for o in llm.generate(part, GREEDY)]
+        assert tokens == expected
+        stats = llm.stats()
+        assert sorted(stats[f"prefill-{w}"]["fetched_bytes"] > 0 for w in range(2)) == [False, True]
+        assert sum(stats[f"prefill-{w}"]["rows"] for w in range(2)) == DOCUMENT + len(prompts) * QUESTION
+        assert llm.engine.promises.replicas
+
+
+@pytest.mark.parametrize(("victim", "event"), [("prefill-0", Event.LEND), ("prefill-1", Event.FETCH)])
+def test_a_worker_dies_in_the_middle_of_a_transfer(
+    victim: str, event: Event, llama_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Who has the document, or who gets it: nothing is lost, and nobody has half of it."""
+    prompts, wire = asked(1, 5), Tripwire(tmp_path / "wire")
+    monkeypatch.setenv(TRIPWIRE, str(tmp_path / "wire"))
+    with LLM(str(llama_path), prefill_workers=2, prefill_chunk=32, deterministic=True) as llm:
+        llm.engine.promises.promise(ConductorRules(policy="mooncake"))
+        runs = list[list[list[int]]]()
+        for times in (0, 2):
+            llm.reset_prefix_cache()
+            begun = llm.generate(prompts[:1], GREEDY)
+            pids = llm.pools.pids
+            wire.set(pids[victim], event, times)
+            runs.append([o.outputs[0].token_ids for o in begun + llm.generate(prompts[1:], GREEDY)])
+        assert wire.tripped
+        assert [worker for worker, pid in llm.pools.pids.items() if pid != pids[worker]] == [victim]
+        assert runs[0] == runs[1]
 
 
 def test_completions_of_one_prompt_compute_it_once(llama_path: Path) -> None:

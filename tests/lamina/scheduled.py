@@ -15,7 +15,7 @@ from lamina.engine.sequence import Sequence
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import FIRST, Place
-from lamina.protocol.plan import Fork, Free, Grant, New, StepPlan
+from lamina.protocol.plan import Fetch, Fork, Free, Grant, New, StepPlan
 from lamina.request import CompletionOutput, SamplingParams
 
 MAX_ROWS = 12
@@ -106,22 +106,32 @@ class FakePool:
 class FakePrefill:
     """A prefill worker: has the tokens of the prompt that it computes, and draws behind the last."""
 
-    def __init__(self, tables: BlockTables) -> None:
-        self.tables = tables
+    def __init__(self, tables: BlockTables, all_workers: list[FakePrefill]) -> None:
+        self.tables, self.all_workers = tables, all_workers
         self.stored: dict[int, list[int]] = {}
         self.steps: deque[ScheduledStep] = deque()
-        self.num_rows = 0
+        self.num_rows = self.num_fetched = 0
 
     def run(self) -> tuple[ScheduledStep, dict[int, int]]:
         step = self.steps.popleft()
         self.tables.apply(step.plan)
         begin(step.plan, self.stored)
+        for op in step.plan.ops:
+            if isinstance(op, Fetch):
+                self._fetch(op)
         (rows,) = step.plan.rows
         kv = self.stored[rows.sequence]
         assert rows.first == len(kv)
         kv += step.tokens
         self.num_rows += rows.count
         return step, {rows.sequence: next_token(kv)} if step.draws else {}
+
+    def _fetch(self, op: Fetch) -> None:
+        assert len(self.stored[op.sequence]) == op.first
+        came = self.all_workers[op.worker].stored[op.source][op.first : op.first + op.count]
+        assert len(came) == op.count, "it has not computed that yet"
+        self.stored[op.sequence] += came
+        self.num_fetched += op.count
 
 
 def next_token(tokens: list[int]) -> int:
@@ -143,11 +153,13 @@ def drive(
     window: int = 0,
     page: int = 0,
     kept: int = 0,
+    sends: bool = False,
 ) -> Scheduler:
     """Run to the end. Rounds are served in order; the driver hears of several batches' steps in any order.
 
     ``regroups``: deal anew now and then; ``cancels``: end a sequence now and then. ``page``: of retained sequences.
-    ``kept``: blocks that a prefill worker has for prompts beside the one that it computes.
+    ``kept``: blocks that a prefill worker has for prompts beside the one that it computes; ``sends``: they send to each
+    other what they keep.
     """
     windows = [window] * len(lanes)
     ledger, tables = (BlockTables(windows, [blocks] * len(lanes), block_size, lanes, stripe) for _ in range(2))
@@ -160,6 +172,7 @@ def drive(
         return BlockTables([window], [room + kept], block_size)
 
     promises.keys = PromptKeys(page) if kept else None
+    promises.conductor.tokens_per_s = 1e6 * bool(sends and not window)
     stores = [
         PromptStore(w, promises.conductor.directory, promises.keys, store_blocks(), [room])
         for w in range(prefill_workers if promises.keys else 0)
@@ -173,7 +186,8 @@ def drive(
         prefill=prefill,
         prefixes=Prefixes(ledger, page),
     )
-    prefills = [FakePrefill(store_blocks()) for _ in range(prefill_workers)]
+    prefills = list[FakePrefill]()
+    prefills += [FakePrefill(store_blocks(), prefills) for _ in range(prefill_workers)]
     pool, order = FakePool(tables), arrivals or random.Random(0)
     rounds: list[list[ScheduledStep]] = []
     served: list[tuple[ScheduledStep, dict[int, int]]] = []  # with the tokens drawn; the driver has not heard yet
@@ -214,6 +228,7 @@ def drive(
     assert all(s.finished for s in sequences), "stuck"
     scheduler.forget_prefixes()
     scheduler.num_prefilled = sum(p.num_rows for p in prefills)  # type: ignore[attr-defined]
+    scheduler.num_fetched = sum(p.num_fetched for p in prefills)  # type: ignore[attr-defined]
     for step in scheduler.schedule():
         pool.run(step)
     tables.check_integrity()

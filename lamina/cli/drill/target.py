@@ -32,7 +32,7 @@ from .moments import ANY, StrikeMoment
 MODULES = {
     "compute": "lamina.compute.main",
     "memory": "lamina.memory.main",
-    "prefill": "lamina.compute.prefill_main",
+    "prefill": "lamina.compute.prefill.main",
     "engine": "lamina.server.link.engine_process",
 }
 NOTICED = "all requests go on"  # words of the log

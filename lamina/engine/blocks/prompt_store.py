@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Several
 from hashlib import sha256
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from lamina.engine.conductor.directory import Directory
 from lamina.engine.sequence import Sequence
 from lamina.protocol.placement import FIRST
-from lamina.protocol.plan import Fork, Free, Keep, New, SequenceOp, StepPlan
+from lamina.protocol.plan import Fetch, Fork, Free, Keep, New, SequenceOp, StepPlan
 
 from .ledger import Ledger
 
@@ -68,6 +68,8 @@ class PromptStore:
         self._having = dict[bytes, dict[int, None]]()  # page -> which of these have it
         self._sources = dict[int, int]()  # of prompts that are to begin with what is kept -> whose that is
         self._leaving = set[int]()  # sources that go as soon as they were used
+        self._fetches = dict[int, Fetch]()  # of prompts that are to begin with what other workers have
+        self._under_way = set[int]()  # begun, and not whole yet, although some are kept by what is planned
         self._computing: _Computed | None = None
         self._ops: list[SequenceOp] = []
 
@@ -83,10 +85,34 @@ class PromptStore:
             self._keys.of(other)[kept : kept + 1] == keys[kept : kept + 1] for other in others
         )
 
-    def promise(self, sequence: Sequence, length: int) -> None:
-        """A sequence, which has its id, will begin with so many tokens: no more than ``match`` has said."""
-        if length and (whole := self._match(sequence, length)):
+    def sendable(self, sequence: Sequence, most: int) -> int:
+        """Of the tokens with which it may begin, those that another worker can have now: blocks of all layers."""
+        whole = None if any(self._ledger.windows) else self._match(sequence, most, self._under_way)
+        return whole.length if whole else 0
+
+    def promise(self, sequence: Sequence, length: int, lender: PromptStore | None = None) -> None:
+        """A sequence, which has its id, will begin with so many tokens: no more than ``match`` has said here, or
+        ``sendable`` of ``lender``, from which comes what is not here.
+        """
+        whole = self._match(sequence, length) if length else None
+        if whole is not None:
             self._sources[sequence.id] = whole.number
+        if lender is not None:
+            own = whole.length if whole else 0
+            source = lender._lend(sequence, length)
+            self._fetches[sequence.id] = Fetch(sequence.id, own, length - own, lender._worker, source)
+
+    def _lend(self, sequence: Sequence, length: int) -> int:
+        """Whose first tokens they are; they stay until ``returned``."""
+        whole = self._match(sequence, length, self._under_way)
+        assert whole is not None
+        self._sources[sequence.id] = whole.number
+        return whole.number
+
+    def returned(self, sequence: Sequence) -> None:
+        """Another worker has what it had promised to a sequence from here, or needs it no more."""
+        if (source := self._sources.pop(sequence.id, None)) is not None:
+            self._ops += self._used(source)
 
     def begin(self, sequence: Sequence) -> list[SequenceOp]:
         """The ops before the first chunk of a sequence, none before others."""
@@ -94,13 +120,17 @@ class PromptStore:
             return []
         self._settle()
         ops, self._ops = self._ops, []
-        source = self._sources.pop(sequence.id, None)
+        source, fetch = self._sources.pop(sequence.id, None), self._fetches.pop(sequence.id, None)
         if source is None:
             ops.append(New(sequence.id))
         else:
-            ops.append(Fork(sequence.id, source, sequence.num_scheduled))
+            ops.append(Fork(sequence.id, source, fetch.first if fetch else sequence.num_scheduled))
+        if fetch is not None:
+            ops.append(fetch)
+        if source is not None:
             ops += self._used(source)
         self._computing = _Computed(sequence.id, self._keys.of(sequence), not sequence.outlived)
+        self._under_way.add(sequence.id)
         return ops
 
     def apply(self, plan: StepPlan) -> None:
@@ -109,13 +139,15 @@ class PromptStore:
 
     def computed(self, sequence: Sequence) -> None:
         """A prompt is whole."""
+        self._under_way.discard(sequence.id)
         if self._computing is not None and self._computing.number == sequence.id:
             self._settle()
 
     def drop(self, sequence: Sequence) -> None:
         """A prompt will not be computed any further."""
-        if (source := self._sources.pop(sequence.id, None)) is not None:
-            self._ops += self._used(source)
+        self.returned(sequence)
+        self._fetches.pop(sequence.id, None)
+        self._under_way.discard(sequence.id)
         if self._computing is not None and self._computing.number == sequence.id:
             self._computing = None
             self._ops.append(Free(sequence.id))
@@ -133,16 +165,18 @@ class PromptStore:
         self._having.clear()
         self._sources.clear()
         self._leaving.clear()
+        self._fetches.clear()
+        self._under_way.clear()
         self._computing, self._ops = None, []
         self._ledger.reconcile([])
 
-    def _match(self, sequence: Sequence, most: int) -> _Whole | None:
-        """In whole pages. Its last token is in none of them: a row has to draw."""
+    def _match(self, sequence: Sequence, most: int, but: Collection[int] = ()) -> _Whole | None:
+        """In whole pages, of any but these. Its last token is in none of them: a row has to draw."""
         page = self._keys.page
         most = min(most, sequence.num_promised - 1)
         for count in range(min(most // page, len(keys := self._keys.of(sequence))), 0, -1):
             for number in self._having.get(keys[count - 1], ()):
-                if self._ledger.shared_of(Keep(number, count * page, FIRST)) is not None:
+                if number not in but and self._ledger.shared_of(Keep(number, count * page, FIRST)) is not None:
                     return _Whole(number, count * page)
         return None
 

@@ -13,11 +13,14 @@ from typing import NamedTuple
 
 from lamina.request import Refusal
 
-from .choice import NOBODY, PromptChoice, Question, WorkerMatch, policy_of
+from .choice import NOBODY, POLICIES, PromptChoice, Question, WorkerMatch
 from .directory import Directory
 from .estimate import PrefillFit
 from .lines import BookedPrompt, PromptLine
+from .others import OTHERS
 from .overload import NO_LIMITS, DecodePool, Limits, overload_of
+
+NEW_TRANSFER = 0.2  # weight of what a transfer has taken, beside those before it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,8 @@ class ConductorRules:
     check_again: bool = True
 
     def __post_init__(self) -> None:
-        policy_of(self.policy)
+        if self.policy not in {**POLICIES, **OTHERS}:
+            raise ValueError(f"--prefill-policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         overload_of(self.overload)
         if not 1.0 <= self.threshold < math.inf:
             raise ValueError(
@@ -62,7 +66,9 @@ class KnownPrompt(NamedTuple):
 
 @dataclass
 class Conductor:
-    """Times are seconds of one clock, which the caller reads. ``tokens_per_s``: of a transfer, from one sender."""
+    """Times are seconds of one clock, which the caller reads. ``tokens_per_s``: of a transfer, from one sender; 0 =
+    nothing is sent.
+    """
 
     rules: ConductorRules
     directory: Directory
@@ -76,7 +82,7 @@ class Conductor:
     _booked: dict[Hashable, tuple[PromptChoice, KnownPrompt]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._policy, self._random = policy_of(self.rules.policy), random.Random(self.seed)
+        self._policy, self._random = {**POLICIES, **OTHERS}[self.rules.policy], random.Random(self.seed)
         self._lines = [PromptLine() for _ in range(self.num_workers)]
         self._sends_until = [0.0] * self.num_workers
 
@@ -84,13 +90,15 @@ class Conductor:
         """The worker that should compute ``prompt``, of all workers or of ``among``. Changes nothing but the next draw
         of chance.
         """
-        held, ready = self.directory.held(prompt.keys), self.directory.ready(prompt.keys)
+        held, ready = self.directory.held(prompt.keys), self.directory.ready(prompt.keys if self.tokens_per_s else ())
         workers = [
             WorkerMatch(
                 w,
                 line.queue_s(now_s, prompt.priority),
                 max(prompt.everywhere, prompt.length(held[w])),
                 prompt.length(ready[w]),
+                len(line.prompts),
+                self.directory.num_pages(w),
             )
             for w, line in enumerate(self._lines)
             if among is None or w in among
@@ -138,6 +146,12 @@ class Conductor:
         choice, prompt = self._booked[request]
         moved = [k for n, k in enumerate(prompt.keys, 1) if prompt.length(n) <= choice.prefix]
         self.directory.arrived(choice.worker, moved)
+
+    def transferred(self, tokens: int, seconds: float) -> None:
+        """A transfer of so many tokens took so long: the next ones are expected to take the like."""
+        if tokens > 0 and seconds > 0:
+            per_token_s = 1.0 / self.tokens_per_s
+            self.tokens_per_s = 1.0 / (per_token_s + NEW_TRANSFER * (seconds / tokens - per_token_s))
 
     def begun(self, request: Hashable, now_s: float) -> None:
         """The request's worker computes its prompt from now on."""

@@ -26,6 +26,8 @@ class WorkerMatch(NamedTuple):
     queue_s: float  # until it has computed all that it was given
     prefix: int  # tokens whose K and V it will have then
     sendable: int  # of these, the ones that the worker could send now
+    waiting: int = 0  # prompts that were given to it
+    stored: int = 0  # pages that it holds
 
     @staticmethod
     def idle(worker: int, prefix: int = 0) -> WorkerMatch:
@@ -73,7 +75,7 @@ def mooncake(asked: Question) -> PromptChoice:
         if holder.sendable > at.prefix * asked.threshold:
             choice = _fetching(asked, at, holder)
         else:
-            choice = _alone(asked, at)
+            choice = alone(asked, at)
         if best is None or choice.ttft_s < best.ttft_s:
             best = choice
     assert best is not None
@@ -85,7 +87,7 @@ def auto(asked: Question) -> PromptChoice:
     holder = _holder(asked)
     best: PromptChoice | None = None
     for at in asked.workers:
-        choice = _alone(asked, at)
+        choice = alone(asked, at)
         if best is None or choice.ttft_s < best.ttft_s:
             best = choice
         if holder.sendable > at.prefix:
@@ -99,17 +101,17 @@ def auto(asked: Question) -> PromptChoice:
 
 def cache_aware(asked: Question) -> PromptChoice:
     """The least queue and prefill, nothing moves."""
-    return min((_alone(asked, at) for at in asked.workers), key=lambda choice: choice.ttft_s)
+    return min((alone(asked, at) for at in asked.workers), key=lambda choice: choice.ttft_s)
 
 
 def load_balance(asked: Question) -> PromptChoice:
     """The shortest queue, whoever has what."""
-    return _alone(asked, min(asked.workers, key=lambda at: at.queue_s))._replace(reason="shortest queue")
+    return alone(asked, min(asked.workers, key=lambda at: at.queue_s))._replace(reason="shortest queue")
 
 
 def random(asked: Question) -> PromptChoice:
     """Any worker."""
-    return _alone(asked, asked.workers[int(asked.draw() * len(asked.workers))])._replace(reason="by chance")
+    return alone(asked, asked.workers[int(asked.draw() * len(asked.workers))])._replace(reason="by chance")
 
 
 POLICIES: dict[str, Policy] = {
@@ -121,18 +123,12 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def policy_of(name: str) -> Policy:
-    """Raises ValueError for a name that is none."""
-    if name not in POLICIES:
-        raise ValueError(f"--prefill-policy must be one of {', '.join(POLICIES)}, not {name!r}")
-    return POLICIES[name]
-
-
 def _holder(asked: Question) -> WorkerMatch:
     return max(asked.workers, key=lambda at: at.sendable)
 
 
-def _alone(asked: Question, at: WorkerMatch) -> PromptChoice:
+def alone(asked: Question, at: WorkerMatch) -> PromptChoice:
+    """A worker computes all that it has not."""
     prefill_s = asked.prefill_s(asked.tokens, at.prefix)
     return PromptChoice(
         at.worker, at.prefix, at.queue_s, 0.0, prefill_s, at.queue_s + prefill_s, "local match" if at.prefix else "new"

@@ -14,7 +14,7 @@ from lamina.protocol.plan import StepPlan
 class ScheduledStep:
     """A StepPlan and who its rows belong to: ``parts[i]`` owns ``plan.rows[i]``; ``draws`` sample behind their last
     row. ``scores``: owners of the log-probabilities of prompt tokens that come before the draws; the engine fills it.
-    ``prefill_worker``: who runs it; None = the compute workers.
+    ``prefill_worker``: who runs it; None = the compute workers. ``fetch_s``: what its Fetch took, once it is done.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class ScheduledStep:
         self.plan = plan
         self.parts = parts
         self.draws = draws
-        self.prefill_worker = prefill_worker
+        self.prefill_worker, self.fetch_s = prefill_worker, 0.0
         self.scores: list[Sequence] = []
         self.tokens = list[int]()
         for sequence, row in zip(parts, plan.rows, strict=True):

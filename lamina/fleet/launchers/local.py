@@ -32,7 +32,7 @@ BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 ROLES = {
     "memory": ("lamina.memory.main", "serve_memory"),
     "compute": ("lamina.compute.main", "serve_compute"),
-    "prefill": ("lamina.compute.prefill_main", "serve_prefill"),
+    "prefill": ("lamina.compute.prefill.main", "serve_prefill"),
     "engine": ("lamina.server.link.engine_process", "serve_engine"),
     "footprint": ("lamina.memory.footprint", "serve_footprint"),
 }

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 # What workers import, in an order that each of them could have: torch without transformers first.
 MODULES = (
     "torch", "lamina.memory.main", "lamina.memory.worker", "lamina.memory.moves", "lamina.memory.rate",
-    "lamina.netstack.host.shm", "lamina.compute.main", "lamina.compute.prefill_main", "lamina.attention.reference",
+    "lamina.netstack.host.shm", "lamina.compute.main", "lamina.compute.prefill.main", "lamina.attention.reference",
     "lamina.server.link.engine_process", "lamina.models.convert", "lamina.models.load", "transformers:PreTrainedModel",
     "transformers:PreTrainedTokenizerFast", "transformers:GenerationMixin", "transformers.models.auto.modeling_auto",
     "torch.export._trace", "torch._subclasses.schema_check_mode", "torch.fx.experimental.validator",

@@ -8,6 +8,7 @@ from lamina.protocol.plan import (
     BlockOp,
     Expect,
     Export,
+    Fetch,
     Fork,
     Free,
     Grant,
@@ -59,7 +60,7 @@ def after_op(
             return shifted(op)
         case Prune():
             return extents.pruned(existing(known(op.sequence), op.sequence), op)
-        case Grant() | Import():
+        case Grant() | Fetch() | Import():
             return extents.advance(existing(known(op.sequence), op.sequence), op.rows)
         case Export():
             extent = existing(known(op.sequence), op.sequence)

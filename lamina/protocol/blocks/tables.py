@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from lamina.protocol.plan import Fork, Free, Grant, Import, Keep, MediumOp, Prune, Rows, Shift, StepPlan
+from lamina.protocol.plan import Fetch, Fork, Free, Grant, Import, Keep, MediumOp, Prune, Rows, Shift, StepPlan
 from lamina.protocol.sparse_ops import Attend, Score
 
 from .after_op import after_op, touched
@@ -152,7 +152,7 @@ class BlockTables(HeldBlocks):
                 continue
             if not isinstance(op, Shift | Free) and not shifted.keys().isdisjoint(touched(op)):
                 raise PlanError(f"a sequence is shifted in step {plan.step}: it may be freed, and no {op}")
-            if op.sequence in forked and not isinstance(op, Free):
+            if op.sequence in forked and not isinstance(op, Fetch | Free):
                 raise PlanError(f"sequence {op.sequence} is forked in step {plan.step}: it may have rows, and no {op}")
             changes[op.sequence] = after_op(
                 op, self._extents, partial(self._known, changes), self._forked, self._shifted
@@ -160,7 +160,7 @@ class BlockTables(HeldBlocks):
             if isinstance(op, Fork):
                 forked[op.sequence] = op.length
                 shared |= dict.fromkeys((op.sequence, op.source), op.length)
-            elif isinstance(op, Grant | Import):
+            elif isinstance(op, Grant | Fetch | Import):
                 self._check_alone(op.rows, shared)
             elif isinstance(op, Prune) and op.sequence in shared:
                 raise PlanError(f"sequence {op.sequence} is forked and loses blocks in step {plan.step}")

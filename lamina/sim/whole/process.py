@@ -15,7 +15,7 @@ import torch
 from lamina import gemm
 from lamina.compute.main import ComputeServer
 from lamina.compute.model_server import MESSAGES, CutModel, ModelServer
-from lamina.compute.prefill_main import PrefillServer
+from lamina.compute.prefill.main import PrefillServer
 from lamina.fleet.links import FROM_WORKERS, Link
 from lamina.memory.main import FROM_DRIVER, MemoryServer
 from lamina.memory.worker import MemoryWorker

@@ -148,7 +148,7 @@ def test_nothing_is_left_when_the_driver_dies(how: signal.Signals, scheme: str, 
     [
         "lamina.compute.main:serve_compute",
         "lamina.memory.main:serve_memory",
-        "lamina.compute.prefill_main:serve_prefill",
+        "lamina.compute.prefill.main:serve_prefill",
     ],
 )
 def test_a_worker_goes_with_its_driver_also_while_it_imports(serve: str) -> None:

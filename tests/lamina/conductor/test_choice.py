@@ -10,6 +10,7 @@ from conducted import LAW, RATE, algorithm_1, asked
 
 from lamina.engine.conductor.choice import NOBODY, POLICIES, WorkerMatch, auto, cache_aware, load_balance, mooncake
 from lamina.engine.conductor.estimate import PrefillFit, PrefillTime, fit_law
+from lamina.engine.conductor.others import OTHERS
 
 
 def test_algorithm_1_to_the_letter_on_ten_thousand_states() -> None:
@@ -77,6 +78,33 @@ def test_the_others() -> None:
     assert cache_aware(question).worker == 2
     assert cache_aware(question).moved == 0
     assert [POLICIES["random"](question._replace(draw=lambda x=x: x)).worker for x in (0.0, 0.5, 0.99)] == [0, 1, 2]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "waiting", "stored", "by_sglang", "by_production_stack"),
+    [
+        ((0, 3100, 0), (9, 9, 0), (5, 5, 1), 1, 2),  # a third of it, and all but 6,900
+        ((0, 8000, 0), (9, 73, 0), (5, 5, 9), 2, 1),  # one is busy, and has it
+        ((0, 8000, 0), (9, 64, 0), (5, 5, 9), 1, 1),
+        ((0, 3000, 0), (9, 9, 8), (5, 6, 7), 0, 2),  # nobody has enough
+        ((0, 0, 0), (200, 130, 131), (5, 6, 7), 1, 1),
+    ],
+)
+def test_rules_of_others(
+    prefixes: tuple[int, ...],
+    waiting: tuple[int, ...],
+    stored: tuple[int, ...],
+    by_sglang: int,
+    by_production_stack: int,
+) -> None:
+    each = zip(prefixes, waiting, stored, strict=True)
+    workers = [WorkerMatch(w, 0.0, prefix, prefix, *more) for w, (prefix, *more) in enumerate(each)]
+    question = asked([])._replace(workers=workers)
+    assert [OTHERS[name](question).worker for name in ("sglang", "production-stack")] == [
+        by_sglang,
+        by_production_stack,
+    ]
+    assert not any(rule(question).moved for rule in OTHERS.values())
 
 
 def test_pages_that_are_still_computed_are_no_source() -> None:

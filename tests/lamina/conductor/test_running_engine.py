@@ -7,7 +7,7 @@ import statistics
 from typing import NamedTuple
 
 import pytest
-from conducted import LAW, STEP, conductor, even, played, zipf
+from conducted import LAW, RATE, STEP, conductor, even, played, zipf
 
 from lamina.engine.conductor import ConductorRules, KnownPrompt
 from lamina.engine.conductor.estimate import PrefillFit
@@ -37,15 +37,23 @@ def chunk_s(load: StepLoad) -> float:
     return LAW.b * load.rows + LAW.c * (2 * load.pairs - load.rows)
 
 
-def served(arrivals: list[TracedPrompt], rules: ConductorRules, workers: int, decode_s: float, kept: int = 0) -> Served:
+def served(
+    arrivals: list[TracedPrompt],
+    rules: ConductorRules,
+    workers: int,
+    decode_s: float,
+    kept: int = 0,
+    tokens_per_s: float = NO_TRANSFER,
+) -> Served:
     """By an engine with prefill workers, each of which takes LAW, and steps that take STEP."""
     clock = VirtualClock()
     pool = SimulatedPool(
         layers=1, blocks=1 << 16, block=128, longest=1 << 16, most=1 << 10, chunk=CHUNK, prefill=workers, kept=kept
     )
-    engine, _ = pool.engine(clock, step_s, chunk_s)
+    engine, wire = pool.engine(clock, step_s, chunk_s)
     engine.promises.promise(rules)
     one = engine.promises.conductor
+    one.tokens_per_s, wire.tokens_per_s = tokens_per_s, tokens_per_s or math.inf
     one.fit, one.decoding = PrefillFit(LAW), DecodePool(1, STEP, decode_s)
     numbers, came = dict[int, int](), Served([math.inf] * len(arrivals), [""] * len(arrivals))
 
@@ -83,10 +91,16 @@ def _note(output: RequestOutput, number: int, came: Served) -> None:
         came.ttft_s[number] = times.first_token_s - times.arrival_s
 
 
-def simulated(arrivals: list[TracedPrompt], workers: int, decode_s: float, pages: int = 1, **rules: object) -> Served:
-    """Nothing is sent from worker to worker."""
+def simulated(
+    arrivals: list[TracedPrompt],
+    workers: int,
+    decode_s: float,
+    pages: int = 1,
+    tokens_per_s: float = NO_TRANSFER,
+    **rules: object,
+) -> Served:
     one = conductor(workers, pages=pages, instances=1, decode_s=decode_s, **rules)  # type: ignore[arg-type]
-    one.tokens_per_s = NO_TRANSFER
+    one.tokens_per_s = tokens_per_s
     requests = played(one, arrivals, instances=1).requests
     decoded = [not r.refused for r in requests]
     return Served([r.ttft_s if d else math.inf for r, d in zip(requests, decoded, strict=True)],
@@ -116,13 +130,17 @@ def test_an_engine_serves_as_simulated(limits: Limits, overload: str, answer: in
     assert (limits != Limits()) == any(live.refused)
 
 
-def test_an_engine_finds_prompts_where_the_simulation_does() -> None:
-    """Documents of 8,192 tokens, some of them hot, and questions of 2,048: computed where the document is, copied by
-    being computed where it is not.
+@pytest.mark.parametrize(
+    ("policy", "tokens_per_s"),
+    [("auto", NO_TRANSFER), ("auto", RATE), ("mooncake", RATE), ("cache-aware", RATE)],
+)
+def test_an_engine_finds_prompts_where_the_simulation_does(policy: str, tokens_per_s: float) -> None:
+    """Documents of 8,192 tokens, some of them hot, and questions of 2,048: computed where the document is; where it is
+    not it is computed again, or comes from there.
     """
-    arrivals, pages = zipf(150, 2.0), 600
-    live = served(arrivals, ConductorRules(), 3, decode_s=1.0, kept=pages * 4)
-    expected = simulated(arrivals, 3, 1.0, pages, policy="auto")
-    without = served(arrivals, ConductorRules(), 3, decode_s=1.0)
+    arrivals, pages, rules = zipf(150, 2.0), 600, ConductorRules(policy=policy)
+    live = served(arrivals, rules, 3, 1.0, pages * 4, tokens_per_s)
+    expected = simulated(arrivals, 3, 1.0, pages, tokens_per_s, policy=policy)
+    without = served(arrivals, rules, 3, decode_s=1.0)
     assert statistics.fmean(live.ttft_s) == pytest.approx(statistics.fmean(expected.ttft_s), rel=0.1)
     assert statistics.fmean(live.ttft_s) < 0.2 * statistics.fmean(without.ttft_s)

@@ -47,6 +47,28 @@ def test_what_begins_alike_is_computed_once() -> None:
     assert kept.num_prefilled == 60 + 5 * 20  # type: ignore[attr-defined]
 
 
+class OneThenAll(random.Random):
+    """Of arrivals: the first one is done before all others come at once."""
+
+    calls = 0
+
+    def random(self) -> float:
+        self.calls += 1
+        return 0.99 if 1 < self.calls < 200 else 0.0
+
+
+def test_what_one_worker_has_another_one_fetches() -> None:
+    """And a document that one has is computed by nobody else."""
+    counts = []
+    for sends in (False, True):
+        sequences = [prompt(number, 40, 20) for number in range(8)]
+        arrivals = OneThenAll()
+        sent = drive(sequences, blocks=120, page=PAGE, prefill_workers=3, kept=60, sends=sends, arrivals=arrivals)
+        check_tokens(sequences)
+        counts.append((sent.num_fetched, sent.num_prefilled))  # type: ignore[attr-defined]
+    assert counts == [(0, 60 + 2 * 40 + 7 * 20), (2 * 40, 60 + 7 * 20)]
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     shapes=st.lists(
@@ -61,6 +83,7 @@ def test_what_begins_alike_is_computed_once() -> None:
     cancels=st.none() | st.builds(random.Random, st.integers(0, 1000)),
     prefill_workers=st.integers(1, 3),
     window=st.sampled_from([0, 0, 0, 9]),
+    sends=st.booleans(),
     lanes=st.sampled_from([(Lanes(),), EACH]),
 )
 def test_any_mix_gives_every_sequence_its_own_tokens(
@@ -72,6 +95,7 @@ def test_any_mix_gives_every_sequence_its_own_tokens(
     cancels: random.Random | None,
     prefill_workers: int,
     window: int,
+    sends: bool,
     lanes: tuple[Lanes, ...],
 ) -> None:
     """Memory enough and too little on both sides; sequences that begin in different lanes."""
@@ -87,6 +111,7 @@ def test_any_mix_gives_every_sequence_its_own_tokens(
         lanes=lanes,
         page=PAGE,
         kept=kept,
+        sends=sends,
     )
     check_tokens(sequences)
 

@@ -168,7 +168,7 @@ def test_a_prefill_worker_waits_anew_for_steps_of_the_new_view() -> None:
     inner: Any = FakeWorker(0)
     inner.connect = lambda own, view: connected.append(view)
     inner.left.append(StepDone(view=1, batch=1, step=4, drawn=[]))
-    own: Any = SimpleNamespace(connect=lambda pool, keep: connected.extend([pool, keep]))
+    own: Any = SimpleNamespace(connect=lambda pool, keep: connected.extend([pool, keep]), fetch_s=0.0)
     old, new = FakeLink(0, now), FakeLink(0, now)
     mine = PrefillWorker(inner, own, [old], 1.0, lambda: now[0], view=1)  # type: ignore[list-item]
     assert mine.turn() is None

@@ -26,6 +26,7 @@ from lamina.netstack import PeerFault
 from lamina.protocol.partition import Partition, Share
 from lamina.protocol.plan import (
     Bind,
+    Fetch,
     Key,
     Kind,
     New,
@@ -51,6 +52,7 @@ pool = pools(*SCHEMES)
         (StepPlan(step=5, ops=[New(1)], rows=[]), "exists already"),
         (StepPlan(step=5, ops=[], rows=[], reply_to=[0, 1, 0, 0, 0]), "as replicas of 5 layers"),
         (StepPlan(step=5, ops=[], rows=[], source=[0, 0]), "as replicas of 5 layers"),
+        (StepPlan(step=5, ops=[New(2), Fetch(2, 0, 16, 0, 1)], rows=[], view=2), "only prefill workers fetch"),
         (StepPlan(step=5, ops=[], rows=[], version=99), "version 99"),
         (StepPlan(step=5, ops=[], rows=[], view=3), "step 5 is of view 3, this worker is in view 2"),
     ],

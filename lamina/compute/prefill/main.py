@@ -11,22 +11,24 @@ from msgspec import structs
 
 from lamina import attention
 from lamina.attention import name_of
+from lamina.compute.capacity import kv_geometries, prompt_bytes, store_bytes
+from lamina.compute.links import MemoryLink
+from lamina.compute.memory_pool import MemoryPool
+from lamina.compute.model_server import CutModel, ModelServer, serve
+from lamina.compute.parity import parity_layers
+from lamina.compute.worker import ComputeWorker
 from lamina.kv.stored import stored_dtype
 from lamina.memory.store import Store, available_bytes
 from lamina.netstack import Terms
+from lamina.protocol.beginnings import MeetPrefill
 from lamina.protocol.control import ComputeReady, Connect, Loaded
 from lamina.protocol.partition import by_head
 from lamina.protocol.plan import Bind, Bound, Join
 from lamina.workers.devices import CPU
-from lamina.workers.view import ViewFabric
+from lamina.workers.view import ViewDoor, ViewFabric
 
-from .capacity import kv_geometries, prompt_bytes, store_bytes
-from .links import MemoryLink
-from .memory_pool import MemoryPool
-from .model_server import CutModel, ModelServer, serve
-from .parity import parity_layers
-from .prefill import OwnAttention, PrefillWorker
-from .worker import ComputeWorker
+from . import OwnAttention, PrefillWorker
+from .beginnings import Beginnings, prompts_reception
 
 
 def serve_prefill(sock: socket.socket, module: Any = None) -> None:
@@ -40,11 +42,17 @@ class PrefillServer(ModelServer):
     _program: Any = None
     _serving: PrefillWorker | None = None
     _store: Store  # once it serves
+    _own: OwnAttention  # the same
+    _door: ViewDoor | None = None  # where the others come; None: there are none
+    _beginnings: Beginnings | None = None  # of the view
 
     def load(self) -> Loaded:
+        if (workers := self.start.topology.prefill_workers) > 1:
+            reception = prompts_reception(self.start.name, workers)
+            self._door = ViewDoor(self.fabric.listen(self.start.address, reception))
         self._cut = self.cut()
         self._program = self.runnable(self._cut)
-        return Loaded()
+        return Loaded(prompts_url=self._door.url if self._door else "")
 
     def connect(self, meeting: Connect, fabric: ViewFabric) -> tuple[PrefillWorker, ComputeReady]:
         start, cut = self.start, self._cut
@@ -56,7 +64,7 @@ class PrefillServer(ModelServer):
             self._serving.connect(links, pool, meeting.view, meeting.keep)
             return self._serving, self._ready(bounds, meeting.view)
         self._store = self._open_store(cut, bounds[0].backend)
-        own = OwnAttention(self._store, pool, self.trace)
+        own = self._own = OwnAttention(self._store, pool, self.trace)
         self.clock.lap("bind_s")
         worker = ComputeWorker(
             self._program,
@@ -71,6 +79,20 @@ class PrefillServer(ModelServer):
             worker, own, links, start.deadlines.step_timeout_s, self.around.clock, self.trace, meeting.view
         )
         return self._serving, self._ready(bounds, meeting.view)
+
+    def meet(self, order: MeetPrefill, fabric: ViewFabric) -> None:
+        assert self._door is not None
+        deadlines = self.start.deadlines
+        timeout_s, start = deadlines.step_timeout_s, self.around.start
+        self._beginnings = Beginnings(self._store, self.staging, timeout_s, start, self.trace)
+        self._beginnings.meet(order, fabric, self._door, deadlines.start_timeout_s)
+        self._own.meet(self._beginnings)
+
+    def let_go(self) -> None:
+        if self._beginnings:
+            self._beginnings.end()
+            self._beginnings = None
+        super().let_go()
 
     def _ready(self, bounds: list[Bound], view: int) -> ComputeReady:
         return structs.replace(self.ready(self._cut, bounds, view), stores=[self._store.bound])

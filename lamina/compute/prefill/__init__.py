@@ -1,8 +1,9 @@
 """The prefill worker: a compute worker for prompts, whose attention is its own. K and V go to the memory workers.
 
-It computes a prompt chunk by chunk, with all its K and V in a store of its own until the prompt is done; it draws the
-first token; and it sends the K and V of each layer on as soon as they exist. The memory workers take them when decoding
-leaves them idle (memory.grants), so a prompt costs decoding next to nothing.
+It computes a prompt chunk by chunk, with all its K and V in a store of its own; it draws the first token; and it sends
+the K and V of each layer on as soon as they exist. The memory workers take them when decoding leaves them idle
+(memory.grants), so a prompt costs decoding next to nothing. What another one has computed of it comes from there
+(prefill.beginnings).
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from lamina.buffers import part_of
+from lamina.compute.links import MemoryLink
+from lamina.compute.worker import Attention, ComputeWorker
 from lamina.memory.step import Step, Stored
 from lamina.memory.store import Store
 from lamina.memory.write import Written
 from lamina.netstack import ChannelTimeout
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.control import RunRound, StepDone
-from lamina.protocol.plan import Keep, Key, Kind, ProtocolError, StepPlan
+from lamina.protocol.plan import Fetch, Keep, Key, Kind, ProtocolError, StepPlan
 from lamina.workers.staging import NOTHING
 
-from .links import MemoryLink
-from .worker import Attention, ComputeWorker
+from .beginnings import Beginnings
 
 GLANCE_S = 0.002  # for news of memory workers, before the driver's are looked at again
 
@@ -39,6 +42,7 @@ class OwnAttention:
         """``store``: of all heads, for prompts one after the other. Tensors are on its device; ``pool`` takes them."""
         self._store = store
         self._pool = pool
+        self._beginnings: Beginnings | None = None  # those of others; None: they are not met
         self._trace = trace
         self._step: Step | None = None
         self._q = NOTHING
@@ -53,7 +57,11 @@ class OwnAttention:
         """K and V go on to ``pool`` from here on. ``keep``: of the store; None = all."""
         if keep is not None:
             self._store.reconcile(keep)
-        self._past_s, self._pool, self._step = self.sending_s, pool, None
+        self._past_s, self._pool, self._step, self._beginnings = self.sending_s, pool, None, None
+
+    def meet(self, beginnings: Beginnings) -> None:
+        """Others are met under this view, and have beginnings of prompts for this worker."""
+        self._beginnings = beginnings
 
     @property
     def send_s(self) -> float:
@@ -65,8 +73,22 @@ class OwnAttention:
         """Seconds spent sending."""
         return self._past_s + self._pool.send_s
 
+    @property
+    def fetch_s(self) -> float:
+        """Seconds under this view until beginnings of prompts had come from others, once their steps were due."""
+        return self._beginnings.fetch_s if self._beginnings else 0.0
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Of these."""
+        return self._beginnings.fetched_bytes if self._beginnings else 0
+
     def announce(self, plan: StepPlan) -> None:
-        """A step to come: nobody else need know."""
+        """A step to come: whoever has some of its prompts sends it. Raises ChannelError, ProtocolError."""
+        if self._beginnings:
+            self._beginnings.ask(plan)
+        elif any(isinstance(op, Fetch) for op in plan.ops):
+            raise ProtocolError(f"step {plan.step} fetches from others, whom this worker has not met")
 
     def prepare(self, plan: StepPlan) -> None:
         """Nothing: the store is as the step before leaves it."""
@@ -77,10 +99,14 @@ class OwnAttention:
             self._store.begin(plan)
             self._store.make_ready()
             self._step = Step(self._store, plan)
+            if self._beginnings:
+                self._beginnings.begin(plan)
             self._pool.select(plan)
 
     def q(self, layer: int, q: Tensor) -> None:
         """q [R, Hq, 1, D]."""
+        if self._beginnings:
+            self._beginnings.take(layer)
         start, step, begun = self._trace.now(), self._now, time.perf_counter()
         self._q = _flat(q)
         self._stored = step.attend_stored(layer, self._q)
@@ -144,6 +170,7 @@ class PrefillWorker:
         self._stored = [-1] * len(links)  # the last step, by memory worker
         self._since = 0.0  # the oldest of them was computed, or its predecessor stored
         self.stored_wait_s = 0.0
+        self._fetch_s = 0.0  # up to the step that was computed last
 
     def connect(self, links: list[MemoryLink], pool: Attention, view: int, keep: Sequence[Keep] | None = None) -> None:
         """Go on under ``view``, with ``pool`` over ``links``. Chunks of older views are dropped. ``keep``: of the
@@ -153,7 +180,7 @@ class PrefillWorker:
         self._worker.connect(self._attention, view)
         self._links, self._view = links, view
         self._computed.clear()
-        self._stored = [-1] * len(links)
+        self._stored, self._fetch_s = [-1] * len(links), 0.0
 
     @property
     def has_work(self) -> bool:
@@ -171,7 +198,8 @@ class PrefillWorker:
         if done is not None:
             if not self._computed:
                 self._since = self._clock()
-            self._computed.append(done)
+            before, self._fetch_s = self._fetch_s, self._attention.fetch_s
+            self._computed.append(structs.replace(done, fetch_s=self._fetch_s - before))
         begun, start = self._clock(), self._trace.now()
         stored = bool(self._computed) and self._is_stored(self._computed[0].step, 0.0 if busy else GLANCE_S)
         if not busy:
@@ -189,8 +217,9 @@ class PrefillWorker:
         """
         worker, attention = self._worker.stats(), self._attention
         names = ("slice_s", "sample_s", "steps", "rows")
-        seconds = {"attend_s": attention.attend_s, "send_s": attention.sending_s, "stored_wait_s": self.stored_wait_s}
-        return {**{name: worker[name] for name in names}, **seconds}
+        own = {"attend_s": attention.attend_s, "send_s": attention.sending_s, "stored_wait_s": self.stored_wait_s}
+        fetched = {"fetch_s": attention.fetch_s, "fetched_bytes": float(attention.fetched_bytes)}
+        return {**{name: worker[name] for name in names}, **own, **fetched}
 
     def _is_stored(self, step: int, timeout_s: float) -> bool:
         for at, link in enumerate(self._links):

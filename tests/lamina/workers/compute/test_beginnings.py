@@ -1,0 +1,176 @@
+"""Beginnings of prompts between prefill workers: the same bits, of whole blocks, or a fault that is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from memory_peer import WAIT_S, bind, shape
+
+from lamina import netstack
+from lamina.compute.prefill import beginnings
+from lamina.compute.prefill.beginnings import Beginnings, prompts_name, prompts_reception
+from lamina.memory.pages import stored_blocks
+from lamina.memory.store import Store
+from lamina.netstack import Channel, Geometry, PeerFault, Terms
+from lamina.protocol.beginnings import MeetPrefill
+from lamina.protocol.control import Address
+from lamina.protocol.plan import Fetch, Fork, New, ProtocolError, Rows, SequenceOp, StepPlan
+from lamina.workers.staging import open_staging
+from lamina.workers.surroundings import start_thread
+from lamina.workers.view import ViewDoor, ViewFabric
+
+CPU = torch.device("cpu")
+LAYERS = [shape(), shape(dim=32), shape(kv_heads=2)]
+STORED = 48  # tokens of sequence 1, which the first worker has
+
+
+class Prefiller:
+    """A store that is filled, and its end of a view."""
+
+    def __init__(self, number: int, count: int, **fields: object) -> None:
+        torch.manual_seed(number)
+        self.store = Store(bind(LAYERS, max_rows=256, **fields), CPU)
+        for x in (x for layer in self.store.layers for piece in layer for x in piece.kv.tensors):
+            x.copy_(torch.randint(-100, 100, x.shape))
+        self.fabric = netstack.open("loopback", key=b"k" * 32)
+        self.view = ViewFabric(1, self.fabric)
+        self.door = ViewDoor(self.fabric.listen("", prompts_reception(f"p{number}", count)))
+        self.own = Beginnings(self.store, open_staging(CPU), WAIT_S, start_thread)
+        self.step = 0
+
+    def begin(self, ops: list[SequenceOp], rows: list[Rows]) -> StepPlan:
+        self.step += 1
+        plan = StepPlan(step=self.step, ops=ops, rows=rows)
+        self.own.ask(plan)
+        self.store.begin(plan)
+        self.own.begin(plan)
+        return plan
+
+    def fetch(self, op: Fetch, before: list[SequenceOp] | None = None) -> None:
+        self.begin([*(before or [New(op.sequence)]), op], [Rows(op.sequence, op.first + op.count, 3)])
+        for layer in range(len(LAYERS)):
+            self.own.take(layer)
+
+    def bits(self, sequence: int, layer: int, low: int, high: int) -> list[torch.Tensor]:
+        (piece,), tables = self.store.layers[layer], self.store.tables
+        ids = list(tables.block_ids(piece.group, sequence, low // 16, high // 16))
+        return [x[ids].view(torch.uint8) for x in piece.kv.tensors]
+
+
+@contextmanager
+def met(count: int, **fields: object) -> Iterator[list[Prefiller]]:
+    """So many, who have met; the first has sequence 1."""
+    workers = [Prefiller(n, count, **fields) for n in range(count)]
+    peers = [Address(w.door.url, f"p{n}") for n, w in enumerate(workers)]
+    failed = list[BaseException]()
+
+    def meet(number: int) -> Callable[[], None]:
+        def work() -> None:
+            try:
+                worker, order = workers[number], MeetPrefill(view=1, peers=peers, me=number)
+                worker.own.meet(order, worker.view, worker.door, WAIT_S)
+            except BaseException as e:  # noqa: BLE001 - for the thread that waits
+                failed.append(e)
+
+        return work
+
+    threads = [threading.Thread(target=meet(n)) for n in reversed(range(count))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert not failed
+    workers[0].begin([New(1)], [Rows(1, 0, STORED + 5)])
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            worker.own.end()
+            worker.view.close()
+            worker.fabric.close()
+
+
+def same(worker: Prefiller, sequence: int, of: Prefiller, low: int, high: int) -> bool:
+    return all(
+        torch.equal(a, b)
+        for layer in range(len(LAYERS))
+        for a, b in zip(worker.bits(sequence, layer, low, high), of.bits(1, layer, low, high), strict=True)
+    )
+
+
+@pytest.mark.parametrize("part", [1 << 20, 5000])
+@pytest.mark.parametrize("fields", [{}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}], ids=str)
+def test_what_comes_has_the_same_bits(part: int, fields: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all workers from each that has it, in one part of a layer and in several."""
+    monkeypatch.setattr(stored_blocks, "PART_BYTES", part)
+    with met(3, **fields) as workers:
+        workers[2].fetch(Fetch(5, 0, STORED, 0, 1))
+        assert same(workers[2], 5, workers[0], 0, STORED)
+        workers[1].fetch(Fetch(6, 0, 32, 2, 5))
+        assert same(workers[1], 6, workers[0], 0, 32)
+        workers[1].fetch(Fetch(7, 32, 16, 0, 1), [Fork(7, 6, 32)])
+        assert same(workers[1], 7, workers[0], 0, STORED)
+        assert workers[1].own.fetched_bytes == workers[2].own.fetched_bytes
+        assert workers[0].own.fetched_bytes == 0
+
+
+@pytest.mark.parametrize(("sequence", "count"), [(2, 16), (1, STORED + 16)])
+def test_what_is_not_there_is_told_by_whoever_is_asked(sequence: int, count: int) -> None:
+    """As where a directory would name what is gone: nobody goes on with other K and V."""
+    with met(2) as workers, pytest.raises(PeerFault, match="prefill worker 0 has no such tokens"):
+        workers[1].fetch(Fetch(5, 0, count, 0, sequence))
+
+
+def test_half_a_block_is_no_beginning() -> None:
+    with met(2) as workers, pytest.raises(ProtocolError, match="whole blocks"):
+        workers[1].fetch(Fetch(5, 0, 10, 0, 1))
+
+
+def test_nobody_is_fetched_from_who_is_not_there() -> None:
+    with met(2) as workers:
+        for worker in (1, 2, -1):
+            with pytest.raises(ProtocolError, match="there is no other prefill worker"):
+                workers[1].own.ask(StepPlan(step=9, ops=[Fetch(5, 0, 16, worker, 1)], rows=[]))
+
+
+def test_a_damaged_part_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = beginnings._tag
+    monkeypatch.setattr(beginnings, "_tag", lambda kind, layer, part, said: told(kind, layer, part, bytes(16)))
+    with met(2) as workers, pytest.raises(ProtocolError, match="is damaged"):
+        workers[1].fetch(Fetch(5, 0, STORED, 0, 1))
+
+
+def test_who_ends_in_the_middle_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More parts than the channel holds: the view of the one that has them ends before the rest."""
+    monkeypatch.setattr(stored_blocks, "PART_BYTES", 1)
+    with met(2) as workers:
+        workers[1].begin([New(5), Fetch(5, 0, STORED, 0, 1)], [Rows(5, STORED, 1)])
+        workers[1].own.take(0)
+        workers[0].own.end()
+        workers[0].view.close()
+        with pytest.raises(PeerFault):
+            _ = [workers[1].own.take(layer) for layer in (1, 2)]  # type: ignore[func-returns-value]
+
+
+def test_a_stranger_is_not_taken_for_a_prefill_worker() -> None:
+    one = Prefiller(0, 2)
+    other = Prefiller(1, 2)
+    order = MeetPrefill(view=1, peers=[Address(one.door.url, "p0"), Address(other.door.url, "somebody")], me=1)
+    stranger = threading.Thread(target=_knock, args=(other, order, one))
+    stranger.start()
+    expected = MeetPrefill(view=1, peers=[order.peers[0], Address(other.door.url, "p1")], me=0)
+    with pytest.raises(ProtocolError, match="'somebody/prompts' has come"):
+        one.own.meet(expected, one.view, one.door, WAIT_S)
+    stranger.join(WAIT_S)
+    for each in (one, other):
+        each.fabric.close()
+
+
+def _knock(worker: Prefiller, order: MeetPrefill, at: Prefiller) -> Channel:
+    size = Geometry(slots=4, slot_bytes=1 << 20)
+    terms = Terms(outbound=size, inbound=size, name=prompts_name("somebody"), peer=prompts_name("p0"))
+    return worker.view.connect(at.door.url, terms, timeout_s=WAIT_S)
