@@ -34,7 +34,7 @@ from lamina.engine.conductor.directory import Directory
 from lamina.engine.conductor.estimate import PrefillFit
 from lamina.engine.conductor.overload import DecodePool, Limits
 from lamina.engine.engine import Engine
-from lamina.engine.promises import NO_BOUND, NO_TRANSFER
+from lamina.engine.promises import NO_BOUND
 from lamina.request import OverloadedError
 from lamina.sim.pools.run import PoolTruth, SimulatedPools, TracedPrompt
 
@@ -43,10 +43,22 @@ WARM = (200, 1600, 400, 800, 1200, 300, 1000, 600)  # tokens of prompts by which
 
 
 class Comes(NamedTuple):
-    """A prompt, and when."""
+    """A prompt, and when; tokens of its answer."""
 
     at_s: float
     tokens: list[int]
+    answer: int = 16
+
+
+class Served(NamedTuple):
+    """Seconds to a request's first token, as foreseen at its arrival and as it was, infinite for who was refused; what
+    it got, and tokens of its prompt that were there.
+    """
+
+    expected_s: float = math.inf
+    real_s: float = math.inf
+    answer: tuple[int, ...] = ()
+    cached: int = 0
 
 
 def main() -> None:
@@ -62,6 +74,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=0, help="of which each prompt begins with one; 0 = none")
     parser.add_argument("--document", type=int, default=1024, help="tokens of one")
     parser.add_argument("--keep", action=argparse.BooleanOptionalAction, default=True, help="prompts for others alike")
+    parser.add_argument("--policy", default="auto", help="who computes a prompt")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
@@ -84,10 +97,10 @@ def main() -> None:
 
 def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     """Both runs, in numbers."""
-    rules = ConductorRules(policy="auto", limits=Limits(ttft_s=args.slo_ttft))
+    rules = ConductorRules(policy=args.policy, limits=Limits(ttft_s=args.slo_ttft))
     engine.promises.promise(rules)
     for number, tokens in enumerate(WARM):
-        _serve(engine, [Comes(0.0, [240 + number] * tokens)], 2)
+        serve(engine, [Comes(0.0, [240 + number] * tokens, 2)])
     law = engine.promises.conductor.fit.law
     rng, at, comes = random.Random(args.seed), 0.0, list[Comes]()
     for number in range(args.requests):
@@ -95,16 +108,16 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
         comes.append(Comes(at, [*document, *[7 + number % 200] * rng.randint(max(200, args.chunk + 8), 1600)]))
         at += rng.expovariate(args.busy * args.prefill_workers / law.seconds(900))
     before = engine.promises.counts()
-    served = _serve(engine, comes, args.answer)
+    served = serve(engine, comes)
     counts = engine.promises.counts()
     assert before is not None
     assert counts is not None
     simulated = _simulated(engine, comes, rules, args)
     return {
-        **_told("served", [s[1] for s in served]),
+        **_told("served", [s.real_s for s in served]),
         **_told("simulated", simulated),
-        "expected_off": median(abs(e - t) / t for e, t in served if t < math.inf),
-        "same_verdict": sum((a[1] < math.inf) == (b < math.inf) for a, b in zip(served, simulated, strict=True)),
+        "expected_off": median(abs(s.expected_s - s.real_s) / s.real_s for s in served if s.real_s < math.inf),
+        "same_verdict": sum((a.real_s < math.inf) == (b < math.inf) for a, b in zip(served, simulated, strict=True)),
         "law": engine.promises.conductor.fit.law._asdict(),
         "cpu_pressure_avg10": cpu_pressure(),
     }
@@ -115,42 +128,44 @@ def _told(name: str, times: list[float]) -> dict[str, Any]:
     return {f"{name}_mean_s": fmean(came), f"{name}_p50_s": median(came), f"{name}_refused": len(times) - len(came)}
 
 
-def _serve(engine: Engine, comes: list[Comes], answer: int) -> list[tuple[float, float]]:
-    """Of each request the seconds to its first token, as foreseen and as it was; infinite for who was refused."""
-    params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
+def serve(engine: Engine, comes: list[Comes]) -> list[Served]:
+    """All of them, each at its time, to their ends."""
     begun, left = time.monotonic(), list(enumerate(comes))
-    times = [(math.inf, math.inf)] * len(comes)
+    served = [Served()] * len(comes)
     numbers, expected = dict[int, int](), dict[int, float]()
     while left or engine.has_work:
         while left and begun + left[0][1].at_s <= time.monotonic():
-            number, (_, tokens) = left.pop(0)
+            number, (_, tokens, answer) = left.pop(0)
             try:
+                params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
                 request = engine.add(tokens, params)
             except OverloadedError:
                 continue
             (sequence,) = engine._requests[request].sequences
-            numbers[request], expected[request] = number, engine.promises._booked[sequence].ttft_s
+            booked = engine.promises._booked.get(sequence)
+            numbers[request], expected[request] = number, booked.ttft_s if booked else math.nan
         if not engine.has_work:
             time.sleep(max(0.0, begun + left[0][1].at_s - time.monotonic()) if left else 0.0)
             continue
         for output in engine.step():
-            first = output.times.first_token_s
+            first, request = output.times.first_token_s, output.request_id
             if first is not None:
+                answer_of = tuple(output.outputs[0].token_ids)
                 real = first - output.times.arrival_s
-                times[numbers[output.request_id]] = expected[output.request_id], real
+                served[numbers[request]] = Served(expected[request], real, answer_of, output.num_cached_tokens or 0)
     engine.settle()
-    return times
+    return served
 
 
 def _simulated(engine: Engine, comes: list[Comes], rules: ConductorRules, args: argparse.Namespace) -> list[float]:
-    """Workers with room for all, which send each other nothing."""
+    """Workers with room for all, which send each other what they have at the rate that was seen."""
     conductor, workers = engine.promises.conductor, args.prefill_workers
     law, step = conductor.fit.law, conductor.decoding.law
     one = Conductor(
-        rules=rules, directory=Directory(workers, NO_BOUND), fit=PrefillFit(law), tokens_per_s=NO_TRANSFER,
+        rules=rules, directory=Directory(workers, NO_BOUND), fit=PrefillFit(law), tokens_per_s=conductor.tokens_per_s,
         decoding=DecodePool(1, step, conductor.decoding.decode_s), num_workers=workers,
     )  # fmt: skip
-    pools = SimulatedPools(one, PoolTruth(law, 1.0, 1, step))
+    pools = SimulatedPools(one, PoolTruth(law, conductor.tokens_per_s or 1.0, 1, step))
     page = engine.info.block_size
     known = [KnownPrompt(len(each.tokens), _keys(each.tokens, page) if args.keep else (), page) for each in comes]
     pools.run([TracedPrompt(each.at_s, prompt, args.answer) for each, prompt in zip(comes, known, strict=True)])
