@@ -85,6 +85,7 @@ def measure(path: Path, workers: int, args: argparse.Namespace) -> dict[str, Any
         prefill_chunk=args.chunk,
         max_num_seqs=args.decoding + 2,
         compute_threads=1,
+        enable_prefix_caching=False,
     ) as llm:
         spans: dict[str, list[float]] = {k: [] for k in ("step_ms", "prompt_ms", "step_beside_ms", "prompt_beside_ms")}
         pressure = []

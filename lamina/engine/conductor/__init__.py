@@ -20,7 +20,8 @@ from .lines import BookedPrompt, PromptLine
 from .others import OTHERS
 from .overload import NO_LIMITS, DecodePool, Limits, overload_of
 
-NEW_TRANSFER = 0.2  # weight of what a transfer has taken, beside those before it
+KEPT_TRANSFERS = 0.9  # of the tokens that were moved before, with each new transfer: long ones count for more
+FIRST_MOVED = 1024.0  # tokens that the first rate is worth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ class Conductor:
     seed: int = 0
     _lines: list[PromptLine] = field(init=False)
     _sends_until: list[float] = field(init=False)
+    _moved: float = FIRST_MOVED
     _booked: dict[Hashable, tuple[PromptChoice, KnownPrompt]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -148,10 +150,11 @@ class Conductor:
         self.directory.arrived(choice.worker, moved)
 
     def transferred(self, tokens: int, seconds: float) -> None:
-        """A transfer of so many tokens took so long: the next ones are expected to take the like."""
+        """A transfer of so many tokens took so long: what the next ones are expected to take follows that."""
         if tokens > 0 and seconds > 0:
-            per_token_s = 1.0 / self.tokens_per_s
-            self.tokens_per_s = 1.0 / (per_token_s + NEW_TRANSFER * (seconds / tokens - per_token_s))
+            kept = KEPT_TRANSFERS * self._moved
+            self._moved = kept + tokens
+            self.tokens_per_s = self._moved / (kept / self.tokens_per_s + seconds)
 
     def begun(self, request: Hashable, now_s: float) -> None:
         """The request's worker computes its prompt from now on."""

@@ -138,6 +138,17 @@ def test_a_prompt_waits_for_its_transfer() -> None:
         line.remove(0, 0.5)
 
 
+def test_the_rate_of_transfers_is_learned_from_long_ones() -> None:
+    one = conductor()
+    for _ in range(20):
+        one.transferred(8192, 8192 / 5000)
+    assert one.tokens_per_s == pytest.approx(5000, rel=0.05)
+    one.transferred(32, 1.0)
+    assert one.tokens_per_s > 4500, "a short one is as slow as its messages"
+    one.transferred(8192, 0.0)
+    assert one.tokens_per_s > 4500, "nothing was waited for: it says nothing"
+
+
 def test_limits_refuse_with_what_was_expected() -> None:
     one = conductor(workers=1, limits=Limits(ttft_s=5.0))
     known = prompt(10_000)
