@@ -13,14 +13,18 @@ from scheduled import check_tokens, drive, make
 
 from lamina.config import make_config
 from lamina.engine.blocks.prompt_store import PromptKeys, PromptStore
+from lamina.engine.conductor import KnownPrompt
+from lamina.engine.conductor.choice import PromptChoice
 from lamina.engine.conductor.directory import Directory
 from lamina.engine.engine import Engine
+from lamina.engine.prefill import Prefill
+from lamina.engine.promises import Promises
 from lamina.engine.sequence import Sequence
 from lamina.engine.wire import ViewChanged
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.control import ComputeReady, RunRound
 from lamina.protocol.partition import Lanes
-from lamina.protocol.plan import Bound, Fork, Free, Keep, New, Rows, SequenceOp, StepPlan
+from lamina.protocol.plan import Bound, Fetch, Fork, Free, Keep, New, Rows, SequenceOp, StepPlan
 from lamina.request import SamplingParams
 from lamina.sim.clock import VirtualClock
 from lamina.sim.lossless import LosslessWire, ready_of
@@ -191,6 +195,86 @@ def test_what_is_promised_stays_and_what_is_forgotten_is_found_by_nobody() -> No
     assert store.match(_again(0), 1000) == 0
     assert desk.directory.held(desk.keys.of(_again(0))) == [0, 0]
     assert desk.finish(late)[-2:] == [Fork(7, 0, 8), Free(0)]
+
+
+def test_what_is_lent_stays_until_it_is_returned() -> None:
+    """Whatever else the worker keeps, and although nobody else finds it any more."""
+    desk = Desk(kept=6)
+    desk.compute(make(0, 12, 1))
+    lender, borrower, late = desk.stores[0], desk.stores[1], _again(0, name=7)
+    late.id, late.num_scheduled = 7, lender.sendable(late, 1000)
+    borrower.promise(late, 8, lender)
+    assert borrower.begin(late) == [New(7), Fetch(7, 0, 8, 0, 0)]
+    assert desk.compute(make(1, 24, 1)) == [New(1)]
+    lender.forget()
+    assert lender.sendable(_again(0), 1000) == 0
+    assert Free(0) not in desk.compute(make(2, 12, 1))
+    lender.returned(late)
+    assert Free(0) in desk.compute(make(3, 12, 1))
+
+
+def test_a_worker_fetches_what_it_has_not() -> None:
+    desk = Desk(kept=20)
+    desk.compute(prompt(1, 24, 5))
+    desk.compute(prompt(2, 8, 5), at=1)
+    late = prompt(7, 24, 5)
+    late.id, late.num_scheduled = 7, 24
+    desk.stores[1].promise(late, 24, desk.stores[0])
+    assert desk.finish(late, at=1) == [Fork(7, 2, 8), Fetch(7, 8, 16, 0, 1)]
+    assert desk.stores[1].match(prompt(9, 24, 5), 1000) == 24
+
+
+def test_nobody_is_sent_what_is_still_computed() -> None:
+    """A prompt is kept by the plan of the next one; until it is done nobody else can have it."""
+    desk = Desk(kept=20)
+    store, first, second = desk.stores[0], make(0, 12, 1), make(1, 12, 1)
+    first.id, second.id = 0, 1
+    for step, sequence in enumerate((first, second)):
+        store.apply(StepPlan(step=step, ops=store.begin(sequence), rows=[Rows(sequence.id, 0, 12)]))
+    assert (store.match(_again(0), 1000), store.sendable(_again(0), 1000)) == (8, 0)
+    store.computed(first)
+    assert (store.match(_again(0), 1000), store.sendable(_again(0), 1000)) == (8, 8)
+
+
+def test_of_layers_with_a_window_nothing_is_sent() -> None:
+    desk = Desk(kept=20)
+    room = BlockTables([100], [40], PAGE)
+    store = desk.stores[0] = PromptStore(0, desk.directory, desk.keys, room, [20])
+    desk.compute(make(0, 12, 1))
+    assert (store.match(_again(0), 1000), store.sendable(_again(0), 1000)) == (8, 0)
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_holder_that_has_given_up_since_the_arrival_is_not_asked(given_up: bool) -> None:
+    """The directory was right at the arrival. Another worker that has it is asked; if there is none it is computed."""
+    prefill, desk = conducted(3)
+    for worker in (0, 1):
+        desk.compute(make(0, 12, 1) if not worker else _again(0, name=10), at=worker)
+    for number, worker in ((20, 0), (21, 1)):  # both are busy
+        prefill.promises.conductor.book(
+            number, KnownPrompt(40), PromptChoice(worker, 0, 0.0, 0.0, 1.0, 1.0, ""), now_s=0.0
+        )
+    late = _again(0, name=30)
+    late.id = 30
+    prefill.expect(late)
+    assert (prefill.promises.expect(late), prefill.promises.source(late)) == (2, 0)
+    desk.stores[0].forget()
+    if given_up:
+        desk.stores[1].forget()
+    late.num_scheduled = prefill.match(late, 1000)
+    assert late.num_scheduled == (0 if given_up else 8)
+    prefill.add(late)
+    grant = prefill.next_grant(late)
+    assert grant is not None
+    fetched = [op for op in prefill.begin(late, grant).plan.ops if isinstance(op, Fetch)]
+    assert fetched == ([] if given_up else [Fetch(30, 0, 8, 1, 10)])
+
+
+def conducted(workers: int) -> tuple[Prefill, Desk]:
+    """Workers whose stores are on a desk."""
+    desk, promises = Desk(kept=20, workers=workers), Promises(workers)
+    promises.conductor.directory, promises.keys, promises.conductor.tokens_per_s = desk.directory, desk.keys, 1e6
+    return Prefill(workers, 8, 1, promises, desk.stores), desk
 
 
 @pytest.mark.parametrize("begun", [False, True])
