@@ -178,6 +178,7 @@ class ModelServer:
             max_model_len=max_len,
             deterministic=start.model.deterministic,
             part=loaded.part,
+            stamps=loaded.stamps,
             keep=loaded.path is not None and not start.model.trust_remote_code and may_be_kept(in_process=here),
         )
         self._progress("cutting the model", 1, 1)

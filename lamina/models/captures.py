@@ -1,4 +1,5 @@
 """Captures that are kept from one start to the next: tracing a model is most of the time until an engine can serve.
+So are proofs: that the model was run and its rows found apart, with the weights of certain files.
 
 A capture follows from code, configuration, and the shapes of weights; never from their values. All of it is in the
 name of its file, in the folder of LAMINA_CACHE. Whatever cannot be read is captured again.
@@ -16,6 +17,7 @@ import stat
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from .checkpoint import FileStamp
+
 VARIABLE = "LAMINA_CACHE"
 PACKAGES = {"torch", "transformers", "lamina"}
-MOST_FILES = 128  # of the folder; those that have not been used for the longest time go
+MOST_FILES = 256  # of the folder; those that have not been used for the longest time go
 LARGEST = 64 << 20  # bytes of a file
 OTHERS_WRITE = 0o022
 _OWN_NAME = re.compile(r"[0-9a-f]{64}\.json|new-\w{8}")
@@ -37,6 +41,11 @@ class CaptureFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+
+    def proof(self, stamps: Sequence[FileStamp]) -> CaptureFile:
+        """The place of what was shown of the model with the weights of just these files."""
+        name = hashlib.sha256(json.dumps([self._path.stem, stamps]).encode()).hexdigest()
+        return CaptureFile(self._path.with_name(f"{name}.json"))
 
     def read(self) -> str | None:
         """The kept text; None where there is none, or where another user may have written it."""

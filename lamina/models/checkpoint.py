@@ -21,6 +21,16 @@ _LONGEST_CAUSE = 240  # characters
 _FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
+class FileStamp(NamedTuple):
+    """Which file it is, and when it was changed last, in ns."""
+
+    path: str
+    device: int
+    inode: int
+    size: int
+    changed_ns: int
+
+
 class StoredWeight(NamedTuple):
     """What the header of a safetensors file says of a tensor. ``dtype``: by the format's name, such as BF16."""
 
@@ -178,6 +188,12 @@ def weight_files(directory: Path) -> list[Path]:
             raise ModelError(f"{index} has no weight_map from weights to files: fetch it again")
         return sorted({directory / name for name in shards.values()})
     return sorted(directory.glob("*.safetensors"))
+
+
+def file_stamps(directory: Path) -> tuple[FileStamp, ...]:
+    """Of the files of weights, as they are now; whoever writes to one changes its stamp. Raises OSError."""
+    stats = [(file, file.stat()) for file in weight_files(directory)]
+    return tuple(FileStamp(str(file.resolve()), s.st_dev, s.st_ino, s.st_size, s.st_ctime_ns) for file, s in stats)
 
 
 def read_json(file: Path, absent: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -11,10 +13,13 @@ from lamina.converter import ConversionError, CutCall, SlicedProgram, convert
 from lamina.protocol.plan import LayerShape
 
 from .captures import capture_file
+from .checkpoint import FileStamp
 from .errors import UnsupportedModelError
 from .load import ONE_AT_A_TIME
-from .refuse import check_config, check_layers
+from .refuse import check_config, check_layers, num_layers
 from .route import WHOLE, DecodeStep, WeightPart, routed
+
+SHOWN = "tokens and rows are apart"
 
 
 def convert_model(
@@ -26,6 +31,7 @@ def convert_model(
     deterministic: bool = False,
     part: WeightPart = WHOLE,
     keep: bool = False,
+    stamps: Sequence[FileStamp] = (),
 ) -> SlicedProgram:
     """Cut ``model`` at its attention layers. Weights are bound, not copied; the model is left as it was found.
 
@@ -33,7 +39,9 @@ def convert_model(
     is served up to there. ``hoist``, ``check_rows``: see lamina.converter.convert. ``deterministic``: experts take
     each row by itself, so that it does not matter which rows run beside it; slower. ``part``: which one the model's
     weights are. ``keep``: read the capture of an earlier start, else leave one for later starts; for a model that
-    packages and a configuration have made, and nobody has changed since. On the meta device the result is a plan.
+    packages and a configuration have made, and nobody has changed since. ``stamps``: of the files of its weights; what
+    an earlier start has shown by running the model with these is not shown again. On the meta device the result is a
+    plan.
 
     Raises UnsupportedModelError, naming the layer and the reason, for a model that would not give the same tokens.
     """
@@ -42,20 +50,26 @@ def convert_model(
     check_config(model)
     experts = "batched_mm" if deterministic else "grouped_mm"
     kept = capture_file(model, max_model_len=max_model_len, experts=experts, part=part) if keep else None
+    proof = kept.proof(stamps) if kept and stamps else None
+    shown = proof is not None and proof.read() == SHOWN
     with ONE_AT_A_TIME, routed(model, max_model_len=max_model_len, experts=experts, part=part) as router:
-        layers = check_layers(model, router, max_model_len)
+        expect = num_layers(model) if shown else len(check_layers(model, router, max_model_len))
         try:
-            return convert(
+            program = convert(
                 DecodeStep(model),
                 ATTENTION_OP,
-                expect=len(layers),
+                expect=expect,
                 hoist=hoist,
                 check_rows=check_rows,
+                shown=shown,
                 max_positions=max_model_len,
                 kept=kept,
             )
         except ConversionError as error:
             raise UnsupportedModelError(f"{type(model).__name__} cannot be cut: {error}") from error
+    if proof and check_rows and not shown:
+        proof.write(SHOWN)
+    return program
 
 
 def layer_shapes(program: SlicedProgram) -> list[LayerShape]:

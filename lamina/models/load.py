@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from .checkpoint import check_one_dtype, check_weights, find_checkpoint, one_line, read_config, stored_dtype
+from .checkpoint import (
+    FileStamp,
+    check_one_dtype,
+    check_weights,
+    file_stamps,
+    find_checkpoint,
+    one_line,
+    read_config,
+    stored_dtype,
+)
 from .errors import ModelError
 from .pages import read_pages
 from .read_shard import read_shard
@@ -41,6 +50,7 @@ class LoadedModel:
     dtype: torch.dtype
     path: Path | None  # of the checkpoint; None for a module
     part: WeightPart = WHOLE  # of the weights
+    stamps: tuple[FileStamp, ...] = ()  # of the files of the weights, from before they were read
 
 
 def load(
@@ -69,13 +79,14 @@ def load(
     check_weights(directory)
     if dtype == "auto":
         check_one_dtype(directory)
+    stamps = file_stamps(directory)
     with ONE_AT_A_TIME:
         if size > 1:
             model, part = _read_part(directory, config, dtype, trust_remote_code, progress, rank, size)
         else:
             model, part = _from_pretrained(directory, config, dtype, trust_remote_code, progress), WHOLE
     _read_ahead(model, directory, progress)
-    return replace(_describe(model.eval().requires_grad_(False), directory), part=part)
+    return replace(_describe(model.eval().requires_grad_(False), directory), part=part, stamps=stamps)
 
 
 def make_tables() -> None:

@@ -14,9 +14,12 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from lamina.converter import ConversionError
 from lamina.models import captures
 from lamina.models.captures import CaptureFile, cache_folder, capture_file
 from lamina.models.convert import convert_model
+from lamina.models.errors import UnsupportedModelError
+from lamina.models.load import load
 from lamina.models.route import WeightPart
 
 SHAPE = {
@@ -50,6 +53,52 @@ def test_a_model_of_the_same_configuration_finds_the_capture(monkeypatch: pytest
     assert [s.code for s in again] != []
     assert [list(s.weights) for s in again] == [list(s.weights) for s in first]
     assert again.slices[0].weights["model.model.embed_tokens.weight"] is model.model.embed_tokens.weight
+
+
+def test_what_was_shown_with_weights_of_these_files_is_not_shown_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, run = tmp_path / "model", list[str]()
+    llama().save_pretrained(path)
+    checks = {"check_layers": "lamina.models.convert", "check_rows_by_running": "lamina.converter.convert"}
+    for name, module in checks.items():
+        right = getattr(sys.modules[module], name)
+
+        def note(*args: Any, name: str = name, right: Callable[..., Any] = right) -> Any:
+            run.append(name)
+            return right(*args)
+
+        monkeypatch.setattr(sys.modules[module], name, note)
+
+    def shown(**options: Any) -> list[str]:
+        run.clear()
+        loaded = load(path)
+        program = convert_model(loaded.model, **{"max_model_len": 64, "keep": True, "stamps": loaded.stamps, **options})
+        assert program.rows == "numeric"
+        return list(run)
+
+    both = list(checks)
+    assert shown() == both
+    assert shown() == []
+    assert shown(stamps=()) == both, "a module may have other weights"
+    assert shown(max_model_len=32) == both
+    assert shown(deterministic=True) == both
+    (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes())
+    assert shown() == both, "who has written to a file has changed it"
+    assert shown() == []
+
+
+def test_what_could_not_be_shown_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama().save_pretrained(tmp_path / "model")
+
+    def coupled(*args: Any) -> bool:
+        raise ConversionError("coupled")
+
+    monkeypatch.setattr(sys.modules["lamina.converter.convert"], "check_rows_by_running", coupled)
+    for _ in range(2):
+        loaded = load(tmp_path / "model")
+        with pytest.raises(UnsupportedModelError, match="coupled"):
+            convert_model(loaded.model, max_model_len=64, keep=True, stamps=loaded.stamps)
 
 
 def test_nothing_is_kept_unless_it_is_asked_for(folder: Path) -> None:
