@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from .capture import Capture, Weight, module_path
 from .errors import ConversionError
-from .graph import RowGraph, RowTensor, operator_name
+from .graph import RowGraph, RowTensor, add_node, operator_name
 from .reorder import Schedule
 from .slices import Cut, CutCall, Slice
 
@@ -143,7 +143,7 @@ class Emitter:
             self._root.add_module(node.target, getattr(capture.graph.owning_module, node.target))  # type: ignore[arg-type]
             return self._out.get_attr(node.target)  # type: ignore[arg-type]
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._copy)
-        copy = self._out.create_node(node.op, node.target, args, kwargs, name=self._name(node))
+        copy = add_node(self._out, node.op, node.target, args, kwargs, self._name(node))
         return self._annotate(copy, node)
 
     def _name(self, node: fx.Node) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from .emit import VIEWS
-from .graph import operator_name
+from .graph import add_node, operator_name
 from .slices import SlicedProgram
 
 Unit = Callable[..., tuple[Tensor, ...]]
@@ -145,9 +145,8 @@ def _unit(run: Sequence[fx.Node], given: Mapping[fx.Node, Tensor], results: Sequ
         return copies[node]
 
     for node in run:
-        copies[node] = graph.create_node(
-            node.op, node.target, fx.map_arg(node.args, copy), fx.map_arg(node.kwargs, copy)
-        )
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copy)
+        copies[node] = add_node(graph, node.op, node.target, args, kwargs)
         copies[node].meta["val"] = node.meta.get("val")
     graph.output(tuple(copies[n] for n in results))
     return graph

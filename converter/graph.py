@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -19,6 +20,15 @@ _EXPENSIVE = {
     "_scaled_mm", "_weight_int4pack_mm", "_weight_int8pack_mm",
 }  # fmt: skip
 _OUTER_PRODUCTS = {"matmul", "bmm", "mm"}
+
+
+def add_node(graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str | None = None) -> fx.Node:
+    """As Graph.create_node, which looks through all arguments for bare symbols first: most of its time. The captures
+    that these are of have none.
+    """
+    node = graph.create_node(op, target, name=name)
+    node.args, node.kwargs = args, kwargs
+    return node
 
 
 def operator_name(node: fx.Node) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import networkx as nx
+from networkx.algorithms.flow import dinitz
 
 N = TypeVar("N", bound=Hashable)
 
@@ -66,7 +67,7 @@ def min_cut(problem: CutProblem[N]) -> MinCut[N] | None:
     network.add_edges_from(((node, "in"), _SINK) for node in problem.after)
     network.add_edges_from(((node, "out"), _SINK) for node in problem.needed)
     try:
-        value, (early, _) = nx.minimum_cut(network, _SOURCE, _SINK)
+        value, (early, _) = nx.minimum_cut(network, _SOURCE, _SINK, flow_func=dinitz)
     except nx.NetworkXUnbounded:
         return None
     carried = frozenset(n for n in used if (n, "in") in early and (n, "out") not in early)

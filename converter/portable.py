@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .capture import Capture, Weight, module_path, size_expression
+from .graph import add_node
 
 LARGEST_CONSTANT = 1 << 16  # bytes
 _ROWS = 3  # of the example that sizes stand for; any number that torch does not take for a special one
@@ -153,6 +154,7 @@ class _Reader:
         symbol: Any = shapes.create_symbol(_ROWS, rows, source, do_not_specialize_zero_one=True)
         self._rows: Any = shapes.create_symintnode(symbol, hint=_ROWS, source=rows)
         self._mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+        self._sizes = {(1, 0): self._rows}  # arithmetic of symbols takes long
         self._values = [self._value(each) for each in told["values"]]
         self._nodes: list[fx.Node] = []
 
@@ -163,7 +165,7 @@ class _Reader:
             if op not in ("placeholder", "call_function", "output"):
                 raise NotPortableError(f"{name} is a {op}")
             named = {key: self._argument(value) for key, value in kwargs.items()}
-            node = graph.create_node(op, what, self._argument(args), named, name=name)
+            node = add_node(graph, op, what, self._argument(args), named, name)
             node.meta["nn_module_stack"] = {"": (path, "")}
             if known:
                 node.meta["val"] = self._values[known[0]]
@@ -213,7 +215,12 @@ class _Reader:
         return self._size(value) if kind == "size" else _sequence(kind, value, self._value)
 
     def _size(self, told: int | list[int]) -> Any:
-        return told if isinstance(told, int) else told[0] * self._rows + told[1]
+        if isinstance(told, int):
+            return told
+        factor, rest = told
+        if (factor, rest) not in self._sizes:
+            self._sizes[factor, rest] = factor * self._rows + rest
+        return self._sizes[factor, rest]
 
 
 def _sequence(kind: str, told: list[Any], of: Callable[[Any], Any]) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from lamina.converter.capture import size_expression
+from lamina.converter.graph import add_node
 from lamina.gemm import LinearBackend
 
 from . import arithmetic, layout
@@ -226,11 +227,8 @@ def _alone(node: fx.Node) -> None:
     counts = {n for n, c in copies.items() if isinstance(c.meta["val"], torch.SymInt)}
     for n in counts:
         graph.erase_node(copies[n])
-    copy = graph.create_node(
-        node.op, node.target,
-        fx.map_arg(node.args, lambda n: 0 if n in counts else copies[n]),
-        fx.map_arg(node.kwargs, lambda n: 0 if n in counts else copies[n]),
-    )  # fmt: skip
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: 0 if n in counts else copies[n])
+    copy = add_node(graph, node.op, node.target, args, kwargs)
     copy.meta["val"] = node.meta.get("val")
     graph.output(())
     lowered = Lowering(graph, len(copies), RULES)
