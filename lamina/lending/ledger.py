@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .messages import MOST_CANDIDATES, Candidate, Candidates, Heartbeat, Query, Refusing
+from .messages import MOST_CANDIDATES, MOST_NAMES, Candidate, Candidates, Heartbeat, Query, Refusing
 
 
 @dataclass
@@ -37,13 +37,15 @@ class DebtLedger:
 
     def __init__(self, silent_s: float = 10.0) -> None:
         self.entries: dict[str, LedgerEntry] = {}
+        self._early: dict[str, int] = {}  # who has refused, by what heartbeat, of whom none has come yet
         self._silent_s = silent_s
 
     def hear(self, beat: Heartbeat, now: float) -> bool:
         """Whether it is news: heartbeats may come in any order, and twice."""
         entry = self.entries.get(beat.name)
         if entry is None:
-            self.entries[beat.name] = LedgerEntry(beat, now)
+            refused = min(self._early.pop(beat.name, -1), beat.number + MOST_LATE)
+            self.entries[beat.name] = LedgerEntry(beat, now, refused=refused)
         elif beat.number > entry.beat.number:
             entry.beat, entry.heard_at, entry.promised = beat, now, 0
         else:
@@ -52,9 +54,14 @@ class DebtLedger:
 
     def refusal(self, message: Refusing) -> None:
         """Its creditor is not proposed before a heartbeat that it sends after that. No more than ``MOST_LATE`` of them
-        can be on their way: a debtor that names one of the far future silences nobody for good.
+        can be on their way: a debtor that names one of the far future silences nobody for good. A ledger that has begun
+        anew may hear of a refusal before it hears an older heartbeat.
         """
-        if (entry := self.entries.get(message.creditor)) is not None:
+        if (entry := self.entries.get(message.creditor)) is None:
+            self._early[message.creditor] = max(message.beat, self._early.pop(message.creditor, -1))
+            if len(self._early) > MOST_NAMES:
+                del self._early[next(iter(self._early))]
+        else:
             entry.refused = max(entry.refused, min(message.beat, entry.beat.number + MOST_LATE))
 
     def answer(self, query: Query, now: float) -> Candidates:

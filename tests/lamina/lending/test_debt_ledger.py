@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from lamina.lending.ledger import MOST_LATE, DebtLedger, distance
-from lamina.lending.messages import Debt, Heartbeat, Query, Refusing
+from lamina.lending.messages import MOST_NAMES, Debt, Heartbeat, Query, Refusing
 
 
 def beat(name: str, free: int, number: int = 1, **more: Any) -> Heartbeat:
@@ -76,3 +76,20 @@ def test_what_one_debtor_may_have_is_counted() -> None:
     (candidate,) = ledger.answer(Query(debtor="d", number=1, blocks=9), 0.0).creditors
     assert candidate.free == 2
     assert ledger.debts(0.0) == {("d", "c"): 6}
+
+
+def test_a_ledger_that_begins_anew_hears_of_refusals_before_heartbeats() -> None:
+    """One that is older than the refusal comes late: its sender refuses still."""
+    ledger = DebtLedger(3.0)
+    ledger.refusal(Refusing(creditor="c", beat=4))
+    ledger.refusal(Refusing(creditor="far", beat=1 << 50))
+    ledger.hear(beat("c", 9, 4), 0.0)
+    ledger.hear(beat("far", 9, 4), 0.0)
+    assert names(ledger) == []
+    ledger.hear(beat("c", 9, 5), 0.0)
+    assert names(ledger) == ["c"]
+    ledger.hear(beat("far", 9, 5 + MOST_LATE), 0.0)
+    assert sorted(names(ledger)) == ["c", "far"], "nobody is silenced for good"
+    for number in range(2 * MOST_NAMES):
+        ledger.refusal(Refusing(creditor=str(number), beat=1))
+    assert len(ledger._early) == MOST_NAMES
