@@ -233,7 +233,7 @@ class Engine:
         self.info = renew_stores(self.scheduler, self.config, self.info, ready.stores)
         self.scheduler.tell_anew()
         if self.scheduler.tier and ready.tier:
-            self.scheduler.tier.learn(ready.tier)
+            self.scheduler.tier.learn(ready.tier, ready.holders)
 
     def reset_prefix_cache(self) -> None:
         """Find no KV of finished requests any more, here or in a later engine; blocks are free with the next step."""

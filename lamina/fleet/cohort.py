@@ -121,7 +121,7 @@ class Cohort:
         log.info("view %d: %s", self.view, ", ".join(f"{m.label} is pid {m.handle.pid or '?'}" for m in self._members))
         ready = as_one([*readies.values()], self.topology)
         ready = msgspec.structs.replace(ready, replicas=self._present.replicas)
-        return self.tier.completed(ready, self._identity, stored)
+        return self.tier.completed(ready, self.identity, stored)
 
     def next_view(self) -> int:
         """Its number; there is no way back."""
@@ -281,11 +281,11 @@ class Cohort:
         for member in memory:
             rank = member.handle.index % self._size
             joining = [self._name(m.handle) for m in self._members.compute[rank :: self._size] + self._members.prefill]
-            place = self.tier.place(member.handle.index, self._identity)
+            place = self.tier.place(member.handle.index, len(memory), self.identity)
             self._members.send(member, Connect(view=self.view, joining=joining, keep=left, tier=place, peers=peers))
 
     @property
-    def _identity(self) -> bytes:
+    def identity(self) -> bytes:
         """Of the model."""
         return self._loaded[self._members.compute[0]].identity
 

@@ -78,7 +78,7 @@ class Elastic:
         self._going: list[int] = []  # memory workers, by that change
         self._leaving: list[Member] = []  # the same of the change that is under way
         self._coming: dict[Member, str] = {}  # who was started, and where it listens, once it is known
-        self._preparing: dict[Member, Bind] = {}  # who has not its memory yet, and for what
+        self._preparing: dict[Member, MakeRoom] = {}  # who has not its memory yet, and for what
         self._deadline = self._paused_at = 0.0
         self._moves: list[tuple[Member, Recut]] = []  # of the change that is under way, without what is kept
         self._moved_bytes = 0
@@ -159,9 +159,10 @@ class Elastic:
             self._give_up(str(error))
             raise
         after = seated(there, gone, list(self._coming), size)
-        self._preparing = {m: change.binds[i % size][i // size] for i, m in enumerate(after)}
+        places = [self._cohort.tier.place(i, count, self._cohort.identity) for i in range(count)]
+        self._preparing = {m: MakeRoom(change.binds[i % size][i // size], places[i]) for i, m in enumerate(after)}
         for member in (m for m in after if m not in self._coming):
-            self._tell(member, MakeRoom(self._preparing[member]))
+            self._tell(member, self._preparing[member])
 
     @property
     def under_way(self) -> bool:
@@ -293,8 +294,6 @@ class Elastic:
         config = self._config
         if config.overflow.truncates:
             raise NotInPlaceError("--context-overflow cuts sessions at stripes")
-        if config.tier.medium:
-            raise NotInPlaceError("KV is kept beside the pool")
         if config.kv.evicts or config.kv.selects:
             raise NotInPlaceError(f"--kv-sparsity {config.kv.kv_sparsity} has sequences that cannot be moved")
         if config.devices.memory_device != "cpu":
@@ -361,7 +360,7 @@ class Elastic:
         message = self._members.hear(member)
         if isinstance(message, MemoryReady):
             self._coming[member] = message.url
-            member.link.send(MakeRoom(self._preparing[member]))
+            member.link.send(self._preparing[member])
         elif isinstance(message, RoomMade):
             del self._preparing[member]
             return message.error

@@ -30,7 +30,7 @@ class TierKeeper:
 
     def __init__(self, config: EngineConfig, server: str) -> None:
         self._options, self._server, self._chunk = config.tier, server, config.batching.prefill_chunk
-        self._workers, self._ranks = config.topology.memory_workers, config.topology.tensor_parallel_size
+        self._ranks = config.topology.tensor_parallel_size
         self._secret, self._era = _keys_of(config.tier)
         self.of_hosts = bool(config.tier.kv_store_dir and config.launching.elsewhere)  # each has a directory
 
@@ -39,14 +39,14 @@ class TierKeeper:
         """Whether there is one."""
         return bool(self._options.medium)
 
-    def place(self, index: int, identity: bytes) -> TierPlace | None:
-        """Of memory worker ``index``; None where nothing is kept."""
+    def place(self, index: int, workers: int, identity: bytes) -> TierPlace | None:
+        """Of memory worker ``index`` of so many; None where nothing is kept."""
         if not self.wanted:
             return None
         return TierPlace(
             medium=self._options.medium,
             size=self._options.size,
-            workers=self._workers,
+            workers=workers,
             policy=self._options.kv_eviction_policy,
             identity=identity,
             rank=index % self._ranks,

@@ -55,7 +55,7 @@ class VictimQueue:
     def __init__(self, policy: str, size: int, rank: Callable[[PageUse], Rank] | None = None) -> None:
         """``size``: bytes. ``rank``: in place of the one of ``policy``. Raises ValueError."""
         self._rank = rank or rank_of(policy)
-        self._size = size
+        self.size = size
         self._uses: dict[bytes, PageUse] = {}
         self._order: list[tuple[Rank, bytes]] = []  # a heap; an entry counts if its page still has this rank
         self._clock = 0
@@ -92,7 +92,7 @@ class VictimQueue:
 
     def worst(self, *, room: int = 0) -> bytes | None:
         """The page that goes next, where the rest and ``room`` bytes have more than its size; None: they have not."""
-        while self.nbytes + room > self._size and self._order:
+        while self.nbytes + room > self.size and self._order:
             rank, key = self._order[0]
             if key in self._uses and self._rank(self._uses[key]) == rank:
                 return key

@@ -31,7 +31,7 @@ from lamina.protocol.control import (
     StartMemory,
     Stop,
 )
-from lamina.protocol.plan import Bind, ProtocolError
+from lamina.protocol.plan import ProtocolError
 from lamina.protocol.recut import Leaving, MakeRoom, Rebuild, Recut, Recutted, RoomMade
 from lamina.workers.process import on_notice
 from lamina.workers.service import WorkerService
@@ -132,13 +132,13 @@ class MemoryServer:
         except (ChannelError, ProtocolError, ValueError, MemoryError, NoBlocksError) as error:
             return Recutted(view=order.view, error=f"{type(error).__name__}: {error}")
 
-    def _prepare(self, bind: Bind | None) -> None:
+    def _prepare(self, order: MakeRoom) -> None:
         error = ""
         try:
-            self._loaded().prepare(bind)
+            self._loaded().prepare(order.bind, order.tier)
         except (ProtocolError, ValueError, OSError, MemoryError, RuntimeError) as e:
             error = f"{type(e).__name__}: {e}"
-        if bind is not None:
+        if order.bind is not None:
             with suppress(LinkClosedError):
                 self._service.link.send(RoomMade(error))
 
@@ -189,7 +189,7 @@ class MemoryServer:
         peers that have gone on; a MakeRoom begins beside it, and the worker goes on serving.
         """
         if isinstance(message, MakeRoom):
-            self._around.beside(partial(self._prepare, message.bind), "lamina-prepare")
+            self._around.beside(partial(self._prepare, message), "lamina-prepare")
         if isinstance(message, Connect | Halt):
             self._called = message.view
             if self._worker is not None:

@@ -36,6 +36,7 @@ from .lease import check_within
 from .meter import Meter
 from .moves import Mover
 from .pages.peers import PeerPages
+from .pages.room import room_of
 from .pages.transfers import Transfers
 from .rate import read_rate
 from .rebuild import Rebuilder
@@ -202,13 +203,15 @@ class MemoryWorker:
         self._meter.add("moved_bytes", rebuilder.nbytes)
         return rebuilder.nbytes
 
-    def prepare(self, bind: Bind | None) -> None:
+    def prepare(self, bind: Bind | None, tier: TierPlace | None = None) -> None:
         """Take memory for the store of ``bind``, which a ``recut`` may bring: for all of it, or where there is a store,
         which gives up its own layer by layer, for one layer of each form. None: what was taken goes back. Safe from
-        any thread. Raises as Store.
+        any thread. Raises as Store, and as room_of for ``tier``.
         """
         with self._preparing:
             self._slabs.clear()
+            if bind is not None and tier is not None:
+                room_of(tier, bind, bind.kv_bytes)
             self._prepare(bind)
 
     def _prepare(self, bind: Bind | None) -> None:
@@ -291,29 +294,35 @@ class MemoryWorker:
     def _open_tier(self, tier: TierPlace, store: Store, view: int) -> None:
         """Raises ValueError where it cannot be had."""
         check_within("--kv-offloading-size or --kv-store-dir", wanted=True)
-        if self._medium is None or self._tier != tier:
-            self.close()
-            self._medium, self._tier = open_medium(tier.medium, _place(tier)), tier
+        room = room_of(tier, store.bind, store.bound.kv_bytes)
+        medium = self._medium_of(tier)
         recipe = Recipe(PROMPT, tier.chunk, build_id(), tier.ranks)
         said, meter, trace = self._report, self._meter, self._trace
         assert self._peers is not None
-        self._peers.open(self._medium)
+        self._peers.open(medium)
         read = self._peers.read
-        self._transfers = Transfers(self._medium, store, said, meter, view, tier.rank, recipe, trace, read=read)
+        self._transfers = Transfers(medium, store, said, meter, view, tier.rank, recipe, trace, read=read)
         try:
             keys = self._transfers.pages(MOST_LISTED)
         except MediumError as e:
             raise ValueError(str(e)) from None
-        nbytes, tokens = self._transfers.page_nbytes, self._transfers.most_saved
-        room = (tier.size + (tier.memory if tier.directory else 0)) // tier.workers // nbytes
-        if room < (pages := self._transfers.pages_of(tokens)):
-            flag = "--kv-store-size" if tier.directory else "--kv-offloading-size"
-            raise ValueError(
-                f"{flag}: {tier.size} bytes have no room for one sequence of {tokens} tokens, which takes "
-                f"{pages * nbytes} on each of {tier.workers} memory workers: give {pages * nbytes * tier.workers} at "
-                f"least, or lower --max-model-len"
-            )
         self._stored = StoredPages(view=view, keys=keys, room=room)
+
+    def _medium_of(self, tier: TierPlace) -> Medium:
+        """The one that is open, with all that it has, also where others have come to share its size. Raises
+        ValueError.
+        """
+        medium, had = self._medium, self._tier
+        if medium is None or had is None or had != structs.replace(tier, workers=had.workers):
+            self.close()
+            self._medium = medium = open_medium(tier.medium, _place(tier))
+        elif had.workers != tier.workers:
+            try:
+                medium.divide(tier.workers)
+            except MediumError as e:
+                raise ValueError(str(e)) from None
+        self._tier = tier
+        return medium
 
 
 def _place(tier: TierPlace) -> MediumPlace:

@@ -17,6 +17,7 @@ from .options.engine import CHUNK_TOKENS
 from .partition import Lanes, Partition, Piece
 from .placement import Place, Placement
 from .plan import Bind, Keep
+from .tiers import TierPlace
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
@@ -27,10 +28,11 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
 
 class MakeRoom(msgspec.Struct, frozen=True, tag="make-room"):
     """Driver -> memory worker, at any time: a Recut to ``bind`` may come; have memory ready. None: it does not come.
-    Answered by RoomMade, but for None.
+    Answered by RoomMade, but for None. ``tier``: where pages will lie beside the pool, which must do for one sequence.
     """
 
     bind: Bind | None
+    tier: TierPlace | None = None
 
 
 class RoomMade(msgspec.Struct, frozen=True, tag="room-made"):

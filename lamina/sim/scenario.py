@@ -122,10 +122,8 @@ def scenario(seed: int) -> Scenario:
 
 
 def planned(seed: int) -> Scenario:
-    """The scenario of ``seed``, while memory workers come and go; without what forbids that."""
+    """The scenario of ``seed``, while memory workers come and go."""
     of, rng = scenario(seed), random.Random(f"planned {seed}")
-    kept = "kv_offloading_size", "preemption_mode"
-    options = {name: value for name, value in of.options.items() if name not in kept}
     least, changes = -(-MAX_LEN // BLOCK), list[PlannedChange]()
     for at_s in sorted(rng.uniform(0.0, 0.4) for _ in range(rng.choice((1, 2, 2, 3)))):
         workers, spare = rng.randint(1, 4), rng.choice((0, 3, 100))
@@ -134,7 +132,7 @@ def planned(seed: int) -> Scenario:
         blocks = least + spare if of.partition != "spill" or workers == 1 else least_lending(workers) + spare % 97
         changes.append(PlannedChange(at_s, workers, blocks, again))
     faults = of.faults if rng.random() < 0.5 else ()
-    return replace(of, options=options, changes=tuple(changes), faults=faults)
+    return replace(of, changes=tuple(changes), faults=faults)
 
 
 def least_lending(workers: int) -> int:

@@ -192,8 +192,11 @@ class SimWire:
         reports = [{} if ("memory", w.number) in self._dead else w.written.report() for w in self.memory]
         capacity = None
         if self.elastic.due and not self._dead:
-            self.layout = self.elastic.commit(self.memory)
+            self.layout, before = self.elastic.commit(self.memory), self.memory
             self.memory = [SimMemory(w, self.layout) for w in range(1 + max(max(h) for h in self.layout.holders))]
+            if len({x for worker in (*before, *self.memory) for x in worker.weights}) == 1:  # all have all heads
+                for worker in self.memory:  # as if they shared a directory
+                    worker.medium = {key: blocks for other in before for key, blocks in other.medium.items()}
             capacity = capacity_of(self.layout)
         self.view += 1  # what was to happen in the one before will not
         self._begin_view()

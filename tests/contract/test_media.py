@@ -256,6 +256,34 @@ def test_no_room(opener: Opener) -> None:
     assert len(medium.pages()) == count, "a write gives up no page"
 
 
+def test_a_size_is_shared_by_those_that_there_are(opener: Opener) -> None:
+    """One worker, then two, then one again: what is there stays as far as there is room, and each has its part."""
+    data, one = {Atom(0, 0): bytes(60_000)}, opener()
+
+    def write(medium: Medium, first: int) -> set[bytes]:
+        keys = [numbered(number) for number in range(first, first + 17)]
+        for key in keys:
+            put(medium, page(0, key=key), data)
+        return {*keys}
+
+    def there(*media: Medium) -> set[bytes]:
+        return {held.page.key for medium in media for held in medium.pages()}
+
+    most = len(write(one, 0) & there(one))
+    assert most >= 14
+    one.divide(2)
+    assert len(there(one)) >= most // 2 - 1
+    other = opener(workers=2)
+    first, second = write(one, 100), write(other, 200)
+    assert all(len(keys & there(one, other)) >= most // 2 - 1 for keys in (first, second))
+    assert len(there(one, other)) <= most + 1
+    for medium, keys in ((one, first), (other, second)):
+        assert all(filled(medium, key, data) == data for key in keys & there(medium))
+    other.close()
+    one.divide(1)
+    assert len(write(one, 300) & there(one)) >= most - 1
+
+
 def test_behind_close(medium: Medium) -> None:
     put(medium, page(1))
     medium.close()

@@ -83,10 +83,12 @@ class Swaps:
         kept = self._kept.get(sequence)
         if kept is None:
             return None
-        pages, whole = self._tier.num_there(kept.keys, kept.place), self._tier.whole
+        there = {place: self._tier.num_there(kept.keys, place) for place in self._tier.places(kept.place)}
+        pages, whole = max(there.values()), self._tier.whole
+        places = tuple(place for place, n in there.items() if n == pages)
         length = kept.length if pages == len(kept.keys) else pages * self._tier.page // whole * whole
         pages = -(-length // self._tier.page)
-        return Load(length, (kept.place,), tuple(kept.keys[:pages]), own=True) if length else None
+        return Load(length, places, tuple(kept.keys[:pages]), own=True) if length else None
 
     def forget(self, sequence: Sequence) -> list[Drop]:
         """The sequence runs again, or never will: its KV is given up."""

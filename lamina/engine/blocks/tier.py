@@ -53,11 +53,6 @@ class Tier:
         self._keys = PageKeys(facts)
         self.identity = facts.identity
         self._ledger = ledger
-        self._owners = [
-            {w for lanes, group in zip(ledger.lanes, holders, strict=True) if lane in lanes for w in group}
-            for lane in range(ledger.num_lanes)
-        ]
-        self._num_workers = 1 + max(w for group in holders for w in group)
         windows = [w for w in ledger.windows if w]
         self._most = min(windows) if windows else 0  # tokens of which a pool holds all, if they are loaded at once
         self._next_id = 0
@@ -69,15 +64,21 @@ class Tier:
         self._found: tuple[Sequence, int, int, Load | None] | None = None  # what was asked for last, and the answer
         self.num_queried = 0  # tokens of admitted sequences that the pool has not
         self.num_hit = 0  # of them, those that were loaded
-        self.learn(facts)
+        self.learn(facts, holders)
 
     @property
     def moving(self) -> bool:
         """Whether some transfer is under way."""
         return bool(self._moving)
 
-    def learn(self, facts: TierFacts) -> None:
-        """Workers have met: what they have told is there, and nothing else."""
+    def learn(self, facts: TierFacts, holders: Several[Several[int]]) -> None:
+        """Workers have met, other ones perhaps than before: what they have told is there, and nothing else."""
+        ledger = self._ledger
+        self._owners = [
+            {w for lanes, group in zip(ledger.lanes, holders, strict=True) if lane in lanes for w in group}
+            for lane in range(ledger.num_lanes)
+        ]
+        self._num_workers = 1 + max(w for group in holders for w in group)
         self.ahead = Ahead(0 if self.complete else self._room(facts.rooms))  # of whom they have been told nothing yet
         self._lanes: dict[bytes, set[int]] = {}  # page -> where those that keep a lane can load it
         told = [set(keys) for keys in facts.pages]
@@ -111,8 +112,7 @@ class Tier:
         if not self._lanes and not self.complete:
             return None
         keys = self.keys_of(sequence, stop)
-        places = map(Place, range(self._ledger.num_lanes))
-        lengths = {place: self.num_there(keys, place) * self.page // self.whole * self.whole for place in places}
+        lengths = {x: self.num_there(keys, x) * self.page // self.whole * self.whole for x in self.places()}
         lengths = {place: self._with_part(sequence, n, place, stop) for place, n in lengths.items()}
         length = max(lengths.values())
         if length < beyond + (self.page if beyond and not self.complete else 1):  # to go on from the pool costs less
@@ -137,8 +137,8 @@ class Tier:
         if not left or not self._lanes:
             return None
         every = self.keys_behind(sequence.salt, sequence.given[: (left[-1] + 1) * page])
-        keys, places = [every[n] for n in left], [Place(lane) for lane in range(self._ledger.num_lanes)]
-        pages = {place: self._num_moved(keys, left, place) for place in places}
+        keys = [every[n] for n in left]
+        pages = {place: self._num_moved(keys, left, place) for place in self.places()}
         most = max(pages.values()) * page // self.whole * self.whole // page
         if not most:
             return None
@@ -163,6 +163,12 @@ class Tier:
         """Pages, from the first of ``keys`` on, that a sequence at ``place`` can load."""
         there = (self._has(key, self._lane(place, number)) for number, key in enumerate(keys))
         return next((number for number, has in enumerate(there) if not has), len(keys))
+
+    def places(self, *others: Place) -> list[Place]:
+        """Where a sequence can begin, one for each lane; before them, of ``others`` those that there still are."""
+        num = self._ledger.num_lanes
+        there = [x for x in others if all(lane < num for lane in (x.lane, *(run.lane for run in x.moved)))]
+        return list(dict.fromkeys([*there, *map(Place, range(num))]))
 
     def _has(self, key: bytes, lane: int) -> bool:
         return self.complete or lane in self._lanes.get(key, ())

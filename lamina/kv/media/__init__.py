@@ -140,6 +140,12 @@ class Medium(Protocol):
         """Give up pages, all atoms of all workers; those that are not there are none. Raises MediumError."""
         ...
 
+    def divide(self, workers: int) -> None:
+        """From now on so many workers have the size, each the same part of it. What is there stays, as far as this one
+        has room for it. Raises MediumError.
+        """
+        ...
+
     def pages(self) -> list[HeldPage]:
         """The pages of this identity that are there; the most recently used last. Raises MediumError."""
         ...

@@ -103,6 +103,10 @@ class Emulated:
         self._happen("drop")
         self._inner.drop(keys)
 
+    def divide(self, workers: int) -> None:
+        """Have the part of one of so many."""
+        self._inner.divide(workers)
+
     def pages(self) -> list[HeldPage]:
         """Pages in host memory; the most recently used last."""
         self._happen("pages")

@@ -35,7 +35,7 @@ class HostMedium:
     def __init__(self, place: MediumPlace, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock``: seconds."""
         self._clock = clock
-        self.size = place.size // place.workers
+        self._whole, self.size = place.size, place.size // place.workers  # bytes: of all workers, of this one
         self._lock = threading.Lock()
         self._lying: dict[bytes, _HostPage] | None = {}  # the most recently used last
         self._expected, rank = Expected(), rank_of(place.policy)
@@ -147,6 +147,11 @@ class HostMedium:
     def fetch(self, atoms: frozenset[Atom]) -> list[bytes] | None:
         """None: there is one place, so no page is brought nearer."""
         return None
+
+    def divide(self, workers: int) -> None:
+        """Have the part of one of so many; pages that have no room in it go with the next ``reserve``."""
+        with self._lock:
+            self.size = self._tier.size = self._whole // workers
 
     def __contains__(self, key: object) -> bool:
         with self._lock:

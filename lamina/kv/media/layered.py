@@ -30,8 +30,7 @@ class Layered:
 
     def __init__(self, memory: HostMedium, disk: Medium, spare: int | None = None) -> None:
         """``spare``: bytes of memory that stay free; None = a part of it."""
-        self._memory, self._disk = memory, disk
-        self._spare = memory.size // _SPARE_PART if spare is None else spare
+        self._memory, self._disk, self._spare = memory, disk, spare
         self._moves = threading.Lock()  # of pages between both
         self._reserved = 0  # bytes of memory for a write that is to come
         self._page_bytes = 0  # of the largest that there was
@@ -149,7 +148,8 @@ class Layered:
     @property
     def _kept_free(self) -> int:
         """Bytes of memory: no page of the fetch window has to go for them."""
-        return max(self._spare, self._reserved, self._page_bytes)
+        spare = self._memory.size // _SPARE_PART if self._spare is None else self._spare
+        return max(spare, self._reserved, self._page_bytes)
 
     def _next(self) -> bytes | None:
         """The page that is to come to memory next."""
@@ -171,6 +171,13 @@ class Layered:
         with self._moves:
             self._leave(*gone)
             self._disk.drop(gone)
+
+    def divide(self, workers: int) -> None:
+        """Have the part of one of so many in both places: what has no room in memory any more goes to the disk."""
+        with self._moves:
+            self._memory.divide(workers)
+            self._disk.divide(workers)
+            self._make_room(0)
 
     def pages(self) -> list[HeldPage]:
         """The pages of both places, each once; those of memory last."""

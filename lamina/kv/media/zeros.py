@@ -48,6 +48,9 @@ class ZeroMedium:
     def drop(self, keys: Iterable[bytes]) -> None:
         """Nothing is kept."""
 
+    def divide(self, workers: int) -> None:
+        """Nothing has a size."""
+
     def pages(self) -> list[HeldPage]:
         """None, by name."""
         return []

@@ -141,7 +141,7 @@ class StoreFolder:
 
     def _check_server(self, server: str) -> None:
         if os.pread(self._lock, 4096, 0).decode(errors="replace") != server:
-            raise ValueError(f"{self.name}: another server has it open; give each a directory of its own")
+            raise ValueError(f"{self.name}: another server has it open; end that, or name another directory")
 
     def _check(self, status: os.stat_result, path: str, mode: int) -> None:
         if status.st_uid != os.geteuid():

@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from .folder import DRAFT, SEGMENT, StoreFolder
 from .index import PageIndex
@@ -62,7 +62,7 @@ class Segments:
         self._folder = folder
         self._index = index
         self._size = size // BLOCK * BLOCK
-        self.share = size // workers // BLOCK * BLOCK
+        self.share = self._size // workers // BLOCK * BLOCK
         self._own: dict[int, int] = {}  # number -> size
         self._files: dict[int, tuple[int, bool]] = {}  # number -> fd, whether it is O_DIRECT
         self._lock = threading.Lock()
@@ -93,7 +93,8 @@ class Segments:
         """Lock segments that nobody writes, as far as the share goes."""
         for number, size in self._index.segments().items():
             if sum(self._own.values()) + size <= self.share and number not in self._own:
-                self._try_own(number, size)
+                with suppress(FileNotFoundError):  # another worker has just given it up
+                    self._try_own(number, size)
 
     def make_room(self, nbytes: int) -> bool:
         """Whether ``take`` finds space for so many bytes, in another segment if need be. Raises OSError where the disk
@@ -101,6 +102,8 @@ class Segments:
         """
         if not self.has_room(nbytes):
             self.refresh()
+        if not self.has_room(nbytes):
+            self.claim()  # what others have let go of since
         return self.has_room(nbytes) or self._grow(padded(nbytes))
 
     def take(self, nbytes: int) -> RecordExtent | None:
@@ -116,11 +119,36 @@ class Segments:
         Raises OSError.
         """
         left, gone = self.share - sum(self._own.values()), []
-        for number in self._own.keys() - {extent.segment for extent in self._pending}:
+        for number in self._settled():
             if left >= padded(nbytes):
                 break
             gone.append(number)
             left += self._own[number]
+        return self._give_up(gone)
+
+    def divide(self, workers: int) -> None:
+        """Have the part of one of so many. Segments that have no room in it are for others to take; one that is larger
+        than any part goes, and so do the pages there. Raises OSError.
+        """
+        self.share = self._size // workers // BLOCK * BLOCK
+        self._give_up([number for number in self._settled() if self._own[number] > self.share])
+        settled = sorted(self._settled(), key=self._own.__getitem__, reverse=True)
+        kept = sum(self._own.values()) - sum(self._own[number] for number in settled)
+        for number in settled:
+            if kept + self._own[number] <= self.share:
+                kept += self._own[number]
+            else:
+                fcntl.flock(self._file(number)[0], fcntl.LOCK_UN)
+                del self._own[number], self._free[number]
+        self.claim()
+
+    def _settled(self) -> list[int]:
+        """Own segments in which nothing is about to be written."""
+        pending = {extent.segment for extent in self._pending}
+        return [number for number in self._own if number not in pending]
+
+    def _give_up(self, gone: list[int]) -> list[bytes]:
+        """Own segments, with the pages there. Returns their keys. Raises OSError."""
         keys = self._index.drop_segments(gone)
         for number in gone:
             os.ftruncate(self._file(number)[0], 0)  # others have it open

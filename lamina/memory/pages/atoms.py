@@ -83,11 +83,6 @@ class PoolAtoms:
         lane = placement.lane(place, first // placement.stripe if placement.stripe else 0)
         return any(lane in lanes for lanes in self._store.tables.lanes)
 
-    @property
-    def page_nbytes(self) -> int:
-        """Bytes of a whole page that lies wholly here."""
-        return sum(heads.num * heads.form.nbytes(PAGE) for heads in self._heads)
-
     def nbytes(self, at: Located) -> int:
         """Bytes of the page's atoms, as far as they are here."""
         each = ((heads, at.blocks[heads.group]) for heads in self._heads)

@@ -117,21 +117,6 @@ class Transfers:
         """The atoms of a page that lies wholly here."""
         return self._atoms.share
 
-    @property
-    def page_nbytes(self) -> int:
-        """Of a page that lies wholly here."""
-        return max(1, self._atoms.page_nbytes)
-
-    @property
-    def most_saved(self) -> int:
-        """Tokens of one sequence: where layers have a window, no more than that are saved."""
-        return min([self._store.bind.max_model_len, *(w for w in self._store.tables.windows if w)])
-
-    def pages_of(self, tokens: int) -> int:
-        """The most pages of a sequence of so many tokens that lie here, wherever it begins."""
-        places = [Place(lane) for lane in range(self._store.placement.num_lanes)]
-        return max(sum(self._atoms.keeps(first, place) for first in range(0, tokens, PAGE)) for place in places)
-
     def begin(self, plan: StepPlan) -> None:
         """Have the store begin ``plan``, and begin the transfers that it asks for. Raises as Store.begin, PlanError
         where the plan touches a sequence with a transfer under way, ProtocolError for one that cannot be: then nothing

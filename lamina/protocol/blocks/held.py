@@ -152,10 +152,11 @@ class HeldBlocks:
 
     def check_integrity(self) -> None:
         """Every block is free or in tables, and every table is as long as its sequence, else RuntimeError."""
+        held = {sequence: self._extents.held(extent) for sequence, extent in self._sequences.items()}
         for g, (pool, tables) in enumerate(zip(self._pools, self._tables, strict=True)):
             pool.check(b for table in tables.values() for b in table)
-            for sequence, extent in self._sequences.items():
-                if len(tables[sequence]) != self._extents.held(extent)[g]:
+            for sequence, blocks in held.items():
+                if len(tables[sequence]) != blocks[g]:
                     raise RuntimeError(f"layer group {g}: sequence {sequence} holds {len(tables[sequence])} blocks")
             if tables.keys() != self._sequences.keys():
                 raise RuntimeError(f"layer group {g}: a table without a sequence")

@@ -107,6 +107,48 @@ def test_kv_moves_to_the_workers_that_there_are_bit_by_bit(
         assert prefixes.num_hit - hit == 128 + 256, "what is retained has moved, too"
 
 
+BESIDE: dict[str, dict[str, Any]] = {
+    "host": {"kv_offloading_size": "64MiB", "partition": "request"},
+    "file": {"kv_store_dir": "kv", "kv_store_size": "64MiB", "partition": "head"},
+    "layered": {"kv_store_dir": "kv", "kv_store_size": "64MiB", "kv_offloading_size": "64MiB", "partition": "token"},
+}
+
+
+@pytest.mark.parametrize("medium", BESIDE)
+def test_what_lies_beside_the_pool_is_found_by_those_that_there_are(
+    medium: str, tiny_lm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KV in the pool moves as ever. Of a directory all is found; of memory what is there whole for who needs it."""
+    monkeypatch.chdir(tmp_path)
+
+    def loaded(llm: LLM) -> float:
+        return counts(llm, "memory", "kv_loaded_bytes")
+
+    with open_llm(tiny_lm, transport="loopback", **BESIDE[medium]) as llm:
+        wanted, _ = run(llm)
+        rows = counts(llm, "compute", "rows")
+        found, outcomes = run(llm, [(3, []), (2, [0])])
+        assert found == wanted
+        assert [bool(o.error) or not o.moved_bytes for o in outcomes] == [False, False]
+        assert counts(llm, "compute", "rows") < 2 * rows, "what is retained was found in the pool"
+        llm.engine.rest()
+        llm.engine.scheduler.give_up_retained()
+        llm.engine.settle()
+        before = loaded(llm)
+        assert run(llm)[0] == wanted
+        assert loaded(llm) > before
+        assert sum(stats["kv_failed_transfers"] for name, stats in llm.stats().items() if "memory" in name) == 0
+
+
+def test_a_part_without_room_for_a_sequence_leaves_all_as_it_is(tiny_lm: Path) -> None:
+    """Of which two workers have a half each, and three would have a third."""
+    size = {"kv_offloading_size": "8MiB", "partition": "request"}
+    with open_llm(tiny_lm, transport="loopback", **size) as llm:
+        _, (outcome,) = run(llm, [(3, [])])
+        assert "--kv-offloading-size" in outcome.error
+        assert len(llm.pools._members.memory) == 2
+
+
 @pytest.mark.parametrize(
     "victim", ["stays", "gone", *(pytest.param(v, marks=pytest.mark.slow) for v in ("comes", "goes"))]
 )

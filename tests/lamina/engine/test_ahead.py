@@ -100,5 +100,5 @@ def test_room_of_all_workers(lanes: list[Lanes], holders: list[list[int]], rooms
     tier = Tier(facts, ledger, holders)
     line = waiting(1, 2, 3, 4, 6, 7, 8, 9, 11, 12, 13, 14, 16, 17, 18, 19)
     assert len(tier.ahead.tell(line, finds(1))) == room
-    tier.learn(facts)
+    tier.learn(facts, holders)
     assert len(tier.ahead.tell(line, finds(1))) == room, "workers that met anew know of nobody"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
+from msgspec import structs
 from scheduled import FakePool, check_tokens, make, take
 
 from lamina import LLM
@@ -17,8 +18,9 @@ from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.engine.timing import Timing
 from lamina.protocol.blocks.tables import BlockTables
-from lamina.protocol.placement import FIRST
-from lamina.protocol.plan import Drop, Export, Free, Import, Rows, StepPlan, Transfer
+from lamina.protocol.partition import Lanes
+from lamina.protocol.placement import FIRST, Place
+from lamina.protocol.plan import Drop, Export, Free, Import, New, Rows, StepPlan, Transfer
 from lamina.protocol.tiers import TierFacts, Transferred
 
 SIZE = PAGE = 4
@@ -191,7 +193,7 @@ def test_the_medium_is_asked_once_for_who_waits(monkeypatch: pytest.MonkeyPatch)
         house.round()
     assert (waiting.id, asked) == (-1, 1)
     keys = house.tier.keys_of(waiting, 8)
-    house.tier.learn(TierFacts(secret=b"s" * 32, identity=b"i", page=PAGE, pages=[keys]))
+    house.tier.learn(TierFacts(secret=b"s" * 32, identity=b"i", page=PAGE, pages=[keys]), [[0]])
     house.round()
     assert asked == 2, "there are others now"
     assert house.tier.find(waiting, 0) == Load(8, (FIRST,), tuple(keys))
@@ -210,6 +212,31 @@ def test_auto_takes_the_faster_way() -> None:
     for _ in range(9):
         swaps.loaded(100, 0.1)
     assert swaps.worth_it
+
+
+def test_what_was_saved_before_others_came_is_loaded_wherever_it_lies_now() -> None:
+    """One of two lanes had it; then there is one lane, then there are two, whose workers have all of it, or some."""
+    both, lanes = (Lanes((True, False)), Lanes((False, True))), (Lanes(),)
+    ledger = BlockTables((0, 0), [20, 20], SIZE, both)
+    facts = TierFacts(secret=b"s" * 32, identity=b"i", page=PAGE, pages=[[], []])
+    tier = Tier(facts, ledger, [[0], [1]])
+    swaps, sequence = Swaps(tier, "swap", b"n"), make(1, 2 * PAGE + 1, 4)
+    sequence.id, sequence.num_scheduled, sequence.place = 0, 2 * PAGE, Place(1)
+    ledger.apply(StepPlan(step=0, ops=[New(0)], rows=[Rows(0, 0, 2 * PAGE, Place(1))]))
+    for op in tier.numbered([*swaps.save(sequence)]):
+        for _ in range(2):
+            tier.report(Transferred(view=0, id=op.id, pages=2))  # type: ignore[union-attr]
+    keys = list(swaps._kept[sequence].keys)
+    own = Load(2 * PAGE, (Place(1),), tuple(keys), own=True)
+    assert swaps.find(sequence) == own
+    ledger.become(BlockTables((0,), [20], SIZE, lanes))
+    tier.learn(structs.replace(facts, pages=[keys]), [[0]])
+    assert swaps.find(sequence) == own._replace(places=(FIRST,))
+    ledger.become(BlockTables((0, 0), [20, 20], SIZE, both))
+    tier.learn(structs.replace(facts, pages=[keys, keys[:1]]), [[0], [1]])
+    assert swaps.find(sequence) == own._replace(places=(FIRST,))
+    tier.learn(structs.replace(facts, pages=[keys, keys]), [[0], [1]])
+    assert swaps.find(sequence) == own._replace(places=(Place(1), FIRST))
 
 
 def test_where_bits_count_no_clock_decides() -> None:

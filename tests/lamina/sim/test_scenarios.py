@@ -291,6 +291,11 @@ PLANNED_MISTAKES = {
     "the ledger's blocks": replacing(BlockTables, "become", lambda self, other: None),
     "who holds what": holders_kept,
     "what is retained": replacing(Prefixes, "lie", lambda self, kept: None),
+    "who keeps pages": replacing(
+        Tier,
+        "learn",
+        lambda self, facts, holders, right=Tier.learn: right(self, facts, vars(self).setdefault("first", holders)),
+    ),
 }
 
 

@@ -265,6 +265,22 @@ def test_a_write_that_fits_no_segment(opener: Opener) -> None:
     assert all(has(medium, page(n), {Atom(0, 0): bytes(4000)}) for n in range(200) if page(n).key in there)
 
 
+def test_a_segment_that_is_larger_than_any_part_goes(opener: Opener, path: Path) -> None:
+    """Behind others' coming; its room is theirs, too."""
+    first, large = opener(), {Atom(0, 0): os.urandom(SIZE * 3 // 5)}
+    first.reserve(SIZE * 3 // 5)
+    first.write(page(1), large)
+    first.divide(2)
+    assert not first.pages()
+    assert not list(path.glob("segment-*"))
+    second, small = opener(workers=2), {Atom(0, 0): os.urandom(SIZE // 3)}
+    for number, medium in enumerate((first, second)):
+        assert medium.reserve(SIZE // 3) == []
+        medium.write(page(number), small)
+    assert has(first, page(1), small)
+    assert has(second, page(0), small)
+
+
 def test_space_that_another_worker_gave_up(opener: Opener) -> None:
     first, second = opener(workers=2), opener(workers=2)
     while True:
@@ -280,7 +296,7 @@ def test_space_that_another_worker_gave_up(opener: Opener) -> None:
 
 def test_two_servers_on_one_directory(opener: Opener) -> None:
     first = opener()
-    with pytest.raises(ValueError, match=r"--kv-store-dir .*: another server has it open; give each a directory"):
+    with pytest.raises(ValueError, match=r"--kv-store-dir .*: another server has it open; end that, or name"):
         opener(server="two")
     second = opener()
     first.close()
