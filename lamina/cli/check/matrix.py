@@ -146,6 +146,7 @@ def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[st
         _bits("overlap", overlap=False),
         *(_bits("overlap", **o, overlap=False) for o in held),
         *(_bits("transport", memory_workers=2, transport=name) for name in transports),
+        *(_bits("KV parity", memory_workers=2, transport=name, kv_parity=1) for name in ("shm", "tcp")),
         FIXED,
         *(_fixed("partition", **_SPILL, transport=name) for name in ("loopback", *transports)),
         _fixed("memory weights", **_SPILL, memory_weights="5,3,2"),
