@@ -40,7 +40,7 @@ PAIRS = (4, 24)
 FORMS, ORDERS = ("evict", "select"), ("seen", "later")
 AT_ONCE = 16  # questions
 SHARES = (1.0, 0.5, 0.25, 0.1)  # of the prompt's tokens; 1: all
-RECENT, LEAST, SIZE = 16, 64, 16  # tokens; the last one of a block
+RECENT, LEAST, SIZE = 16, 4, 16  # tokens that stay, blocks of a budget, tokens of a block
 
 
 def right(llm: LLM, prompts: list[RecallPrompt], order: str) -> float:
@@ -88,9 +88,9 @@ def held_out_tokens(tokenizer: Any) -> npt.NDArray[np.int64]:
     return np.array(tokenizer.encode(held_out_text(), add_special_tokens=False, verbose=False))
 
 
-def budget_of(length: int, share: float) -> int:
-    """Tokens that stay of so many."""
-    return max(LEAST, int(length * share) // SIZE * SIZE) if share < 1 else length
+def budget_of(length: int, share: float, size: int = SIZE) -> int:
+    """Tokens that stay of so many, in blocks of ``size``."""
+    return max(LEAST, int(length * share) // size) * size if share < 1 else length
 
 
 class SparsityCosts:
@@ -109,10 +109,12 @@ class SparsityCosts:
         """One that keeps or attends so many tokens."""
         options: dict[str, Any] = {"kv_sparsity": form}
         if form != "none":
-            options |= {"kv_budget": budget, "kv_recent": RECENT, "kv_full_layers": self.args.full_layers}
+            options |= {"kv_budget": budget, "kv_recent": self.args.recent, "kv_full_layers": self.args.full_layers}
         if form == "evict":
             options |= {"kv_window": self.args.window}
-        return LLM(str(MODEL), transport="loopback", block_size=SIZE, enable_prefix_caching=False, **options)
+        return LLM(
+            str(MODEL), transport="loopback", block_size=self.args.block_size, enable_prefix_caching=False, **options
+        )
 
     def recall(self) -> Iterator[dict[str, Any]]:
         """Of the engine."""
@@ -121,7 +123,7 @@ class SparsityCosts:
             asked = self.questions(distance)
             for form, (pairs, prompts) in product(args.forms if share < 1 else ["none"], asked.items()):
                 length = max(len(p.tokens) for p in prompts)
-                budget = budget_of(length, share)
+                budget = args.kv_budget or budget_of(length, share, args.block_size)
                 for order in args.orders:
                     with self.engine(form, budget) as llm:
                         answered = right(llm, prompts, order)
@@ -138,7 +140,7 @@ class SparsityCosts:
         texts = [self._filler[at : at + prompt + behind].tolist() for at in starts]
         whole = 0.0
         for share, form in [(1.0, "none"), *product([s for s in self.args.shares if s < 1], self.args.forms)]:
-            budget = budget_of(prompt, share)
+            budget = budget_of(prompt, share, self.args.block_size)
             with self.engine(form, budget) as llm:
                 bits = bits_per_byte(llm, self.tokenizer, texts, prompt)
             whole = whole or bits
@@ -184,6 +186,9 @@ def main() -> None:
     parser.add_argument("--distances", type=int, nargs="+", default=DISTANCES, help="tokens of text between")
     parser.add_argument("--full-layers", type=int, default=1, help="layers that keep all")
     parser.add_argument("--window", type=int, default=4, help="--kv-window of evict")
+    parser.add_argument("--block-size", type=int, default=SIZE, help="tokens")
+    parser.add_argument("--recent", type=int, default=RECENT, help="--kv-recent")
+    parser.add_argument("--kv-budget", type=int, default=0, help="of recall, in place of the share")
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of the prompt's tokens; 1: all")
     parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS, help="of --kv-sparsity")
     parser.add_argument("--orders", nargs="+", default=ORDERS, choices=ORDERS, help="when the question comes")
@@ -191,8 +196,8 @@ def main() -> None:
     parser.add_argument("--peer-folder", type=Path, default=Path("build/peers"), help="their environments")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
-    settings = {"prompts": args.prompts, "full_layers": args.full_layers, "block_size": SIZE, "recent": RECENT}
-    settings["window"] = args.window
+    settings = {"prompts": args.prompts, "full_layers": args.full_layers, "window": args.window}
+    settings |= {"block_size": args.block_size, "recent": args.recent}
     costs = SparsityCosts(args)
     for what in args.measure:
         for line in getattr(costs, what)():

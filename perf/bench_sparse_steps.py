@@ -34,8 +34,8 @@ def steps_of(
     draw = random.Random(0)
     prompts = [[draw.randrange(5, 1000) for _ in range(length)] for _ in range(batch)]
     tokens = (turns + 4) * (TURN_STEPS + 1)
-    each = 2 * 2 * heads * shape["head_dim"] * layers  # bytes of a token
-    room = 3 * batch * (length + 2 * tokens) * each // 2
+    token = 2 * 2 * heads * shape["head_dim"]  # bytes in one layer
+    room = 3 * batch * (length + 2 * tokens) * token * layers // 2
     sparse = {name: {"kv_sparsity": name, **options} for name in forms if name != "none"}
     with tempfile.TemporaryDirectory() as folder:
         path = make(Path(folder) / "model", "bfloat16", shape, 2 * length)
@@ -49,10 +49,11 @@ def steps_of(
             before = {name: counted(player) for name, player in players.items()}
             line = alternate(players, turns)
             after = {name: counted(player) for name, player in players.items()}
-            count = (turns + 1) * (TURN_STEPS + 1)
+            spent = {x: {name: after[x][name] - before[x][name] for name in after[x]} for x in players}
 
             def of_a_step(what: str, unit: float, digits: int) -> dict[str, float]:
-                return {x: round((after[x][what] - before[x][what]) / count / unit, digits) for x in players}
+                """Of a row of each sequence: while one waits for its scores, the others have theirs."""
+                return {x: round(each[what] / each["rows"] * batch / unit, digits) for x, each in spent.items()}
 
             medians = {name: each["median"] for name, each in line["step_s"].items()}
             return {
@@ -60,6 +61,7 @@ def steps_of(
                 "tokens_per_s": {name: round(batch / each, 1) for name, each in medians.items()},
                 "of_all_kv": {name: round(each / medians[forms[0]], 3) for name, each in medians.items()},
                 "kv_mb_of_a_step": of_a_step("stored_bytes", 1e6, 1),
+                "of_budget_bytes": of_budget_bytes(spent, layers, token, **options) if "none" in players else {},
                 "attend_ms_of_a_step": of_a_step("attend_s", 1e-3, 3),
                 "score_ms_of_a_step": of_a_step("score_s", 1e-3, 4),
                 "prompts_s": {name: round(player.prompts_s, 2) for name, player in players.items()},
@@ -70,10 +72,22 @@ def steps_of(
                 player.close()
 
 
+def of_budget_bytes(
+    spent: dict[str, dict[str, float]], layers: int, token: int, *, kv_budget: int, kv_full_layers: int
+) -> dict[str, list[float]]:
+    """What a row reads, as a share of all KV in the full layers and the budget in the others; and of these alone.
+    ``token``: bytes in one layer.
+    """
+    each = {name: x["stored_bytes"] / x["rows"] for name, x in spent.items()}
+    whole, least = each["none"] * kv_full_layers / layers, (layers - kv_full_layers) * kv_budget * token
+    shares = {name: (x / (whole + least), (x - whole) / least) for name, x in each.items() if name != "none"}
+    return {name: [round(share, 3) for share in both] for name, both in shares.items()}
+
+
 def counted(player: DecodeLamina) -> dict[str, float]:
-    """What the memory workers have read and spent so far."""
+    """What the memory workers have read and spent so far, and the rows that they had."""
     memory = [counters for name, counters in player.llm.stats().items() if name.startswith("memory")]
-    return {name: sum(each[name] for each in memory) for name in ("stored_bytes", "attend_s", "score_s")}
+    return {name: sum(each[name] for each in memory) for name in ("stored_bytes", "attend_s", "score_s", "rows")}
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from lamina.kv.error_budget import Witness
 from lamina.kv.sparsity import BlockScores
 from lamina.protocol.placement import FIRST, Place
 from lamina.request import CompletionOutput, SamplingParams
@@ -185,6 +186,7 @@ class Shadow(Sequence):
         super().__init__(-1, params, 0, of.prompt, output, of.max_len, of.stop_tokens, of.salt)
         self.of, self.tokens, self.outlived, self.priority = of, of.tokens, True, of.priority
         self._attempt = of.num_preemptions
+        self.witness = Witness()  # of what the other one's tokens show
 
     @property
     def lost(self) -> bool:

@@ -80,7 +80,7 @@ class Shadows:
         if shadow.finished or drawn.apart is None or self._stale:
             return ""
         different, kl = drawn.apart
-        if not self.watch.add(different=different, kl=kl):
+        if not self.watch.add(shadow.witness, different=different, kl=kl):
             return ""
         why, self._rung = self.watch.over, self._rung + 1
         self._stale, self.watch = True, ErrorWatch(self._budget)
