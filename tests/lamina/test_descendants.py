@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from lamina import processes
-from lamina.processes import descendants_of
+from lamina.processes import descendants_of, is_stopped
 
 
 def test_what_any_thread_has_started_is_seen_and_what_that_has() -> None:
@@ -27,3 +29,19 @@ def test_what_one_look_leaves_out_is_seen_by_the_next(looks: list[set[int]], mon
     monkeypatch.setattr(processes, "_seen_now", lambda pid: looks.pop(0))
     assert descendants_of(1) == [1, 2, 3]
     assert not looks
+
+
+@pytest.mark.parametrize("work", ["ctypes.PyDLL(None).sleep(600)", "sum(range(10 ** 15))"], ids=["sleeps", "computes"])
+def test_one_that_lets_no_other_thread_run_does_not_stand_still_but_by_a_signal(work: str) -> None:
+    """It holds the interpreter's lock, so that no thread of it answers: it may be slow for as long as it likes."""
+    command = [sys.executable, "-c", f"import ctypes; print(flush=True); {work}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        assert not is_stopped(child.pid)
+        child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        assert is_stopped(child.pid)
+        child.send_signal(signal.SIGCONT)
+        os.waitpid(child.pid, os.WCONTINUED)
+        assert not is_stopped(child.pid)
+        child.kill()
