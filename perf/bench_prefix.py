@@ -10,7 +10,8 @@ one prompt and not two; "none" has that pool and nothing beside it. Two cold pro
 that the first one is saved while the second one is computed; CPU seconds are those until SAVED_S behind them.
 
 Most of a run beside peers is their start. A --model that was used before has what they make of it: OpenVINO's form of
-it lies there, llama.cpp's too, and vLLM knows what it has compiled.
+it lies there, llama.cpp's too, and vLLM knows what it has compiled. --warm leaves out cold prompts and Lamina without
+the option: a minute beside one peer.
 
     python perf/bench_prefix.py --model PATH --peers vllm,openvino,llama.cpp-server --write
 """
@@ -116,6 +117,7 @@ def main() -> None:
     parser.add_argument(
         "--peer-folder", type=Path, default=Path("build/peers"), help="their environments (peers/install.sh)"
     )
+    parser.add_argument("--warm", action="store_true", help="prompts whose beginning is known, and no others")
     parser.add_argument("--tiers", action="store_true", help="what lies beside the pool, too")
     parser.add_argument("--kv-memory", default="24MiB", help="with --tiers: of a pool that has something beside it")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
@@ -124,7 +126,7 @@ def main() -> None:
         path = Path(args.model) if args.model else make(Path(folder), "bfloat16")
         results = measure_tiers(path, args) if args.tiers else measure(path, args)
     settings: dict[str, Any] = {
-        name: value for name, value in vars(args).items() if name in ("shared", "own", "turns", *TIERED)
+        name: value for name, value in vars(args).items() if name in ("shared", "own", "turns", "warm", *TIERED)
     }
     print(record("bench_prefix", settings, results, write=args.write))
 
@@ -133,13 +135,11 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Medians and ratios."""
     draw, length = random.Random(0), args.shared + args.own
     known = words(draw, args.shared)
-    players: dict[str, PrefixPlayer] = {
-        "without": PrefixLamina(path, length, caches=False),
-        "with": PrefixLamina(path, length, caches=True),
-    }
+    ways, kinds = (("with",), ("warm",)) if args.warm else (("without", "with"), ("cold", "warm"))
+    players: dict[str, PrefixPlayer] = {way: PrefixLamina(path, length, caches=way == "with") for way in ways}
     peers = list(filter(None, args.peers.split(",")))
     players |= {name: PrefixPeer(args.peer_folder, name, path, length) for name in peers}
-    seconds: dict[str, list[float]] = {f"{name} {kind}": [] for name in players for kind in ("cold", "warm")}
+    seconds: dict[str, list[float]] = {f"{name} {kind}": [] for name in players for kind in kinds}
     cpu: dict[str, list[float]] = {"without": [], "with": []}
     pressure = []
     try:
@@ -151,23 +151,25 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
             for name in draw.sample(sorted(players), len(players)):
                 player = players[name]
                 time.sleep(REST_S)
-                seconds[f"{name} cold"].append(player.first_s(cold))
-                if isinstance(player, PrefixLamina):
-                    cpu[name].append(player.cpu_s)
+                if not args.warm:
+                    seconds[f"{name} cold"].append(player.first_s(cold))
+                    if isinstance(player, PrefixLamina):
+                        cpu[name].append(player.cpu_s)
                 seconds[f"{name} warm"].append(player.first_s(warm))
             pressure.append(cpu_pressure())
     finally:
         for player in players.values():
             player.close()
     middle = {name: statistics.median(each) for name, each in seconds.items()}
-    figures = {
-        "first_s": {name: spread(each) for name, each in seconds.items()},
-        "cpu_s_cold": {name: spread(each) for name, each in cpu.items()},
-        "gain": middle["without warm"] / middle["with warm"],
-        "cost_without_hits": middle["with cold"] / middle["without cold"] - 1,
-        "cpu_cost_without_hits": statistics.median(cpu["with"]) / statistics.median(cpu["without"]) - 1,
-        "cpu_pressure_avg10": pressure,
-    }
+    figures: dict[str, Any] = {"first_s": {name: spread(each) for name, each in seconds.items()}}
+    if not args.warm:
+        figures |= {
+            "cpu_s_cold": {name: spread(each) for name, each in cpu.items()},
+            "gain": middle["without warm"] / middle["with warm"],
+            "cost_without_hits": middle["with cold"] / middle["without cold"] - 1,
+            "cpu_cost_without_hits": statistics.median(cpu["with"]) / statistics.median(cpu["without"]) - 1,
+        }
+    figures["cpu_pressure_avg10"] = pressure
     figures["warm_of_peers"] = {name: middle["with warm"] / middle[f"{name} warm"] for name in peers}
     return figures
 
