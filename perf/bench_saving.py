@@ -55,7 +55,7 @@ class SavingDecoder:
         began = time.perf_counter()
         for _ in range(args.batch):
             self._engine.add([draw.randrange(1, WORDS) for _ in range(args.context)], long)
-        while self._engine.scheduler.num_waiting or not all(s.decodes for s in self._engine.scheduler._running):
+        while self._engine.scheduler.num_waiting or not all(s.decodes for s in self._engine.scheduler.running):
             self._engine.step()
         self._engine.rest()
         self.prompt_pages_s = args.batch * args.context / tier.page / (time.perf_counter() - began)

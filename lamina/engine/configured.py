@@ -46,6 +46,12 @@ def check_room(scheduler: Scheduler, info: ComputeReady, capacity: Capacity) -> 
         )
 
 
+def lanes_of(info: ComputeReady, worker: int) -> set[int]:
+    """The lanes in which a memory worker keeps something."""
+    held = [lanes for lanes, holders in zip(info.lanes, info.holders, strict=True) if worker in holders]
+    return {n for lanes in held for n, kept in enumerate(lanes.pattern) if kept}
+
+
 def cordoned(scheduler: Scheduler, info: ComputeReady) -> list[int]:
     """Memory workers on which no new sequence begins."""
     return sorted({worker for group in scheduler.closed for worker in info.holders[group]})
@@ -100,6 +106,7 @@ def scheduler_of(
         evictions=_evictions(config, info),
         shadows=Shadows(config.kv, budget) if budget else None,
         homes=topology.memory_workers if topology.on_loan else 0,
+        moving_ranks=topology.tensor_parallel_size if config.moves_stripes else 0,
         view=info.view,
     )
     promises.pooled, promises.shared = prefixes.length_of, prefixes.shared

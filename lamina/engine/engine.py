@@ -13,8 +13,6 @@ from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.control import ComputeReady, Draw, Drawn, RunRound, RunStep, StepDone
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.plan import Keep
-from lamina.protocol.sparse_ops import Scored
-from lamina.protocol.tiers import GateOpened, Transferred
 from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes, SamplingParams, Told
 
 from .blocks.under_way import Moved
@@ -33,7 +31,7 @@ from .sequence import Sequence, Shadow
 from .text import Pieces, Spell, texts_of
 from .timing import Timing
 from .tuning.tuner import Tuner
-from .wire import Clock, Done, ViewChanged, Wire
+from .wire import Clock, Done, Report, ViewChanged, Wire
 
 log = logging.getLogger(__name__)
 
@@ -292,7 +290,7 @@ class Engine:
             return self._change(done)
         return self._postprocess(done) if isinstance(done, StepDone | None) else self._moved(done)
 
-    def _moved(self, said: Transferred | GateOpened | Scored) -> list[RequestOutput]:
+    def _moved(self, said: Report) -> list[RequestOutput]:
         """A memory worker has saved, loaded or scored KV, or has not; the requests that got tokens or ended by that."""
         transfer = self.scheduler.moved(said)
         if transfer is None or transfer.loaded is None:

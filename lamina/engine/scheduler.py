@@ -16,10 +16,11 @@ from lamina.protocol.tiers import GateOpened, Transferred
 from .blocks.evictions import Evictions, row_ops
 from .blocks.leaves import Leaves
 from .blocks.ledger import Blocks, Ledger
-from .blocks.newcomers import Batch, Cuts, Newcomers, come_back, deal, line_up, overtaken, settle
+from .blocks.newcomers import Batch, Cuts, Newcomers, come_back, deal, line_up, overtaken, rolled_back, settle
 from .blocks.prefixes import Prefixes
 from .blocks.relief import Relief
 from .blocks.room import Room, rows_of
+from .blocks.stripe_moves import StripeMoves
 from .blocks.sure import grant_chunks
 from .blocks.swaps import Swaps
 from .blocks.tier import Tier
@@ -31,6 +32,7 @@ from .rounds.pipeline import route
 from .rounds.steps import Round, ScheduledStep, commit, round_of
 from .sequence import Sequence, Shadow
 from .shadows import Shadows
+from .wire import Report
 
 
 class Scheduler:
@@ -64,6 +66,7 @@ class Scheduler:
         evictions: Evictions | None = None,
         shadows: Shadows | None = None,
         homes: int = 0,
+        moving_ranks: int = 0,
         view: int = 0,
     ) -> None:
         """``aligned``: cut prompts at multiples of ``prefill_chunk`` only, whatever else is in the step.
@@ -72,12 +75,13 @@ class Scheduler:
         sequences; None = nothing. ``tier``: where it is kept besides; None = nowhere; ``swaps``: so too that of
         preempted ones. ``evictions``: how sparse sequences lose blocks; None = there are none. ``shadows``: what
         measures their errors; None = nothing does. ``homes``: memory workers on which sequences begin, the first ones;
-        0 = all. ``view``: of the first plans.
+        0 = all. ``moving_ranks``: whose stripes may move; 0 = none may. ``view``: of the first plans.
         """
         self.view = view
         self._ledger = ledger
         self._cuts = Cuts(prefill_chunk, aligned)
         self._room = Room(ledger, max_num_seqs + prefill_chunk, homes)
+        self.moves = StripeMoves(ledger, self._room, moving_ranks)
         self.closed = self._room.closed  # groups in which no sequence begins
         self.waiting: deque[Sequence] = deque()  # the next one first
         self.batches = [Batch(i) for i in range(num_batches)]
@@ -107,12 +111,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.running)
 
     @property
     def num_unfinished(self) -> int:
         """Of those that run: a finished one leaves with the next round."""
-        return self._asked(self._running)
+        return self._asked(self.running)
 
     def _asked(self, sequences: Iterable[Sequence]) -> int:
         if self.shadows is None:
@@ -120,13 +124,13 @@ class Scheduler:
         return sum(not s.finished and not isinstance(s, Shadow) for s in sequences)
 
     @property
-    def _running(self) -> list[Sequence]:
+    def running(self) -> list[Sequence]:
         return [s for b in self.batches for s in b.running]
 
     @property
     def free_blocks(self) -> Blocks:
         """KV blocks that sequences can still have: those that are free, or held by what is retained or finished."""
-        running = self._running
+        running = self.running
         if not self.prefixes.num_retained and not any(s.finished for s in running):
             return self._ledger.free_blocks
         held = self._ledger.blocks_of(s.id for s in running if not s.finished)
@@ -135,7 +139,7 @@ class Scheduler:
     @property
     def borrowed(self) -> list[int] | None:
         """KV blocks of running sequences by the layer group that lends them; None where none does."""
-        return self._room.loans.borrowed(self._running) if self._room.loans else None
+        return self._room.loans.borrowed(self.running) if self._room.loans else None
 
     def most_sequences(self, length: int) -> float:
         """How many of ``length`` tokens have room for their KV at once."""
@@ -161,13 +165,12 @@ class Scheduler:
     @property
     def awaits_transfer(self) -> bool:
         """Whether somebody has to wait for that, if nothing else is under way."""
-        waits = (s.num_loading or s.awaits_scores or s.wants_rows for s in self._running)
+        waits = (s.num_loading or s.awaits_scores or s.wants_rows for s in self.running)
         return self.moving and (self.num_waiting > 0 or any(waits))
 
-    def moved(self, said: Transferred | GateOpened | Scored) -> Moved | None:
-        """A memory worker has ended a transfer, loaded enough for first rows, or told how much blocks are attended.
-        What has become of all of a sequence, if that was its last transfer.
-        """
+    def moved(self, said: Report) -> Moved | None:
+        """A memory worker has done something. What has become of all of a sequence, if that was its last transfer."""
+        self.moves.report(said)
         if isinstance(said, Scored) and self.evictions:
             self.evictions.report(said)
         if isinstance(said, GateOpened) and self.tier:
@@ -197,7 +200,7 @@ class Scheduler:
 
     def _standing(self) -> Standing | None:
         """None where rounds may differ for a reason that no sequence shows."""
-        changes = self._ops or self._chunks or self.tier or self.evictions or self.shadows
+        changes = self._ops or self._chunks or self.tier or self.evictions or self.shadows or self.moves.under_way
         if len(self._in_flight) != 1 or changes or self._num_batches != len(self.batches):
             return None
         (flight,) = self._in_flight
@@ -218,8 +221,8 @@ class Scheduler:
         if self._num_batches != len(self.batches):
             if self._in_flight:
                 return []
-            Shadows.forget(self._running)
-            self.batches = deal(self._running, self._num_batches)
+            Shadows.forget(self.running)
+            self.batches = deal(self.running, self._num_batches)
         if self.shadows:
             self.shadows.tend(self.batches, self.waiting, self._relief)
         self.forget_finished()
@@ -231,6 +234,7 @@ class Scheduler:
             batch.ops += self.tier.fill(batch.running) if self.tier else []
         if self.waiting or (self.tier and self.tier.ahead):
             self._newcomers.admit(self.waiting, self.batches)
+        self.moves.tend(self.batches, self._next_round, self._newcomers.number, crowded=bool(self.waiting))
         steps = [s for s in map(self._next, self.batches) if s is not None]
         for step in steps:
             step.plan = msgspec.structs.replace(step.plan, more=step is not steps[-1])
@@ -262,6 +266,7 @@ class Scheduler:
             self.prefill.complete(step, step.prefill_worker)
             return None
         self.prefill.promises.drawn_inline(step.draws)
+        self.moves.done(step.plan)
         flight = next(r for r in self._in_flight if step in r.left)
         flight.left.discard(step)
         if flight.left:
@@ -279,25 +284,19 @@ class Scheduler:
                 if sequence.id == rows.sequence:
                     sequence.num_scheduled = min(sequence.num_scheduled, rows.first)
         self._in_flight = []
-        Shadows.forget((*self.waiting, *self._running))
-        self.prefill.roll_back(s for s in (*self.waiting, *self._running) if s.finished)
+        Shadows.forget((*self.waiting, *self.running))
+        self.prefill.roll_back(s for s in (*self.waiting, *self.running) if s.finished)
         if self.tier:
             self.tier.cancel()
         if self.evictions:
             self.evictions.forget()
         self._ops = []
-        keep, waiting = self.prefixes.stay(kept), list(self.waiting)
-        for batch in self.batches:
-            for sequence in batch.running:
-                sequence.roll_back(kept(Keep(sequence.id, sequence.num_scheduled, sequence.place)))
-                if sequence.finished:
-                    self._forget_swapped(sequence)
-            batch.running = [s for s in batch.running if not s.finished]
-            waiting += [s for s in batch.running if not s.num_scheduled]
-            batch.running = [s for s in batch.running if s.num_scheduled]
-            keep += [Keep(s.id, s.num_scheduled, s.place) for s in batch.running]
+        kept = self.moves.roll_back(kept)
+        keep = self.prefixes.stay(kept)
+        running, gone = rolled_back(self.batches, kept, self._forget_swapped)
+        keep += running
         self._ledger.reconcile(keep)
-        self._begin_anew(waiting + overtaken(self._ledger, self.batches, keep))
+        self._begin_anew([*self.waiting, *gone, *overtaken(self._ledger, self.batches, keep)])
         return keep
 
     def _begin_anew(self, sequences: Iterable[Sequence]) -> None:
@@ -319,19 +318,19 @@ class Scheduler:
 
     def lacks_room(self, blocks: Ledger) -> int:
         """Running sequences whose KV has no room in other blocks."""
-        return self._room.lacking(blocks, [s for s in self._running if not s.finished])
+        return self._room.lacking(blocks, [s for s in self.running if not s.finished])
 
     def forget_prefixes(self, era: bytes = b"") -> None:
         """Give up what is retained, with the next plan. What runs leaves nothing. ``era``: of pages from now on."""
         self._ops += self.prefixes.forget_all()
-        for sequence in self._running:
+        for sequence in self.running:
             sequence.outlived = True
         if self.tier:
-            self.tier.forget(era, (*self._running, *self.waiting))
+            self.tier.forget(era, (*self.running, *self.waiting))
 
     def drop_session(self, name: SessionName) -> bool:
         """Forget a session, and give up its KV with the next plan. False: there is no such session."""
-        ops = self.leaves.drop(name, self._running)
+        ops = self.leaves.drop(name, self.running)
         self._ops += ops or []
         return ops is not None
 
@@ -346,7 +345,7 @@ class Scheduler:
 
     def tell_anew(self) -> None:
         """Compute workers count no tokens any more for penalties: the next draw of each sequence tells all."""
-        for sequence in self._running:
+        for sequence in self.running:
             sequence.num_told = -1
 
     def _next(self, batch: Batch) -> ScheduledStep | None:
@@ -379,7 +378,7 @@ class Scheduler:
     def _pick(self, batch: Batch) -> tuple[dict[Sequence, int], StepPlan]:
         """What it wants, as far as there are blocks, and the plan for it."""
         picked = self._cuts.wanted(batch)
-        loans, free = self._room.loans, lambda: self._room.spare(self._running, self.prefixes.oldest)
+        loans, free = self._room.loans, lambda: self._room.spare(self.running, self.prefixes.oldest)
         stuck = loans.grow(picked, free) if loans else []
         plan = self._plan(batch, picked)
         while stuck or (picked and not self._ledger.can_apply(plan)):

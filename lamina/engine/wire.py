@@ -9,11 +9,15 @@ from typing import NamedTuple, Protocol
 
 from lamina.protocol.control import ComputeReady, RunRound, StepDone
 from lamina.protocol.groups import Capacity
+from lamina.protocol.move_ops import StripesCopied
 from lamina.protocol.plan import Keep
 from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import GateOpened, Transferred
 
-Done = StepDone | Transferred | GateOpened | Scored  # a step, a transfer, enough of one, scores
+Report = (
+    Transferred | GateOpened | Scored | StripesCopied
+)  # of a memory worker: a transfer, enough of one, scores, a copy
+Done = StepDone | Report
 
 
 class WorkerError(RuntimeError):

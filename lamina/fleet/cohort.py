@@ -45,6 +45,7 @@ from .meetings import Present
 from .members import Member, Members
 from .rates import shared_weights
 from .same_model import as_one, check_alike
+from .seats import movers_of
 from .spares import Spares
 from .tiers import TierKeeper
 
@@ -79,6 +80,7 @@ class Cohort:
         self._loaded: dict[Member, Loaded] = {}  # of compute and prefill workers
         self._told_models = False  # whether these were told to load
         self._started: dict[tuple[str, int], int] = {}  # role and index -> workers that were started for them
+        self._size = config.topology.tensor_parallel_size  # ranks of a replica
         self._names: dict[WorkerHandle, str] = {}  # which they prove to their peers
         self._keys: dict[WorkerHandle, bytes] = {}  # of memory workers on loan, which have keys of their own
         self.tier = TierKeeper(config, self._incarnation)
@@ -282,7 +284,9 @@ class Cohort:
             rank = member.handle.index % self._size
             joining = [self._name(m.handle) for m in self._members.compute[rank :: self._size] + self._members.prefill]
             place = self.tier.place(member.handle.index, len(memory), self.identity)
-            self._members.send(member, Connect(view=self.view, joining=joining, keep=left, tier=place, peers=peers))
+            movers = movers_of(self._memory_of(rank), self.address_of(member)) if self._config.moves_stripes else []
+            told = Connect(view=self.view, joining=joining, keep=left, tier=place, peers=peers, movers=movers)
+            self._members.send(member, told)
 
     @property
     def identity(self) -> bytes:
@@ -392,8 +396,3 @@ class Cohort:
     def _name(self, handle: WorkerHandle) -> str:
         """Which a worker proves to its peers: no other one has had it, nor will."""
         return self._names.setdefault(handle, f"{handle.role}-{handle.index}-{self._incarnation}")
-
-    @property
-    def _size(self) -> int:
-        """Ranks of a replica."""
-        return self._config.topology.tensor_parallel_size

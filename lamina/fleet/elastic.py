@@ -29,7 +29,7 @@ from lamina.protocol.recut import MakeRoom, Recut, Recutted, RoomMade
 
 from .cohort import Cohort
 from .members import JOIN_S, LostError, Member, Members
-from .seats import bounds_of, seated, staying
+from .seats import bounds_of, known_to, seated, staying
 
 log = logging.getLogger(__name__)
 
@@ -328,7 +328,6 @@ class Elastic:
         peers = before + [m for m in after if m not in before]
         peers.sort(key=lambda m: not self._cohort.address_of(m).key)  # the later one connects: guests need no key
         addresses = [self._cohort.address_of(m) for m in peers]
-        bare = [structs.replace(address, key=b"") for address in addresses]
         return [
             (
                 member,
@@ -338,7 +337,7 @@ class Elastic:
                     before=partition,
                     after=binds[0].partition,
                     keep=[],
-                    peers=bare if addresses[me].key else addresses,
+                    peers=known_to(addresses[me], addresses),
                     me=me,
                     sources=[peers.index(m) for m in before],
                     targets=[peers.index(m) for m in after],

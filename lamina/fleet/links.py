@@ -21,6 +21,7 @@ from lamina.protocol.control import (
     StepDone,
     Trace,
 )
+from lamina.protocol.move_ops import StripesCopied
 from lamina.protocol.recut import Leaving, Recutted, RoomMade
 from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import GateOpened, StoredPages, Transferred
@@ -30,7 +31,7 @@ from .launchers import WorkerHandle
 FROM_WORKERS = (
     MemoryReady | Loaded | ComputeReady | Progress | StepDone | Stats | ClockTime | Rate | Trace
     | Halted | Broken | Failed | StoredPages | Transferred | GateOpened | Scored | RoomMade | Recutted
-    | Leaving
+    | Leaving | StripesCopied
 )  # fmt: skip
 
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from lamina.engine.wire import Clock, Done, ViewChanged, WorkerError
+from lamina.engine.wire import Clock, Done, Report, ViewChanged, WorkerError
 from lamina.observe.collect import ROUND_TRIPS, Tracer
 from lamina.observe.trace import Event, Recorder
 from lamina.protocol.control import AskClock, AskStats, ClockTime, ComputeReady, RunRound, Stats, StepDone
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.plan import Keep
-from lamina.protocol.sparse_ops import Scored
-from lamina.protocol.tiers import GateOpened, Transferred
+from lamina.protocol.tiers import GateOpened
 
 from .arrivals import Arrivals
 from .cohort import Cohort
@@ -260,7 +259,7 @@ class Pools:
     def _next_done(self) -> Done:
         while (done := self._arrivals.take()) is None:
             done = self._receive()
-            if isinstance(done, Transferred | GateOpened | Scored):
+            if isinstance(done, Report):
                 self._reports -= not isinstance(done, GateOpened)  # whose transfer goes on
                 self._moved_at = self._clock()
                 return done

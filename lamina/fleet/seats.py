@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from msgspec import structs
+
+from lamina.protocol.control import Address
+from lamina.protocol.move_ops import Neighbour
 from lamina.protocol.plan import Bind, Bound
 
 from .members import Member
+
+MOST_MOVERS = 16  # memory workers of which each may have a channel to each other one
 
 
 def seated(there: Sequence[Member], gone: Collection[int], coming: Sequence[Member], size: int) -> list[Member]:
@@ -30,6 +36,26 @@ def staying(there: Sequence[Member], gone: Collection[int], size: int) -> list[M
             f"(--tensor-parallel-size), and each rank must keep as many"
         )
     return [member for each in zip(*ranks, strict=True) for member in each]
+
+
+def known_to(own: Address, addresses: Sequence[Address]) -> list[Address]:
+    """``addresses``, as the one at ``own`` may know them: who has a key of its own hears of no other's."""
+    return [structs.replace(each, key=b"") for each in addresses] if own.key else list(addresses)
+
+
+def movers_of(workers: Sequence[Address], own: Address) -> list[Neighbour]:
+    """Of the memory workers of a rank, by number, those among which stripes may move, as the one at ``own`` is told of
+    them: it connects to who has a key of its own, and else to those before it. Empty: none may.
+    """
+    if not 1 < len(workers) <= MOST_MOVERS:
+        return []
+    order = {each: (not each.key, number) for number, each in enumerate(workers)}
+    told = list[Neighbour]()
+    for each in workers:
+        meets, first = each != own and not (each.key and own.key), order[each] < order[own]
+        reached = Neighbour(each.name, reached=True, url=each.url, key=each.key)
+        told.append(reached if meets and first else Neighbour(each.name, awaited=meets))
+    return told
 
 
 def bounds_of(binds: Sequence[Bind], more: int = 0) -> list[Bound]:

@@ -16,7 +16,7 @@ from lamina.protocol.control import ComputeReady, RunRound
 from lamina.protocol.options.declare import parse_seconds
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.options.tier import TierOptions
-from lamina.protocol.plan import Export, Import
+from lamina.protocol.plan import Export, Import, MoveStripes
 from lamina.protocol.sparse_ops import Score
 from lamina.protocol.tiers import StoredPages, TierFacts, TierPlace
 
@@ -93,5 +93,5 @@ def _keys_of(options: TierOptions) -> tuple[bytes, bytes]:
 
 
 def num_reports(new: RunRound) -> int:
-    """Of each memory worker, on what a round begins: transfers, and scores."""
-    return sum(isinstance(op, Export | Import | Score) for step in new.steps for op in step.plan.ops)
+    """Of each memory worker, on what a round begins: transfers, scores, and copies of stripes."""
+    return sum(isinstance(op, Export | Import | Score | MoveStripes) for step in new.steps for op in step.plan.ops)

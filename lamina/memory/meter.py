@@ -16,7 +16,7 @@ class Meter:
         names += (
             "load_s save_s fetch_s kv_loaded_bytes kv_saved_bytes kv_peer_bytes kv_fetched_pages kv_failed_transfers "
         )
-        names += "move_s move_cpu_s moved_bytes"
+        names += "move_s move_cpu_s moved_bytes remote_bytes"
         self._values = dict.fromkeys(names.split(), 0.0)
 
     def read(self) -> dict[str, float]:

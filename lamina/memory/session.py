@@ -18,12 +18,14 @@ from lamina.observe.trace import FLIP, Event, Recorder
 from lamina.protocol.blocks.tables import NoBlocksError, PlanError
 from lamina.protocol.options.resolve import LayerPath, layer_path
 from lamina.protocol.plan import (
+    Adopt,
     Bind,
     Export,
     Import,
     Key,
     Kind,
     MediumOp,
+    MoveStripes,
     ProtocolError,
     StepPlan,
     decode_bind,
@@ -35,6 +37,7 @@ from lamina.protocol.plan import (
 from lamina.protocol.sparse_ops import Scored
 from lamina.workers.wire import LayerWire, can_be_direct
 
+from .copies import StripeCopies
 from .grants import Grants
 from .inbox import RoundInbox
 from .layers.device import DeviceLayers
@@ -88,6 +91,7 @@ class Session:
         self._store = self._bind(open_store)
         self._device_layers: DeviceLayers | None = None
         self.transfers: Transfers | None = None  # set before ``run``, where pages are kept beside the pool
+        self.copies: StripeCopies | None = None  # set before ``run``, where stripes may move
         self.report: Callable[[Scored], None] = lambda scored: None  # to the driver; set before ``run``
 
     @property
@@ -216,6 +220,7 @@ class Session:
         self._inbox.refused.pop(key.batch, None)
         self._meter.add("steps", 1)
         self._meter.add("rows", step.plan.num_rows)
+        self._meter.add("remote_bytes", step.remote_bytes)
         return step, plan.more
 
     def _begin_store(self, plan: StepPlan) -> None:
@@ -224,9 +229,16 @@ class Session:
             self.transfers.begin(plan)  # which copies what is still to be saved, and wipes
         elif any(isinstance(op, Export | Import | MediumOp) for op in plan.ops):
             raise ProtocolError(f"step {plan.step} saves or loads, and there is no medium beside the pool")
+        elif any(isinstance(op, MoveStripes | Adopt) for op in plan.ops) and self.copies is None:
+            raise ProtocolError(f"step {plan.step} moves stripes, and no memory worker has come for any")
         else:
+            again = self._store.tables.comes_again(plan)
+            if self.copies is not None and not again:
+                self.copies.expect(plan)
             self._store.begin(plan)
             self._store.make_ready()
+            if self.copies is not None and not again:
+                self.copies.begin(plan)
 
     def _bind(self, open_store: Callable[[Bind], Store]) -> Store:
         """Wait for a Bind that can be; the peer may try again after a refusal, or leave."""

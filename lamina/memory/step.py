@@ -70,6 +70,14 @@ class Step:
             self._stored_bytes[like] = sum(group.stored_bytes(piece) for piece, group in self._pieces(layer))
         return self._stored_bytes[like]
 
+    @property
+    def remote_bytes(self) -> int:
+        """K and V that all layers' attention reads here of sequences at home elsewhere."""
+        if not any(group.remote_tokens for group in self.groups):
+            return 0
+        each = (x for layer in range(len(self._store.layers)) for x in self._pieces(layer))
+        return sum(group.remote_tokens * piece.kv.token_bytes for piece, group in each)
+
     def attend_stored(self, layer: int, q: Tensor) -> list[Stored]:
         """By piece, of a message; see ``AttentionBackend.attend_stored``."""
         attend, stored = self._store.backend.attend_stored, list[Stored]()
@@ -152,6 +160,9 @@ class GroupStep:
             tokens = [budgets.get(rows.sequence, budget.tokens) for rows in layout.whole]
             self.selection = Selection(store.backend, table, budget, tokens)
         rows, ranges = [n.rows for n in layout.nodes], [(n.low, n.high) for n in layout.nodes]
+        lanes, stays = store.tables.lanes[group], store.placement.stays
+        remote = (n for n in layout.nodes if stays and n.rows.place.lane not in lanes)
+        self.remote_tokens = sum(max(0, min(n.high, n.rows.first) - n.low) for n in remote)
         self.nodes = self._attended(rows, ranges, _index(rows, q_at, store.device))
         at = _index(layout.new, q_at, store.device)
         self.new = self._attended(layout.new, [(r.first, r.first) for r in layout.new], at)

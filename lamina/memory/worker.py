@@ -24,6 +24,7 @@ from lamina.kv.slabs import Slabs, touch
 from lamina.netstack import Channel, ChannelError, ChannelTimeout, Fabric
 from lamina.observe.trace import OFF, Recorder
 from lamina.protocol.control import Connect
+from lamina.protocol.move_ops import StripesCopied
 from lamina.protocol.plan import Bind, ProtocolError
 from lamina.protocol.recut import Rebuild, Recut
 from lamina.protocol.sparse_ops import Scored
@@ -32,6 +33,7 @@ from lamina.workers.devices import CPU, FREE_PART
 from lamina.workers.process import DamagedError, end_at_once
 from lamina.workers.view import ViewDoor, ViewFabric
 
+from .copies import StripeCopies
 from .lease import check_within
 from .meter import Meter
 from .moves import Mover
@@ -55,7 +57,9 @@ class MemoryWorker:
         device: torch.device = CPU,
         trace: Recorder = OFF,
         share: float = FREE_PART,
-        report: Callable[[StoredPages | Transferred | GateOpened | Scored], None] = lambda message: None,
+        report: Callable[[StoredPages | Transferred | GateOpened | Scored | StripesCopied], None] = lambda message: (
+            None
+        ),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``share``: see Store. ``report``: to the driver, from any thread."""
@@ -78,10 +82,11 @@ class MemoryWorker:
     def stats(self) -> dict[str, float]:
         """Since the start: attend_s, write_s, score_s (counting what rows attend), grant_s (writing what prefill
         workers send), wait_s, plan_s; steps, rows, turns (a step in a layer), native_turns of them, refused, dropped
-        (messages of older views); stores (that were allocated), connects; stored_bytes that attention read; payload
-        bytes_received, bytes_sent; load_s, save_s, fetch_s, kv_loaded_bytes, kv_saved_bytes (pages from and to the
-        medium beside the pool), kv_peer_bytes of them (that another host had), kv_fetched_pages, kv_failed_transfers;
-        move_s, move_cpu_s, moved_bytes (KV that came from other memory workers).
+        (messages of older views); stores (that were allocated), connects; stored_bytes that attention read, of which
+        remote_bytes of sequences at home elsewhere; payload bytes_received, bytes_sent; load_s, save_s, fetch_s,
+        kv_loaded_bytes, kv_saved_bytes (pages from and to the medium beside the pool), kv_peer_bytes of them (that
+        another host had), kv_fetched_pages, kv_failed_transfers; move_s, move_cpu_s, moved_bytes (KV that came from
+        other memory workers).
 
         Safe from any thread.
         """
@@ -115,15 +120,25 @@ class MemoryWorker:
         fabric = self._enter(meeting.view, net)
         self._meter.add("connects", 1)
         peers = self._peers = PeerPages(fabric, fabric.at(door), meeting.peers, self._meter, self._clock)
+        copies = StripeCopies(fabric, meeting.movers, self._report, self._meter, self._clock)
         try:
             with torch.inference_mode():
                 open_store = partial(self._open_store, meeting)
                 session = Session(
-                    _first(peers), open_store, self._meter, self._trace, meeting.view, meeting.joining, self._clock
+                    _first(peers, copies),
+                    open_store,
+                    self._meter,
+                    self._trace,
+                    meeting.view,
+                    meeting.joining,
+                    self._clock,
                 )
                 session.transfers, session.report = self._transfers, self._report
-                while session.missing or peers.missing:
-                    self._join(session, peers)
+                if meeting.movers and self._store is not None:
+                    copies.meet(self._store)
+                    session.copies = copies
+                while session.missing or peers.missing or copies.missing:
+                    self._join(session, peers, copies)
                 self._tell_pages()
                 session.run()
         except DamagedError as e:
@@ -134,6 +149,7 @@ class MemoryWorker:
             raise
         finally:
             peers.end()
+            copies.end()
             fabric.close()
             self._end_transfers()
 
@@ -257,10 +273,10 @@ class MemoryWorker:
             entered.leave(reason)
         return entered
 
-    def _join(self, session: Session, peers: PeerPages) -> None:
+    def _join(self, session: Session, peers: PeerPages, copies: StripeCopies) -> None:
         session.check_idle()
         with suppress(ChannelTimeout):
-            if (channel := peers.accept(POLL_S)) is not None:
+            if (channel := _next(peers, copies)) is not None:
                 session.join(channel)
 
     def _tell_pages(self) -> None:
@@ -343,9 +359,15 @@ def _over(view: int, newer: int) -> str:
     return f"view {view} is over: view {newer} begins"
 
 
-def _first(peers: PeerPages) -> Channel:
+def _first(peers: PeerPages, copies: StripeCopies) -> Channel:
     """That of the one who binds. Waits as long as the driver lives."""
     while True:
         with suppress(ChannelTimeout):
-            if (channel := peers.accept(POLL_S)) is not None:
+            if (channel := _next(peers, copies)) is not None:
                 return channel
+
+
+def _next(peers: PeerPages, copies: StripeCopies) -> Channel | None:
+    """The next one who comes; None where it was another memory worker. Raises ChannelTimeout."""
+    channel = peers.accept(POLL_S)
+    return None if channel is None or copies.take(channel) else channel

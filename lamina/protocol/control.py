@@ -18,6 +18,7 @@ import msgspec
 
 from lamina.request import FILTERS, Score
 
+from .move_ops import Neighbour
 from .options.engine import BatchingOptions, Deadlines, DeviceOptions, KVOptions, ModelOptions
 from .options.topology import TopologyOptions
 from .partition import Lanes
@@ -139,9 +140,8 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
-    """Driver -> any worker: whom to meet, and under which view. It may come again and again, each time of a higher
-    view: the worker lets go of all channels that it has, and keeps what it has loaded, its weights or its KV. A memory
-    worker does not answer, a compute or prefill worker does: with ComputeReady or Failed.
+    """Driver -> any worker: whom to meet, under a view. It may come again, of a higher view: the worker lets go of all
+    channels, and keeps its weights or KV. All but memory workers answer it, with ComputeReady or Failed.
     """
 
     view: Annotated[int, msgspec.Meta(ge=0, lt=1 << VIEW_BITS)]
@@ -157,6 +157,7 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     kv_bytes: list[int] = []  # of compute workers: what each of these memory workers has for KV; empty: none has yet
     tier: TierPlace | None = None  # of a memory worker: None: it keeps nothing beside its pool
     peers: list[Address] = []  # of a memory worker: all that have pages for each other, itself too; empty: none have
+    movers: list[Neighbour] = []  # of a memory worker: all of its rank, by number; empty: no stripes move
 
 
 class Halt(msgspec.Struct, frozen=True, kw_only=True, tag="halt"):
@@ -266,9 +267,8 @@ class RunStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRound(msgspec.Struct, frozen=True, kw_only=True, tag="run-round"):
-    """Driver -> every compute worker: one step of every batch that has one, by batch. Rounds may be queued.
-
-    Or to one prefill worker: a chunk of a prompt, as a step of a batch of its own.
+    """Driver -> every compute worker: one step of every batch that has one, by batch. Rounds may be queued. Or to one
+    prefill worker: a chunk of a prompt, as a step of a batch of its own.
     """
 
     round: int

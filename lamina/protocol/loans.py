@@ -42,6 +42,27 @@ def lend(place: Place, start: int, stop: int, lane: int) -> Place:
     return replace(place, moved=(*runs, Run(start, stop, lane)))
 
 
+def relocated(place: Place, run: Run) -> Place | None:
+    """``place`` with the stripes of ``run`` in its lane; None where it would lie in more pieces than there may be."""
+    home, runs = place.lane, list[Run]()
+    for each in place.moved:
+        runs += [
+            Run(each.start, min(each.stop, run.start), each.lane),
+            Run(max(each.start, run.stop), each.stop, each.lane),
+        ]
+    runs = sorted((r for r in [*runs, run] if r.start < r.stop and r.lane != home), key=lambda r: r.start)
+    joined = list[Run]()
+    for each in runs:
+        if joined and (joined[-1].stop, joined[-1].lane) == (each.start, each.lane):
+            joined[-1] = replace(joined[-1], stop=each.stop)
+        else:
+            joined.append(each)
+    after, stop = Place(home, tuple(joined)), max(r.stop for r in [*place.moved, run])
+    lanes = {home, run.lane, *(r.lane for r in joined)}
+    fits = len(joined) <= MOST_RUNS and all(_nodes(after, lane, stop) <= LENT_NODES for lane in lanes)
+    return after if fits else None
+
+
 def fitting(place: Place, lane: int, begin: int, room: int) -> int:
     """How many of the stripes from ``begin`` on, the next of a sequence at ``place``, ``lane`` can take into ``room``
     stripes of room.

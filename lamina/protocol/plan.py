@@ -44,13 +44,15 @@ from .medium_ops import Drop as Drop
 from .medium_ops import Expect as Expect
 from .medium_ops import MediumOp as MediumOp
 from .medium_ops import Prolong as Prolong
+from .move_ops import Adopt as Adopt
+from .move_ops import MoveStripes as MoveStripes
 from .options.engine import KVOptions
 from .partition import Lanes, Partition
 from .placement import FIRST, Place
 from .sparse_ops import Prune as Prune
 from .sparse_ops import RowOp as RowOp
 
-VERSION = 14
+VERSION = 15
 # Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
 GRANTS_AHEAD = 2
 MOST_PAGES = 64  # of a transfer
@@ -202,7 +204,7 @@ class Shift(msgspec.Struct, frozen=True, array_like=True, tag="shift"):
 
 
 Transfer = Export | Import
-BlockOp = New | Fork | Free | Truncate | Shift | Grant | Fetch | Transfer | Prune  # what concerns blocks of the pool
+BlockOp = New | Fork | Free | Truncate | Shift | Grant | Fetch | Transfer | Prune | MoveStripes | Adopt  # of the pool
 SequenceOp = BlockOp | MediumOp | RowOp
 
 

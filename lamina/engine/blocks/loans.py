@@ -21,17 +21,18 @@ class Loans:
 
     def __init__(self, ledger: Ledger, homes: int = 0) -> None:
         """``homes``: lanes in which sequences begin, the first ones; 0 = all."""
+        self.leaving: frozenset[int] = frozenset()  # lanes into which nothing more is put while there are others
         self._homes = homes or ledger.num_lanes
         self._ledger, self._placement = ledger, ledger.placement
         self._size = ledger.block_size
-        first = self._room(ledger.num_blocks)  # one lane of each worker
+        first = self.room(ledger.num_blocks)  # one lane of each worker
         self._owners = {lane: next(at for at in first if self._same(at, lane)) for lane in range(ledger.num_lanes)}
 
     def place(self, begun: Place | None, length: int, kept: int, blocks: Iterable[int]) -> Place | None:
         """For a new sequence of ``length`` tokens into ``blocks``; None where it does not fit. ``begun``: where its
         first ``kept`` tokens are; None: nowhere.
         """
-        room, first = self._room(blocks), self._stripes(kept)
+        room, first = self.room(blocks), self._stripes(kept)
         home = max((lane for lane in room if lane < self._homes), key=lambda lane: room[lane])
         place = Place(home) if begun is None else settled(begun, first)
         return spread(place, first, self._stripes(length), room)
@@ -40,7 +41,7 @@ class Loans:
         """For a sequence of ``length`` tokens that may begin anywhere: whole in a lane; else spread over several, from
         the one with the most room on.
         """
-        whole = [Place(lane) for lane, room in self._room(blocks).items() if self._may_begin(lane, room, length)]
+        whole = [Place(lane) for lane, room in self.room(blocks).items() if self._may_begin(lane, room, length)]
         lent = None if whole else self.place(None, length, 0, blocks)
         return whole or ([lent] if lent else [])
 
@@ -72,13 +73,26 @@ class Loans:
         place, stripe = sequence.place, self._placement.stripe
         need = min(stripe, -(-sequence.max_len // self._size) - number * stripe)
         owner = self._owners[self._placement.lane(place, number)]
-        if self._least(owner, blocks) < need or (place.moved and not fitting(place, owner, number, 1)):
-            room = self._room(blocks)
+        if (
+            owner in self.leaving
+            or self._least(owner, blocks) < need
+            or (place.moved and not fitting(place, owner, number, 1))
+        ):
+            room = self.room(blocks)
             fit = [lane for lane in room if fitting(place, lane, number, 1)]
             if not fit:
                 return False
             last = place.moved[-1].lane if place.moved else place.lane
-            owner = max(fit, key=lambda lane: (room[lane] > 0, lane == place.lane, lane == last, room[lane]))
+            owner = max(
+                fit,
+                key=lambda lane: (
+                    room[lane] > 0,
+                    lane not in self.leaving,
+                    lane == place.lane,
+                    lane == last,
+                    room[lane],
+                ),
+            )
             sequence.place = lend(settled(place, number), number, number + 1, owner)
         for group, lanes in enumerate(self._ledger.lanes):
             if owner in lanes and not self._ledger.windows[group]:
@@ -96,7 +110,8 @@ class Loans:
                     counts[group] += (high - low) * (run.lane in lanes and not self._ledger.windows[group])
         return counts
 
-    def _room(self, blocks: Iterable[int]) -> dict[int, int]:
+    def room(self, blocks: Iterable[int]) -> dict[int, int]:
+        """Lane -> stripes, the first lane of each memory worker."""
         return rooms(self._placement, self._ledger.lanes, self._ledger.windows, blocks)
 
     def _least(self, lane: int, blocks: list[int]) -> int:

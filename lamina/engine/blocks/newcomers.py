@@ -5,7 +5,7 @@ I/O, no clock.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -122,6 +122,25 @@ def settle(batches: Several[Batch], kept: Iterable[Keep]) -> list[Sequence]:
     return gone
 
 
+def rolled_back(
+    batches: Several[Batch], kept: Callable[[Keep], int], forget: Callable[[Sequence], None]
+) -> tuple[list[Keep], list[Sequence]]:
+    """Take running sequences back to what ``kept`` says. What is left of those that go on, and who has nothing left:
+    they leave their batches, as those that have finished do, of whom ``forget`` is told.
+    """
+    keep, gone = list[Keep](), list[Sequence]()
+    for batch in batches:
+        for sequence in batch.running:
+            sequence.roll_back(kept(Keep(sequence.id, sequence.num_scheduled, sequence.place)))
+            if sequence.finished:
+                forget(sequence)
+        left = [s for s in batch.running if not s.finished]
+        gone += [s for s in left if not s.num_scheduled]
+        batch.running = [s for s in left if s.num_scheduled]
+        keep += [Keep(s.id, s.num_scheduled, s.place) for s in batch.running]
+    return keep, gone
+
+
 class Newcomers:
     """Admits. ``max_num_seqs``: that run at once."""
 
@@ -142,6 +161,11 @@ class Newcomers:
         self._max_num_seqs, self._leaves = max_num_seqs, leaves
         self._next_id = 0
         self._kin = OrderedDict[bytes, Place]()  # where each has begun last, the one that did so first before others
+
+    def number(self) -> int:
+        """Of a new sequence: no other one has had it."""
+        self._next_id += 1
+        return self._next_id - 1
 
     def admit(self, waiting: deque[Sequence], batches: Several[Batch]) -> None:
         """Deal waiting sequences to the batches while there is room for all of their known tokens; the first that does
@@ -278,10 +302,9 @@ class Newcomers:
     def _join(self, batches: Several[Batch], batch: Batch, sequence: Sequence, fit: Fit) -> None:
         hit = fit.hit if isinstance(fit.hit, Hit) else None
         load = fit.hit if isinstance(fit.hit, Load) else None
-        sequence.id, sequence.place = self._next_id, fit.place
+        sequence.id, sequence.place = self.number(), fit.place
         sequence.num_scheduled = sequence.num_cached = hit.length if hit else 0
         self._remember(sequence)
-        self._next_id += 1
         op = self._prefixes.start(sequence, hit)
         (batches[0] if hit else batch).ops.append(op)  # before its source may go, in another batch's plan
         batch.running.append(sequence)

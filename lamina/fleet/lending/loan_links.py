@@ -22,7 +22,7 @@ import msgspec
 
 from lamina.fleet.launchers.remote_worker import any_port, connect
 from lamina.lending.debtor import LEDGER, Borrowed, BorrowingTerms, Debtor, Outgoing
-from lamina.lending.messages import GuestEnded, OfCreditor, OfLedger
+from lamina.lending.messages import AskDebts, DebtsAre, GuestEnded, OfCreditor, OfLedger
 from lamina.netstack import ChannelError
 from lamina.protocol.control import ControlLink, LinkClosedError
 from lamina.protocol.sealed import SealedSocket
@@ -32,6 +32,7 @@ from .links import LEDGER_NAME, Place, open_link, parse_place
 
 log = logging.getLogger(__name__)
 TICK_S = 0.05
+DEBTS_S = 5.0  # between two questions for debts
 AGAIN_S = 1.0  # between tries to reach a ledger that has gone
 REACH_S = 2.0
 LEASE_KEY_BYTES = 32
@@ -87,7 +88,8 @@ class LoanLinks:
         self._guests: dict[tuple[str, int], GuestWorker] = {}
         self._inbox: queue.SimpleQueue[tuple[str, ControlLink | InnerLink, Any]] = queue.SimpleQueue()
         self._links: dict[str, ControlLink | InnerLink] = {}
-        self._ledger_tried = 0.0
+        self._ledger_tried = self._debts_asked = 0.0
+        self.debt_cycles: int | None = None  # as the ledger said last
         self._over = threading.Event()
         self._links[LEDGER] = self._open(LEDGER)
         if own is not None:
@@ -172,6 +174,9 @@ class LoanLinks:
                 if message is not None and self._links.get(peer) is link:
                     out += self._hear(peer, message, now)
                 out += self._debtor.tick(now)
+            if now - self._debts_asked > DEBTS_S:
+                self._debts_asked = now
+                out.append((LEDGER, AskDebts()))
             self._send(out)
             self._meet_guests()
             self._part()
@@ -181,6 +186,9 @@ class LoanLinks:
             del self._links[peer]
             if peer != LEDGER:
                 self._debtor.lost(peer)
+            return []
+        if isinstance(message, DebtsAre):
+            self.debt_cycles = len(message.cycles)
             return []
         if isinstance(message, GuestEnded):
             self._debtor.loans.pop((peer, message.lease), None)

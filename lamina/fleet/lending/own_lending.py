@@ -50,8 +50,8 @@ class OwnLending:
 
     @property
     def lent(self) -> dict[str, int]:
-        """Bytes by the deployment that has them."""
-        return {debtor: blocks * BLOCK_BYTES for debtor, blocks in self.service.lent.items()}
+        """Blocks by the deployment that has them."""
+        return self.service.lent
 
     def close(self) -> None:
         """End all guests. Idempotent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lamina.protocol.plan import (
+    Adopt,
     BlockOp,
     Expect,
     Export,
@@ -13,6 +14,7 @@ from lamina.protocol.plan import (
     Free,
     Grant,
     Import,
+    MoveStripes,
     New,
     Prune,
     SequenceOp,
@@ -60,6 +62,13 @@ def after_op(
             return shifted(op)
         case Prune():
             return extents.pruned(existing(known(op.sequence), op.sequence), op)
+        case MoveStripes():
+            if known(op.sequence) is not None:
+                raise PlanError(f"new sequence {op.sequence} exists already")
+            return extents.copied(existing(known(op.source), op.source), op)
+        case Adopt():
+            copy = existing(known(op.copy), op.copy)
+            return extents.adopted(existing(known(op.sequence), op.sequence), copy, op)
         case Grant() | Fetch() | Import():
             return extents.advance(existing(known(op.sequence), op.sequence), op.rows)
         case Export():
@@ -84,4 +93,6 @@ def touched(op: SequenceOp) -> tuple[int, ...]:
     """The sequences that an op is about."""
     if isinstance(op, Expect):
         return ()
-    return (op.sequence, op.source) if isinstance(op, Fork) else (op.sequence,)
+    if isinstance(op, Adopt):
+        return op.sequence, op.copy
+    return (op.sequence, op.source) if isinstance(op, Fork | MoveStripes) else (op.sequence,)

@@ -56,6 +56,7 @@ class HeldBlocks:
         self._last: dict[int, StepPlan] = {}  # batch -> its last plan
         self._tables: list[dict[int, array[int]]] = [{} for _ in windows]
         self._pools = [BlockPool(n) for n in num_blocks]
+        self._handed: dict[tuple[int, int], dict[int, int]] = {}  # of an Adopt: group, sequence -> number -> block
         self._checked: tuple[StepPlan, list[SequenceOp], After] | None = None  # the last outcome of ``can_apply``
         self.copies: list[list[BlockCopy]] = [[] for _ in windows]  # by group, that the plan applied last wants
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from lamina.protocol.plan import Fetch, Fork, Free, Grant, Import, Keep, MediumOp, Prune, Rows, Shift, StepPlan
+from lamina.protocol.plan import Adopt, Fetch, Fork, Free, Grant, Import, Keep, MediumOp, Prune, Rows, Shift, StepPlan
 from lamina.protocol.sparse_ops import Attend, Score
 
 from .after_op import after_op, touched
@@ -58,14 +58,19 @@ class BlockTables(HeldBlocks):
         not share; all are to be read before one is written. Raises NoBlocksError, PlanError.
         """
         changes, steady, forks = self._checked_after(plan)
-        shifts = [] if self.comes_again(plan) else [op for op in plan.ops if isinstance(op, Shift)]
+        ops = [] if self.comes_again(plan) else plan.ops
+        shifts = [op for op in ops if isinstance(op, Shift)]
+        adopts = [op for op in ops if isinstance(op, Adopt) and changes.get(op.sequence) is not None]
         self._last[plan.batch] = plan
         begun = [self._begun(fork) for fork in forks]
         for fork in forks:
             self._share(fork)
         for op in shifts:
             self._shift(op)
+        for adopt in adopts:
+            self._hand_over(adopt)
         self._change(changes)
+        self._handed.clear()
         self._sequences |= steady
         self.copies = [self._copies(group, forks, begun) for group in range(len(self.windows))]
 
@@ -157,6 +162,8 @@ class BlockTables(HeldBlocks):
             changes[op.sequence] = after_op(
                 op, self._extents, partial(self._known, changes), self._forked, self._shifted
             )
+            if isinstance(op, Adopt):
+                changes[op.copy] = None
             if isinstance(op, Fork):
                 forked[op.sequence] = op.length
                 shared |= dict.fromkeys((op.sequence, op.source), op.length)
@@ -306,6 +313,14 @@ class BlockTables(HeldBlocks):
             pool.share(ids)
         self._sequences[fork.sequence] = extent
 
+    def _hand_over(self, op: Adopt) -> None:
+        """The blocks of the copy are those that its sequence takes, in place of free ones."""
+        copy = self._sequences[op.copy]
+        for g, tables in enumerate(self._tables):
+            numbers = self._extents.numbers(g, copy)
+            self._handed[g, op.sequence] = dict(zip(numbers, tables[op.copy], strict=True))
+            tables[op.copy] = array("q")
+
     def _begun(self, fork: Fork) -> list[int | None]:
         """By group, the block of the source that begins with the last tokens of ``fork``; None: it is shared whole, or
         not kept there.
@@ -341,7 +356,9 @@ class BlockTables(HeldBlocks):
         if extent is None or extent.starts[group] < old.starts[group]:  # gone, or a new one of the same id
             return ids, array("q")
         if extent.place != old.place or extent.dropped != old.dropped:
-            here = dict(zip(self._extents.numbers(group, old), ids, strict=True))
+            here = dict(zip(self._extents.numbers(group, old), ids, strict=True)) | self._handed.get(
+                (group, sequence), {}
+            )
             numbers = self._extents.numbers(group, extent)
             gone = array("q", (here[n] for n in sorted(here.keys() - set(numbers))))
             return gone, array("q", (here.get(n, NOT_HERE) for n in numbers))

@@ -326,6 +326,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the KV of finished requests serves prompts that begin alike."""
         return self.batching.enable_prefix_caching is not False
 
+    @property
+    def moves_stripes(self) -> bool:
+        """Whether stripes may go to another memory worker while their sequence decodes."""
+        plain = not (self.tier.medium or self.overflow.truncates or self.kv.evicts or self.kv.selects)
+        return self.topology.partition == "spill" and self.devices.memory_device == "cpu" and plain
+
     def gpu_number(self, role: str, index: int) -> int:
         """A worker's number among the workers of a host, which take its GPUs in turn: compute workers first, memory
         workers last.

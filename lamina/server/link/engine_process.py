@@ -282,6 +282,8 @@ class _Loop:
             moved=dict(self._pools.elastic.moved),
             lent=borrower.lent if borrower else None,
             loan_refusals=borrower.refusals if borrower else 0,
+            debt_cycles=borrower.debt_cycles if borrower else None,
+            moved_blocks=dict(scheduler.moves.moved) if self._engine.config.moves_stripes else None,
             prefix_queries=scheduler.prefixes.num_queried,
             prefix_hits=scheduler.prefixes.num_hit,
             external_queries=scheduler.tier.num_queried if scheduler.tier else 0,

@@ -185,8 +185,10 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     errors: ErrorState | None = None  # None: nothing measures them
     borrowed: list[int] | None = None  # KV blocks by the group that lends them; None: none does
     leased: dict[str, int] | None = None  # bytes by the deployment that lends them; None: nothing may be borrowed
-    lent: dict[str, int] | None = None  # bytes by the deployment that has them; None: nothing is lent
+    lent: dict[str, int] | None = None  # blocks of 1 MiB by the deployment that has them; None: nothing is lent
     loan_refusals: int = 0
+    debt_cycles: int | None = None  # None: no ledger has told
+    moved_blocks: dict[str, int] | None = None  # of KV, while all decoded, by the reason; None: none may
     moved: dict[str, int] = {}  # bytes of KV that went from one memory worker to another, by the reason
     prefix_queries: int = 0  # tokens of all completions that were admitted
     prefix_hits: int = 0  # of them, those whose KV was there

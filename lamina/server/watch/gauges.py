@@ -101,6 +101,11 @@ class EngineGauges(Collector):
             yield from self._tiers(state)
         if state.errors is not None:
             yield from self._errors(state.errors)
+        yield from self._loans(state)
+
+    def _loans(self, state: State) -> Iterator[Metric]:
+        """Within the deployment, and between deployments; what moves because of them."""
+        ready = self._client.ready
         if state.borrowed is not None:
             borrowed = self._gauge_of("borrowed_blocks", "KV blocks of sequences at home elsewhere", "creditor")
             creditors = dict.fromkeys(sorted(w for holders in ready.holders for w in holders), 0)
@@ -116,15 +121,25 @@ class EngineGauges(Collector):
             refusals = self._counter("loan_refusals", "creditors that had not what was asked for")
             refusals.add_metric(self._values, state.loan_refusals)
             yield from (leased, refusals)
+        if state.debt_cycles is not None:
+            text = "circles of debts between deployments, as the ledger sees them"
+            yield self._gauge("debt_cycles", text, state.debt_cycles)
         if state.moved:
             moved = self._counter("moved_bytes", "KV that went from one memory worker to another, by why", "reason")
             for reason, nbytes in state.moved.items():
                 moved.add_metric([*self._values, reason], nbytes)
             yield moved
+        if state.moved_blocks is not None:
+            text = "KV blocks that went from one memory worker to another while all decoded, by why"
+            blocks = self._counter("moved_blocks", text, "reason")
+            for reason, count in state.moved_blocks.items():
+                blocks.add_metric([*self._values, reason], count)
+            yield blocks
         if state.lent is not None:
-            lent = self._gauge_of("lent_bytes", "memory of this deployment that others have, or it itself", "debtor")
-            for debtor, nbytes in state.lent.items():
-                lent.add_metric([*self._values, debtor], nbytes)
+            text = "blocks of 1 MiB that this deployment has lent, to others or itself"
+            lent = self._gauge_of("lent_blocks", text, "debtor")
+            for debtor, blocks_lent in state.lent.items():
+                lent.add_metric([*self._values, debtor], blocks_lent)
             yield lent
 
     def _tiers(self, state: State) -> Iterator[Metric]:
@@ -191,6 +206,8 @@ class EngineGauges(Collector):
         )
         wire = self._counter("worker_bytes", "payload of a memory worker's messages", "worker", "direction")
         read = self._counter("attention_bytes", "stored K and V that a memory worker's attention has read", "worker")
+        text = "of them, those of sequences at home elsewhere, which have borrowed there"
+        remote = self._counter("remote_attention_bytes", text, "worker")
         refused = self._counter("refused_plans", "plans that a memory worker refused", "worker")
         kept = {name: self._counter(*words, "worker") for name, words in KEPT.items()}
         for worker, values in sorted(counters.items()):
@@ -201,11 +218,13 @@ class EngineGauges(Collector):
                     wire.add_metric([*self._values, worker, name.removeprefix("bytes_")], value)
                 elif name == "stored_bytes":
                     read.add_metric([*self._values, worker], value)
+                elif name == "remote_bytes":
+                    remote.add_metric([*self._values, worker], value)
                 elif name in KEPT:
                     kept[name].add_metric([*self._values, worker], value)
                 elif name == "refused":
                     refused.add_metric([*self._values, worker], value)
-        yield from (seconds, wire, read, refused, *kept.values())
+        yield from (seconds, wire, read, remote, refused, *kept.values())
         rows, hops, wait_s = self._hops()
         kinds = self._counter("layer_bytes", "tensor bytes between the pools by kind of message", "kind")
         prefilled = sum(v.get("rows", 0.0) for k, v in self._client.counters.items() if k.startswith("prefill"))

@@ -91,3 +91,22 @@ def test_a_creditor_that_dies_is_made_good(path: str, large: Told) -> None:
 def test_a_pool_that_cannot_hold_one_sequence_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match="hold one sequence of 384 tokens together, not of 1152: raise --kv-memory"):
         LLM(path, transport="loopback", **{**SPILL, "kv_memory": "200KB"}, **TINY)
+
+
+@pytest.mark.parametrize("transport", ["shm", "loopback"])
+def test_a_loan_goes_home_while_its_sequence_decodes(transport: str, path: str) -> None:
+    """As soon as short ones have made room there: the source goes on serving, and the bits are those of one worker."""
+    short = [[(11 * i + 3 + n) % 300 + 5 for i in range(130)] for n in range(3)]
+    prompts = [*short, LONG[:450]]
+    params = [*(SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True) for _ in short)]
+    params.append(SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=3))
+
+    def said(llm: LLM) -> Told:
+        return [(o.token_ids, o.logprobs) for r in llm.generate(prompts, params) for o in r.outputs]
+
+    with LLM(path, transport="loopback", memory_workers=1, kv_memory="8MB", **TINY) as llm:
+        wanted = said(llm)
+    with LLM(path, transport=transport, **SPILL, **TINY, enable_prefix_caching=False) as llm:
+        assert said(llm) == wanted
+        assert llm.engine.scheduler.moves.moved["home"] > 0
+        assert sum(w["moved_bytes"] for name, w in llm.stats().items() if name.startswith("memory")) > 0

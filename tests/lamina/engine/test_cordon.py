@@ -56,7 +56,7 @@ def add(engine: Engine, count: int, prompt: int = 8, answer: int = 20) -> None:
 
 
 def lanes(engine: Engine) -> Iterator[int]:
-    return (s.place.lane for s in engine.scheduler._running)
+    return (s.place.lane for s in engine.scheduler.running)
 
 
 def test_kin_begin_together_where_that_is_not_many_more() -> None:
@@ -67,7 +67,7 @@ def test_kin_begin_together_where_that_is_not_many_more() -> None:
         engine.add([number] * 8, params, terms=KVTerms(kin=name))
         engine.step()
     at = dict[bytes, set[int]]()
-    for sequence, name in zip(engine.scheduler._running, kin, strict=True):
+    for sequence, name in zip(engine.scheduler.running, kin, strict=True):
         at.setdefault(name, set()).add(sequence.place.lane)
     assert [len(at[name]) for name in (b"a", b"b")] == [1, 1]
     assert at[b"a"] != at[b"b"]
@@ -86,15 +86,15 @@ def test_new_sequences_begin_elsewhere_until_that_is_undone(
     engine = open_engine(layout)
     add(engine, 6)
     assert {*lanes(engine)} == {0, 1, 2}
-    before = [s.id for s in engine.scheduler._running if s.place.lane == 1]
+    before = [s.id for s in engine.scheduler.running if s.place.lane == 1]
     cordon(engine.scheduler, engine.info, worker, on=True)
     assert cordoned(engine.scheduler, engine.info) == alike
     add(engine, 6)
-    assert [s.id for s in engine.scheduler._running if s.place.lane == 1] == before, "who is there goes on, alone"
+    assert [s.id for s in engine.scheduler.running if s.place.lane == 1] == before, "who is there goes on, alone"
     cordon(engine.scheduler, engine.info, worker, on=False)
     assert cordoned(engine.scheduler, engine.info) == []
     add(engine, 6)
-    assert len([s for s in engine.scheduler._running if s.place.lane == 1]) > len(before)
+    assert len([s for s in engine.scheduler.running if s.place.lane == 1]) > len(before)
 
 
 def test_what_prompts_would_find_there_is_computed_again_elsewhere() -> None:
@@ -103,11 +103,11 @@ def test_what_prompts_would_find_there_is_computed_again_elsewhere() -> None:
     while engine.has_work:
         engine.step()
     add(engine, 1, prompt=40)
-    (found,) = engine.scheduler._running
+    (found,) = engine.scheduler.running
     assert found.num_cached, "the control"
     cordon(engine.scheduler, engine.info, found.place.lane, on=True)
     add(engine, 1, prompt=40)
-    _, fresh = engine.scheduler._running
+    _, fresh = engine.scheduler.running
     assert fresh.num_cached == 0
     assert fresh.place.lane != found.place.lane
 
@@ -171,7 +171,7 @@ def test_what_is_retained_elsewhere_stays_where_blocks_lack(prefill_workers: int
     """Two that run fill the worker on which they begin, and want more of it: what lies on another one is of no use."""
     engine = open_engine(blocks=30, caches=True, prefill_workers=prefill_workers)
     add(engine, 1, prompt=40, answer=2)
-    (first,) = engine.scheduler._running
+    (first,) = engine.scheduler.running
     while engine.has_work:
         engine.step()
     lane = first.place.lane

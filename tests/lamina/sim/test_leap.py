@@ -89,7 +89,7 @@ class World:
         times = leap(self.engine, self.wire, self.coming)
         self.skipped += len(times)
         if times:
-            for sequence in self.engine.scheduler._running:
+            for sequence in self.engine.scheduler.running:
                 had = self.lengths[sequence.request_id]
                 for i, when in enumerate(times):
                     self.note(sequence.request_id, had + i + 1, when)
@@ -105,7 +105,7 @@ class World:
         groups = range(len(ledger.windows))
         return {
             "now": self.clock.now,
-            "positions": [(s.id, s.num_scheduled, s.num_drawing, s.tokens) for s in scheduler._running],
+            "positions": [(s.id, s.num_scheduled, s.num_drawing, s.tokens) for s in scheduler.running],
             "waiting": [s.tokens for s in scheduler.waiting],
             "ledger": {s: (ledger._sequences[s], [ledger.table(g, s) for g in groups]) for s in ledger.sequences},
             "free": [list(pool._free) for pool in ledger._pools],

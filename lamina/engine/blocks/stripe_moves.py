@@ -1,0 +1,173 @@
+"""Which stripes go to another memory worker while their sequences decode, and when. Pure policy: no torch, no I/O, no
+clock.
+
+Two things make some go: what lies on loan goes home once home has room for it and nobody waits; and what lies with a
+memory worker that is to leave goes to whoever has room. One copy is under way at a time, of few stripes: so no more
+than these lie twice. While it is, the sequence lies as it did; if anything fails, it goes on so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Several
+from typing import NamedTuple
+
+from lamina.engine.sequence import Sequence, Shadow
+from lamina.engine.wire import Report
+from lamina.protocol.loans import relocated
+from lamina.protocol.move_ops import Adopt, MoveStripes, StripesCopied
+from lamina.protocol.placement import Run
+from lamina.protocol.plan import Free, Keep, StepPlan
+
+from .ledger import Ledger
+from .newcomers import Batch
+from .room import Room
+
+MOST_STRIPES = 8  # of a copy
+HOME = "home"
+
+
+class _MovingStripes(NamedTuple):
+    """``of``: the sequence, by its number, whose stripes ``run`` are to lie in its lane; ``number``: of the copy."""
+
+    number: int
+    of: int
+    run: Run
+    reason: str
+
+
+class StripeMoves:
+    """``ranks``: each copies what it has of the stripes; 0: nothing moves."""
+
+    def __init__(self, ledger: Ledger, room: Room, ranks: int) -> None:
+        self.moved = Counter[str]()  # KV blocks of each layer, by why
+        self._ledger, self._room, self._ranks = ledger, room, ranks
+        self._leaving: frozenset[int] = frozenset()  # lanes
+        self._reason = HOME  # why these leave
+        self._copy: _MovingStripes | None = None
+        self._stored, self._failed = 0, False  # of it: ranks that have it
+        self._unsure: dict[int, int] = {}  # sequence -> step, before which not all know where it lies
+        self._fails = not ranks  # nothing more is tried under this view
+        self._stuck = False  # so it was at the last look
+
+    @property
+    def under_way(self) -> bool:
+        """Whether memory workers copy something, or have not been told to have it."""
+        return self._copy is not None or bool(self._unsure)
+
+    def clear(self, lanes: Iterable[int], reason: str) -> None:
+        """What lies in ``lanes`` is to go elsewhere; nothing more is put there. No lanes: all may stay."""
+        self._leaving, self._reason, self._stuck = frozenset(lanes), reason, False
+        if self._room.loans is not None:
+            self._room.loans.leaving = self._leaving
+
+    def is_clear(self, running: Iterable[Sequence]) -> bool:
+        """Whether no more of what is to go can, while its sequences decode."""
+        if self._fails or self.under_way:
+            return self._fails and not self.under_way
+        return self._stuck or not any(self._leavers(s) for s in running)
+
+    def report(self, said: Report) -> None:
+        """A memory worker has done its part of a copy, or could not; others are about something else."""
+        if isinstance(said, StripesCopied) and self._copy is not None and said.sequence == self._copy.number:
+            self._failed |= bool(said.error)
+            self._stored += said.nbytes > 0
+
+    def done(self, step: StepPlan) -> None:
+        """A step is: whoever has rows of it knows where they lie."""
+        for rows in step.rows if self._unsure else ():
+            if self._unsure.get(rows.sequence, step.step + 1) <= step.step:
+                del self._unsure[rows.sequence]
+
+    def roll_back(self, kept: Callable[[Keep], int]) -> Callable[[Keep], int]:
+        """Steps in flight are taken back. What memory workers have, as ``kept`` tells it; of a sequence that not all
+        know to lie elsewhere nothing is.
+        """
+        unsure = set(self._unsure)
+        self._copy, self._unsure, self._fails = None, {}, not self._ranks
+        self.clear((), HOME)
+        return lambda keep: 0 if keep.sequence in unsure else kept(keep)
+
+    def tend(self, batches: Several[Batch], step: int, number: Callable[[], int], *, crowded: bool) -> None:
+        """Add to the next plans, those of ``step``, what is due. ``number``: gives a new sequence's; ``crowded``:
+        others wait for room.
+        """
+        running = {s.id: (s, batch) for batch in batches for s in batch.running if not s.finished}
+        self._unsure = {number: at for number, at in self._unsure.items() if number in running}
+        if self._copy is not None:
+            self._end(self._copy, batches[0], step, running.get(self._copy.of))
+        elif not self._fails and self._room.loans is not None:
+            left = self._room.left([s for s, _ in running.values()], {})
+            room = self._room.loans.room(left)
+            due = next(self._due([s for s, _ in running.values()], room, crowded=crowded), None)
+            self._stuck = due is None
+            if due is not None:
+                sequence, run, reason = due
+                self._copy, self._stored, self._failed = _MovingStripes(number(), sequence.id, run, reason), 0, False
+                op = MoveStripes(self._copy.number, sequence.id, run.start, run.stop - run.start, run.lane)
+                running[sequence.id][1].ops.append(op)
+
+    def _end(self, copy: _MovingStripes, first: Batch, step: int, of: tuple[Sequence, Batch] | None) -> None:
+        """Have the sequence lie there once the copy is, or nothing of it where it is not wanted any more."""
+        place = relocated(of[0].place, copy.run) if of is not None else None
+        if of is None or place is None or self._failed:
+            first.ops.append(Free(copy.number))
+            self._copy, self._fails = None, self._failed
+        elif self._stored >= self._ranks:
+            sequence, batch = of
+            batch.ops.append(Adopt(sequence.id, copy.number, place))
+            sequence.place, self._unsure[sequence.id] = place, step
+            self.moved[copy.reason] += (copy.run.stop - copy.run.start) * self._ledger.placement.stripe
+            self._copy = None
+
+    def _due(
+        self, running: list[Sequence], room: dict[int, int], *, crowded: bool
+    ) -> Iterator[tuple[Sequence, Run, str]]:
+        """What may be copied next, and why, the most urgent first."""
+        for sequence in running:
+            for run in self._leavers(sequence):
+                others = [lane for lane in room if lane not in self._leaving]
+                others.sort(key=lambda lane: (lane != sequence.place.lane, -room[lane]))
+                yield from self._fitting(sequence, run, {x: room[x] for x in others}, self._reason)
+        for sequence in [] if crowded else running:
+            home = sequence.place.lane
+            spare = room.get(home, 0) - sum(s.place.lane == home for s in running)
+            for run in reversed(sequence.place.moved):
+                if home not in self._leaving and self._may_move(sequence):
+                    yield from self._fitting(sequence, run, {home: spare}, HOME)
+
+    def _leavers(self, sequence: Sequence) -> list[Run]:
+        """Runs of a sequence that are to leave, as far as they can."""
+        if not self._leaving or not self._may_move(sequence):
+            return []
+        return [run for run in sequence.place.moved if run.lane in self._leaving and self._whole(sequence, run)]
+
+    def _fitting(
+        self, sequence: Sequence, run: Run, room: dict[int, int], reason: str
+    ) -> Iterator[tuple[Sequence, Run, str]]:
+        """The last stripes of a run, as many as fit in some lane of ``room``."""
+        stop = self._whole(sequence, run)
+        for lane, stripes in room.items():
+            count = min(stripes, MOST_STRIPES, stop - run.start)
+            part = Run(stop - count, stop, lane)
+            if count > 0 and self._is_alone(sequence, part) and relocated(sequence.place, part) is not None:
+                yield sequence, part, reason
+
+    def _whole(self, sequence: Sequence, run: Run) -> int:
+        """Behind its last stripe that is wholly written, or will be by steps in flight; 0: it has none."""
+        stop = min(run.stop, sequence.num_scheduled // self._stripe_tokens)
+        return stop if stop > run.start else 0
+
+    def _is_alone(self, sequence: Sequence, run: Run) -> bool:
+        """What others share stays."""
+        return self._ledger.has_alone(sequence.id, run.start * self._stripe_tokens)
+
+    @property
+    def _stripe_tokens(self) -> int:
+        return self._ledger.placement.stripe * self._ledger.block_size
+
+    @staticmethod
+    def _may_move(sequence: Sequence) -> bool:
+        waits = sequence.num_loading or sequence.num_prefilling or sequence.prefill_worker is not None
+        return bool(sequence.place.moved) and sequence.decodes and not waits and not isinstance(sequence, Shadow)

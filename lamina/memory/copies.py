@@ -1,0 +1,340 @@
+"""Stripes on their way from one memory worker to another while both go on serving (protocol.move_ops).
+
+Two workers have one channel for it under a view. A message is some KV blocks of a piece of a layer, whole: K, V, and
+their scales where there are some. Its tag names it and has a checksum. What comes for a copy that no plan wants any
+more is dropped; so is all that comes once a worker has left the view.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lamina.background import Background
+from lamina.netstack import Arrival, Channel, ChannelError, ChannelTimeout, Geometry, Terms
+from lamina.netstack.checksum import CHECKSUM_BYTES, checksum
+from lamina.protocol.control import LinkClosedError
+from lamina.protocol.move_ops import Adopt, MoveStripes, Neighbour, StripesCopied
+from lamina.protocol.plan import Free, ProtocolError, StepPlan
+from lamina.workers.view import ViewFabric
+
+from .meter import Meter
+from .store import Store
+
+SLOTS, SLOT_BYTES = 2, 1 << 18  # of an inbox; a block that has more bytes has a slot as large
+MEET_S = 5.0  # for others to come: without them nothing is copied, and all else goes on
+SEND_S = 10.0  # for a peer to take a message
+LOOK_S = 1.0  # for the next message, which only the end of the view ends
+PLAN_S = 60.0  # for the plan that tells of what has come already
+END_S = 0.5
+_TAG = struct.Struct(f"<QI{CHECKSUM_BYTES}s")
+
+
+class _CopyPart(NamedTuple):
+    """KV blocks that are one message: ``low .. high`` of those that a group has of the stripes."""
+
+    layer: int
+    piece: int
+    low: int
+    high: int
+
+
+class _CopyJob(NamedTuple):
+    """``blocks``: of the stripes here, by group."""
+
+    sequence: int
+    peer: int
+    blocks: list[NDArray[np.int64]]
+
+
+@dataclass
+class _Coming:
+    """``left``: parts that have not come, the next one first."""
+
+    peer: int
+    blocks: list[NDArray[np.int64]]
+    left: list[_CopyPart]
+    nbytes: int = 0
+
+
+class StripeCopies:
+    """Of one view of a memory worker. ``expect`` and ``begin`` are for the thread that serves rounds."""
+
+    def __init__(
+        self,
+        view: ViewFabric,
+        peers: Sequence[Neighbour],
+        report: Callable[[StripesCopied], None],
+        meter: Meter,
+        clock: Callable[[], float],
+    ) -> None:
+        """``peers``: all workers of the partition, by number, this one among them."""
+        self._view, self._peers, self._report, self._meter = view, peers, report, meter
+        self._clock, self._until = clock, math.inf
+        self._names = {peer.name: n for n, peer in enumerate(peers) if peer.awaited}
+        self._due = set(self._names)
+        self._changed = threading.Condition()
+        self._links: dict[int, Channel] = {}
+        self._coming: dict[int, _Coming] = {}  # by copy
+        self._last, self._over = -1, False  # the copy that a plan has told of last
+        self._jobs: SimpleQueue[_CopyJob | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._store: Store | None = None
+        self._connecting: Background[None] | None = None
+
+    @property
+    def missing(self) -> int:
+        """Workers that are still to come. Behind a limit none are."""
+        if self._due and self._clock() > self._until:
+            self._due.clear()
+        return len(self._due)
+
+    def take(self, channel: Channel) -> bool:
+        """Whether it is of another worker that copies stripes: then it is kept."""
+        peer = self._names.get(channel.peer_name)
+        if peer is not None:
+            self._due.discard(channel.peer_name)
+            self._add(peer, channel)
+        return peer is not None
+
+    def meet(self, store: Store) -> None:
+        """Have copies come into ``store`` and go out of it."""
+        with self._changed:
+            self._store, waiting = store, list(self._links.items())
+            self._until = self._clock() + MEET_S
+        for peer, channel in waiting:
+            self._listen(peer, channel)
+        if any(peer.reached for peer in self._peers):
+            self._connecting = Background(self._connect, "lamina-meet")
+        self._start(self._send_all, "lamina-copy")
+
+    def expect(self, plan: StepPlan) -> None:
+        """Before a plan is applied: what is written to copies that end with it is dropped from now on."""
+        with self._changed:
+            for op in plan.ops:
+                if isinstance(op, Free | Adopt):
+                    self._coming.pop(op.copy if isinstance(op, Adopt) else op.sequence, None)
+
+    def begin(self, plan: StepPlan) -> None:
+        """Behind it: begin what it asks for. Raises ProtocolError for a plan that nobody may send."""
+        for op in plan.ops:
+            if isinstance(op, MoveStripes):
+                self._begin(op)
+
+    def end(self) -> None:
+        """Nothing is written from now on. Behind it the view's channels may be closed."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        self._jobs.put(None)
+        if self._links or self._connecting is not None:
+            self._view.leave(f"view {self._view.view} is over")
+        for thread in list(self._threads):
+            thread.join(END_S)
+
+    def _begin(self, op: MoveStripes) -> None:
+        store = self._store
+        assert store is not None
+        tables, groups = store.tables, range(len(store.tables.windows))
+        if op.sequence <= self._last:
+            raise ProtocolError(f"copy {op.sequence} comes behind copy {self._last}")
+        size, blocks = store.placement.stripe // tables.block_size, list[NDArray[np.int64]]()
+        low, high = op.stripe * size, (op.stripe + op.count) * size
+        there = all(s in tables.sequences for s in (op.source, op.sequence))
+        source, target = self._givers(op) if there else set[int](), self._owner(op.lane)
+        if self._me in (target, *source) and (len(source) != 1 or target in source):
+            self._note(op.sequence)
+            self._tell(op.sequence, error=f"stripes of memory workers {sorted(source)} for memory worker {target}")
+            return
+        if self._me in (target, *source):
+            of = op.sequence if self._me == target else op.source
+            blocks = [np.array(tables.block_ids(g, of, low, high), dtype=np.int64) for g in groups]
+        if self._me == target:
+            (giver,) = source
+            self._note(op.sequence, _Coming(giver, blocks, self._parts(blocks)))
+        else:
+            self._note(op.sequence)
+            if self._me in source:
+                self._jobs.put(_CopyJob(op.sequence, target, blocks))
+            else:
+                self._tell(op.sequence)
+
+    @property
+    def _me(self) -> int:
+        assert self._store is not None
+        return self._store.bind.worker
+
+    def _note(self, sequence: int, coming: _Coming | None = None) -> None:
+        with self._changed:
+            self._last = sequence
+            if coming is not None:
+                self._coming[sequence] = coming
+            self._changed.notify_all()
+
+    def _givers(self, op: MoveStripes) -> set[int]:
+        assert self._store is not None
+        placement, place = self._store.placement, self._store.tables.place(op.source)
+        return {self._owner(placement.lane(place, n)) for n in range(op.stripe, op.stripe + op.count)}
+
+    def _owner(self, lane: int) -> int:
+        assert self._store is not None
+        partition = self._store.bind.partition
+        owners = partition.tables[partition.layer_table[0]][0].owners
+        return owners[lane if len(owners) > 1 else 0]
+
+    # Channels:
+    def _connect(self) -> None:
+        assert self._store is not None
+        most = max(
+            self._nbytes(layer, piece) for layer, of in enumerate(self._store.layers) for piece in range(len(of))
+        )
+        inbox = Geometry(slots=SLOTS, slot_bytes=max(SLOT_BYTES, most))
+        name = self._peers[self._me].name
+        for number, peer in enumerate(self._peers):
+            terms = Terms(outbound=inbox, inbound=inbox, name=name, peer=peer.name, key=peer.key)
+            with suppress(ChannelError):  # what is to be copied there is not, and the driver is told
+                if peer.reached:
+                    self._add(number, self._view.connect(peer.url, terms, timeout_s=MEET_S))
+
+    def _add(self, peer: int, channel: Channel) -> None:
+        with self._changed:
+            self._links[peer], ready = channel, self._store is not None
+            self._changed.notify_all()
+        if ready:
+            self._listen(peer, channel)
+
+    def _listen(self, peer: int, channel: Channel) -> None:
+        self._start(lambda: self._receive_all(peer, channel), "lamina-copied")
+
+    def _start(self, work: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _link(self, peer: int) -> Channel:
+        """Raises ChannelError."""
+        with self._changed:
+            self._changed.wait_for(lambda: peer in self._links or self._over, MEET_S)
+            if peer not in self._links or self._over:
+                raise ChannelTimeout(f"{self._peers[peer].name} is not there")
+            return self._links[peer]
+
+    def _tell(self, sequence: int, nbytes: int = 0, error: str = "") -> None:
+        with suppress(LinkClosedError):
+            self._report(StripesCopied(view=self._view.view, sequence=sequence, nbytes=nbytes, error=error))
+
+    # Out:
+    def _send_all(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            error = ""
+            try:
+                channel = self._link(job.peer)
+                for number, part in enumerate(self._parts(job.blocks)):
+                    self._send(channel, job, number, part)
+            except ChannelError as e:
+                error = str(e)
+                with suppress(KeyError):
+                    self._links[job.peer].abort(error)  # who waits for the rest is to know
+            self._tell(job.sequence, error=error)
+
+    def _send(self, channel: Channel, job: _CopyJob, number: int, part: _CopyPart) -> None:
+        ids, at = self._ids(job.blocks, part), 0
+        slot = channel.reserve(len(ids) * self._nbytes(part.layer, part.piece), timeout_s=SEND_S)
+        data = np.frombuffer(slot.data, dtype=np.uint8)
+        for stored in self._stored(part.layer, part.piece):
+            taken = stored[ids].reshape(-1)
+            data[at : at + taken.nbytes] = taken
+            at += taken.nbytes
+        channel.put_signal(slot, _TAG.pack(job.sequence, number, checksum(slot.data)))
+
+    # In:
+    def _receive_all(self, peer: int, channel: Channel) -> None:
+        """Until the channel ends."""
+        try:
+            while True:
+                with suppress(ChannelTimeout):
+                    arrival = channel.wait_signal(timeout_s=LOOK_S)
+                    try:
+                        self._receive(peer, arrival)
+                    finally:
+                        channel.release(arrival)
+        except (ChannelError, ProtocolError) as e:
+            channel.abort(str(e))
+            self._lose(peer, str(e))
+
+    def _receive(self, peer: int, arrival: Arrival) -> None:
+        sequence, number, said = _TAG.unpack(arrival.tag[: _TAG.size])
+        with self._changed:
+            if not self._changed.wait_for(lambda: sequence <= self._last or self._over, PLAN_S):
+                raise ProtocolError(f"no plan has told of copy {sequence}")
+            coming = self._coming.get(sequence)
+            if self._over or coming is None or coming.peer != peer:
+                return
+            part, due = coming.left[0], len(self._parts(coming.blocks)) - len(coming.left)
+            ids = self._ids(coming.blocks, part)
+            if number != due or arrival.data.nbytes != len(ids) * self._nbytes(part.layer, part.piece):
+                raise ProtocolError(
+                    f"part {number} of copy {sequence} with {arrival.data.nbytes} bytes, not part {due}"
+                )
+            if said != checksum(arrival.data):
+                raise ProtocolError(f"part {number} of copy {sequence} is damaged")
+            self._put(part, ids, arrival.data)
+            coming.left.pop(0)
+            coming.nbytes += arrival.data.nbytes
+            if coming.left:
+                return
+            del self._coming[sequence]
+        self._meter.add("moved_bytes", coming.nbytes)
+        self._tell(sequence, nbytes=coming.nbytes)
+
+    def _put(self, part: _CopyPart, ids: NDArray[np.int64], data: memoryview) -> None:
+        flat, at = np.frombuffer(data, dtype=np.uint8), 0
+        for stored in self._stored(part.layer, part.piece):
+            nbytes = len(ids) * stored.shape[1]
+            stored[ids] = flat[at : at + nbytes].reshape(len(ids), -1)
+            at += nbytes
+
+    def _lose(self, peer: int, why: str) -> None:
+        with self._changed:
+            self._links.pop(peer, None)
+            lost = [sequence for sequence, coming in self._coming.items() if coming.peer == peer]
+            for sequence in lost:
+                del self._coming[sequence]
+            over = self._over
+        for sequence in () if over else lost:
+            self._tell(sequence, error=why)
+
+    # Blocks:
+    def _parts(self, blocks: Sequence[NDArray[np.int64]]) -> list[_CopyPart]:
+        """In the order in which they are sent."""
+        assert self._store is not None
+        parts = list[_CopyPart]()
+        for layer, pieces in enumerate(self._store.layers):
+            for number, piece in enumerate(pieces):
+                count, step = len(blocks[piece.group]), max(1, SLOT_BYTES // self._nbytes(layer, number))
+                parts += [_CopyPart(layer, number, low, min(low + step, count)) for low in range(0, count, step)]
+        return parts
+
+    def _ids(self, blocks: Sequence[NDArray[np.int64]], part: _CopyPart) -> NDArray[np.int64]:
+        assert self._store is not None
+        return blocks[self._store.layers[part.layer][part.piece].group][part.low : part.high]
+
+    def _stored(self, layer: int, piece: int) -> list[NDArray[np.uint8]]:
+        """The tensors of a piece as bytes: [N + 1, those of a block]."""
+        assert self._store is not None
+        tensors = self._store.layers[layer][piece].kv.tensors
+        return [x.view(torch.uint8).reshape(len(x), -1).numpy() for x in tensors]
+
+    def _nbytes(self, layer: int, piece: int) -> int:
+        """Of a block."""
+        return sum(x.shape[1] for x in self._stored(layer, piece))

@@ -1,0 +1,59 @@
+"""What plans say of stripes that go from one memory worker to another while their sequence goes on decoding, and what
+memory workers answer.
+
+A MoveStripes has them copied: whoever has them goes on serving. Once the copy is there, a later plan's Adopt has the
+sequence lie there; then, and not before, the blocks that it had are free. Where anything ends before that, it lies as
+it did.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .placement import Place
+
+
+class MoveStripes(msgspec.Struct, frozen=True, array_like=True, tag="move"):
+    """Begin ``sequence``, which holds the stripes ``stripe .. stripe + count`` of ``source`` in ``lane`` and nothing
+    else, and have their K and V copied there by the one memory worker that has them. All rows in them are of plans
+    before this one. Answered by StripesCopied, once by every memory worker.
+    """
+
+    sequence: int
+    source: int
+    stripe: int
+    count: int
+    lane: int
+
+
+class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
+    """``sequence`` has the blocks of ``copy``, which is gone, and lies at ``place`` from now on; its other stripes lie
+    where they did.
+    """
+
+    sequence: int
+    copy: int
+    place: Place
+
+
+class Neighbour(msgspec.Struct, frozen=True, array_like=True):
+    """A memory worker, as another one, or itself, is told of it. ``reached``: that one connects to it at ``url``, by
+    ``key`` where it has one of its own; ``awaited``: it comes. Two of whom each has a key of its own do neither.
+    """
+
+    name: str
+    reached: bool = False
+    awaited: bool = False
+    url: str = ""
+    key: bytes = b""
+
+
+class StripesCopied(msgspec.Struct, frozen=True, kw_only=True, tag="stripes-copied"):
+    """Memory worker -> driver: its part of the MoveStripes of ``sequence`` is done. ``nbytes``: of K and V that have
+    come, and whose checksums are right; ``error``: why it could not be done.
+    """
+
+    view: int
+    sequence: int
+    nbytes: int = 0
+    error: str = ""

@@ -1,0 +1,258 @@
+"""Stripes that go elsewhere while their sequence decodes: places, blocks, and when the policy has some go."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.engine.scheduler import Scheduler
+from lamina.engine.sequence import Sequence
+from lamina.protocol.blocks.extents import PlanError
+from lamina.protocol.blocks.tables import BlockTables
+from lamina.protocol.loans import lend, relocated
+from lamina.protocol.move_ops import Adopt, MoveStripes, StripesCopied
+from lamina.protocol.partition import by_spill
+from lamina.protocol.placement import Place, Placement, Run
+from lamina.protocol.plan import Fork, Free, New, Rows, SequenceOp, StepPlan
+from lamina.request import CompletionOutput, SamplingParams
+
+STRIPE = 4  # blocks of a token each
+
+
+def tables(blocks: list[int]) -> BlockTables:
+    """One group for each memory worker."""
+    partition = by_spill([4], [1.0] * len(blocks), 8)
+    lanes = [partition.pieces(0, w)[0].lanes for w in range(len(blocks))]
+    return BlockTables([0] * len(blocks), blocks, 1, lanes, STRIPE, True)
+
+
+def plan(step: int, *ops: SequenceOp, rows: list[Rows] | None = None) -> StepPlan:
+    return StepPlan(step=step, ops=list(ops), rows=rows or [])
+
+
+def lent(length: int = 14) -> tuple[BlockTables, Place]:
+    """A sequence whose stripes 1 and 2 of four lie with worker 1."""
+    held, place = tables([40, 40, 40]), lend(Place(0), 1, 3, 1)
+    held.apply(plan(0, New(1), rows=[Rows(1, 0, length, place)]))
+    return held, place
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, 30), max_size=8, unique=True).map(sorted), start=st.integers(0, 30),
+    size=st.integers(1, 12), lane=st.integers(0, 3),
+)  # fmt: skip
+def test_what_is_moved_lies_there_and_nothing_else_moves(cuts: list[int], start: int, size: int, lane: int) -> None:
+    place, placement = Place(0), Placement(4, 1, stays=True)
+    for at, (low, high) in enumerate(zip(cuts[::2], cuts[1::2], strict=False)):
+        place = lend(place, low, high, 1 + at % 3)
+    after = relocated(place, Run(start, start + size, lane))
+    assert after is not None
+    placement.check(after)
+    for n in range(48):
+        inside = start <= n < start + size
+        assert placement.lane(after, n) == (lane if inside else placement.lane(place, n))
+    assert all(run.lane != 0 for run in after.moved)
+
+
+def test_a_sequence_keeps_its_blocks_until_it_adopts_the_copy() -> None:
+    held, place = lent()
+    before = [list(held.table(g, 1)[1]) for g in range(3)]
+    held.apply(plan(1, MoveStripes(5, 1, 1, 2, 2), rows=[Rows(1, 14, 1, place)]))
+    assert held.free_blocks == (40 - 4 - 3, 40 - 8, 40 - 8)
+    assert list(held.table(1, 1)[1]) == before[1], "the source goes on"
+    copy = list(held.table(2, 5)[1])
+    there = lend(Place(0), 1, 3, 2)
+    held.apply(plan(2, Adopt(1, 5, there), rows=[Rows(1, 15, 1, there)]))
+    assert held.free_blocks == (40 - 4 - 4, 40, 40 - 8), "the source's free blocks rise by what has moved"
+    assert list(held.table(2, 1)[1]) == copy, "and the copy is what it has now"
+    assert held.sequences == [1]
+    held.check_integrity()
+
+
+def test_a_copy_that_is_not_wanted_leaves_nothing() -> None:
+    held, place = lent()
+    held.apply(plan(1, MoveStripes(5, 1, 1, 2, 2)))
+    held.apply(plan(2, Free(5), rows=[Rows(1, 14, 1, place)]))
+    assert held.free_blocks == (40 - 4 - 3, 40 - 8, 40)
+    held.apply(plan(3, MoveStripes(6, 1, 1, 1, 2)))
+    held.apply(plan(4, Adopt(1, 6, Place(0, (Run(1, 2, 2), Run(2, 3, 1)))), Free(1)))
+    assert held.free_blocks == (40, 40, 40), "nor does one that its sequence adopts as it ends"
+    held.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        MoveStripes(5, 9, 1, 1, 2), MoveStripes(1, 1, 1, 1, 2), MoveStripes(5, 1, 3, 1, 2),
+        MoveStripes(5, 1, 0, 0, 2), MoveStripes(5, 1, -1, 1, 2), MoveStripes(5, 1, 1, 1, 7),
+        Adopt(1, 9, Place(0)), Adopt(1, 2, Place(0)), Adopt(1, 3, Place(0)), Adopt(1, 3, Place(0, (Run(1, 2, 2),))),
+        Adopt(1, 3, Place(1, (Run(1, 3, 2),))), Adopt(1, 3, Place(0, (Run(1, 3, 9),))),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_and_changes_nothing(op: SequenceOp) -> None:
+    """3 is a copy of the stripes 1 and 2; 2 is another sequence."""
+    held, place = lent()
+    held.apply(plan(1, New(2), MoveStripes(3, 1, 1, 2, 2), rows=[Rows(2, 0, 3, Place(2))]))
+    free = held.free_blocks
+    with pytest.raises(PlanError):
+        held.apply(plan(2, op, rows=[Rows(1, 14, 1, place)]))
+    assert held.free_blocks == free
+    held.check_integrity()
+
+
+def test_a_fork_keeps_what_its_source_moves_away() -> None:
+    held, place = lent(16)
+    held.apply(plan(1, Fork(2, 1, 12)))
+    held.apply(plan(2, MoveStripes(5, 1, 1, 2, 2)))
+    there = lend(Place(0), 1, 3, 2)
+    shared = list(held.table(1, 2)[1])
+    held.apply(plan(3, Adopt(1, 5, there), rows=[Rows(1, 16, 1, there), Rows(2, 12, 1, place)]))
+    assert list(held.table(1, 2)[1]) == shared
+    assert held.free_blocks[1] == 40 - 8
+    held.check_integrity()
+
+
+class House:
+    """A scheduler, and the tables of memory workers beside it; copies come when ``copy`` is called."""
+
+    def __init__(self, blocks: list[int], *, ranks: int = 1, homes: int = 0) -> None:
+        self.ledger, self.workers = tables(blocks), tables(blocks)
+        self.scheduler = Scheduler(self.ledger, max_num_seqs=8, prefill_chunk=512, moving_ranks=ranks, homes=homes)
+        self.ops, self.requests = list[SequenceOp](), count()
+
+    def add(self, prompt: int, tokens: int) -> Sequence:
+        params = SamplingParams(max_tokens=tokens)
+        of = Sequence(next(self.requests), params, 0, [7] * prompt, CompletionOutput(0), prompt + tokens, frozenset())
+        self.scheduler.add(of)
+        return of
+
+    def step(self) -> None:
+        for step in self.scheduler.schedule():
+            self.ops += [op for op in step.plan.ops if isinstance(op, MoveStripes | Adopt)]
+            self.workers.apply(step.plan)
+            assert self.workers.free_blocks == self.ledger.free_blocks
+            self.scheduler.complete(step)
+            for drawn in step.draws:
+                drawn.append(7)
+        self.workers.check_integrity()
+
+    def until_moves(self) -> MoveStripes:
+        for _ in range(40):
+            self.step()
+            if isinstance(self.ops[-1:] and self.ops[-1], MoveStripes):
+                return self.ops[-1]  # type: ignore[return-value]
+        pytest.fail("nothing moves")
+
+    def copy(self, error: str = "") -> None:
+        move = next(op for op in reversed(self.ops) if isinstance(op, MoveStripes))
+        for nbytes in (0, 0 if error else 100):
+            self.scheduler.moved(
+                StripesCopied(view=0, sequence=move.sequence, nbytes=nbytes, error=error * (not nbytes))
+            )
+
+
+def crowded() -> tuple[House, Sequence]:
+    """Two short ones at either home, and a long one that borrows until they have ended."""
+    house = House([4 * STRIPE, 4 * STRIPE])
+    for _ in range(2):
+        house.add(2 * STRIPE - 1, 2)
+    long = house.add(3 * STRIPE, 40)
+    house.step()
+    assert long.place.moved
+    return house, long
+
+
+def test_a_loan_goes_home_once_there_is_room() -> None:
+    house, long = crowded()
+    move, before = house.until_moves(), long.place
+    assert move.lane == long.place.lane
+    house.step()
+    assert long.place == before, "it lies as it did while it is copied"
+    house.copy()
+    house.step()
+    assert isinstance(house.ops[-1], Adopt)
+    assert house.scheduler.moves.moved == {"home": move.count * STRIPE}
+    for _ in range(12):
+        house.step()
+        if house.scheduler.moves.under_way:
+            house.copy()
+    assert house.ledger.free_blocks[long.place.lane] < 2 * STRIPE, "home is filled first"
+
+
+def test_a_copy_that_fails_is_given_up_and_none_is_tried_again() -> None:
+    house, long = crowded()
+    house.until_moves()
+    before, free = long.place, house.ledger.free_blocks
+    house.copy("the link ended")
+    for _ in range(4):
+        house.step()
+    assert long.place.moved[0] == before.moved[0]
+    assert sum(isinstance(op, MoveStripes) for op in house.ops) == 1
+    assert sum(house.ledger.free_blocks) > sum(free) - 5, "the copy's blocks are free"
+
+
+def test_a_sequence_that_ends_leaves_no_copy() -> None:
+    house, long = crowded()
+    house.until_moves()
+    long.finish("abort")
+    house.copy()
+    house.step()
+    house.step()
+    assert sum(house.ledger.free_blocks) == sum(house.ledger.num_blocks)
+
+
+def test_what_is_to_leave_goes_to_whoever_has_room_and_nothing_comes() -> None:
+    house = House([3 * STRIPE, 6 * STRIPE, 6 * STRIPE], homes=1)
+    long = house.add(5 * STRIPE, 40)
+    house.step()
+    (run,) = long.place.moved
+    moves, running = house.scheduler.moves, house.scheduler.running
+    other = 3 - run.lane
+    assert moves.is_clear(running)
+    moves.clear({run.lane}, "recall")
+    assert not moves.is_clear(running)
+    for _ in range(12):
+        house.step()
+        if moves.under_way:
+            house.copy()
+    assert moves.is_clear(running)
+    assert {r.lane for r in long.place.moved if r.stop * STRIPE <= long.num_scheduled} == {other}
+    assert moves.moved["recall"] >= 2 * STRIPE
+
+
+def test_without_room_nothing_moves_and_that_is_known() -> None:
+    house = House([3 * STRIPE, 4 * STRIPE], homes=1)
+    long = house.add(5 * STRIPE, 4)
+    house.step()
+    moves = house.scheduler.moves
+    moves.clear({1}, "recall")
+    house.step()
+    assert not house.ops
+    assert moves.is_clear([long])
+
+
+def test_one_that_not_all_know_to_lie_elsewhere_is_computed_again_behind_a_loss() -> None:
+    house, long = crowded()
+    house.until_moves()
+    house.copy()
+    (step,) = house.scheduler.schedule()
+    assert any(isinstance(op, Adopt) for op in step.plan.ops)
+    keep = house.scheduler.roll_back([step], lambda keep: keep.length)
+    assert long.id == -1
+    assert long in house.scheduler.waiting
+    assert not keep
+
+
+def test_nothing_moves_where_nothing_may() -> None:
+    still = House([4 * STRIPE, 4 * STRIPE], ranks=0)
+    for _ in range(2):
+        still.add(2 * STRIPE - 1, 2)
+    still.add(3 * STRIPE, 40)
+    for _ in range(12):
+        still.step()
+    assert not still.ops
+    crowded()[0].until_moves()

@@ -1,0 +1,188 @@
+"""Stripes that are copied from one memory worker to another while both serve: what comes, and what never counts."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from lamina import netstack
+from lamina.attention.spec import AttentionSpec
+from lamina.fleet.seats import movers_of
+from lamina.memory.copies import _TAG, StripeCopies
+from lamina.memory.meter import Meter
+from lamina.memory.store import Store
+from lamina.netstack import ChannelError, ChannelTimeout, Reception
+from lamina.netstack.checksum import checksum
+from lamina.protocol.control import Address
+from lamina.protocol.groups import partition_of
+from lamina.protocol.move_ops import Adopt, MoveStripes, StripesCopied
+from lamina.protocol.options.engine import KVOptions
+from lamina.protocol.placement import Place, Run
+from lamina.protocol.plan import Bind, Free, LayerShape, New, ProtocolError, Rows, SequenceOp, StepPlan
+from lamina.workers.view import ViewDoor, ViewFabric
+
+VIEW, SOON_S = 3, 30.0
+LAYERS = [LayerShape(4, 2, 16, 16, AttentionSpec(scale=0.25).encode())] * 2
+NAMES = "one", "two", "guest"
+STRIPE, LENGTH = 128, 512
+PLACE = Place(0, (Run(1, 3, 1),))  # of sequence 1: its second and third stripes lie with worker 1
+
+
+def bind(worker: int) -> Bind:
+    partition = partition_of("spill", LAYERS, [1.0] * len(NAMES), 4096)
+    kv = KVOptions(attention="reference")
+    sizes = {"kv_bytes": 1 << 19, "max_rows": LENGTH, "max_model_len": 4096}
+    return Bind(worker=worker, partition=partition, layers=LAYERS, dtype="float32", kv=kv, **sizes)  # type: ignore[arg-type]
+
+
+class Worker(NamedTuple):
+    store: Store
+    copies: StripeCopies
+    view: ViewFabric
+    said: queue.SimpleQueue[StripesCopied]
+
+    def plan(self, step: int, *ops: SequenceOp) -> None:
+        plan = StepPlan(step=step, ops=list(ops), rows=[])
+        self.copies.expect(plan)
+        self.store.begin(plan)
+        self.copies.begin(plan)
+
+    def heard(self) -> StripesCopied:
+        return self.said.get(timeout=SOON_S)
+
+    def stored(self, sequence: int, low: int, high: int) -> list[torch.Tensor]:
+        ids = list(self.store.tables.block_ids(0, sequence, low, high))
+        return [x[ids].clone() for layer in self.store.layers for piece in layer for x in piece.kv.tensors]
+
+
+def opened(keys: tuple[bytes, bytes, bytes]) -> tuple[list[Worker], list[ViewDoor]]:
+    fabric, workers = netstack.open("loopback", key=b"k" * 32), list[Worker]()
+    doors = [ViewDoor(fabric.listen("", Reception(name=name))) for name in NAMES]
+    addresses = [Address(d.url, name, key) for d, name, key in zip(doors, NAMES, keys, strict=True)]
+    torch.manual_seed(0)
+    for number, address in enumerate(addresses):
+        said, view = queue.SimpleQueue[StripesCopied](), ViewFabric(VIEW, fabric)
+        copies = StripeCopies(view, movers_of(addresses, address), said.put, Meter(), time.monotonic)
+        store = Store(bind(number), torch.device("cpu"))
+        store.begin(StepPlan(step=0, ops=[New(1)], rows=[Rows(1, 0, LENGTH, PLACE)]))
+        for tensor in (x for layer in store.layers for piece in layer for x in piece.kv.tensors):
+            tensor.copy_(torch.randn(tensor.shape))
+        workers.append(Worker(store, copies, view, said))
+    return workers, doors
+
+
+def met(workers: list[Worker], doors: list[ViewDoor]) -> None:
+    for worker in workers:
+        worker.copies.meet(worker.store)
+    for worker, door in zip(workers, doors, strict=True):
+        while worker.copies.missing:
+            with suppress(ChannelTimeout):
+                assert worker.copies.take(worker.view.accept(door, 0.5))
+
+
+@pytest.fixture
+def street() -> Iterator[list[Worker]]:
+    """The last one is a guest, with a key that nobody else proves things with."""
+    workers, doors = opened((b"", b"", b""))
+    met(workers, doors)
+    yield workers
+    for worker in workers:
+        worker.copies.end()
+        worker.view.close()
+
+
+def alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_copy_is_what_its_source_has_which_keeps_it(street: list[Worker]) -> None:
+    blocks = STRIPE // street[0].store.tables.block_size
+    wanted = street[1].stored(1, blocks, 3 * blocks)
+    for worker in street:
+        worker.plan(1, MoveStripes(5, 1, 1, 2, 2))
+    home, source, target = (worker.heard() for worker in street)
+    assert [(x.view, x.sequence, x.error) for x in (home, source, target)] == [(VIEW, 5, "")] * 3
+    assert (home.nbytes, source.nbytes) == (0, 0)
+    assert target.nbytes == sum(x.nbytes for x in wanted)
+    assert alike(street[2].stored(5, blocks, 3 * blocks), wanted)
+    assert alike(street[1].stored(1, blocks, 3 * blocks), wanted)
+    for worker in street:
+        worker.plan(2, Adopt(1, 5, Place(0, (Run(1, 3, 2),))))
+    assert alike(street[2].stored(1, blocks, 3 * blocks), wanted)
+    assert street[1].store.tables.free_blocks == street[1].store.tables.num_blocks
+
+
+def test_what_comes_before_its_plan_waits_for_it(street: list[Worker]) -> None:
+    street[1].plan(1, MoveStripes(5, 1, 1, 1, 0))
+    assert street[1].heard().error == ""
+    street[0].plan(1, MoveStripes(5, 1, 1, 1, 0))
+    assert street[0].heard().nbytes > 0
+
+
+def test_what_nobody_wants_any_more_is_dropped(street: list[Worker]) -> None:
+    blocks = STRIPE // street[0].store.tables.block_size
+    street[0].plan(1, MoveStripes(5, 1, 1, 1, 0))
+    before = street[0].stored(5, blocks, 2 * blocks)
+    ids = list(street[0].store.tables.block_ids(0, 5, blocks, 2 * blocks))
+    street[0].plan(2, Free(5))
+    street[1].plan(1, MoveStripes(5, 1, 1, 1, 0))
+    assert street[1].heard().error == ""
+    for worker in street[:2]:
+        worker.plan(3, MoveStripes(6, 1, 2, 1, 0))
+    assert street[0].heard().sequence == 6
+    freed = set(ids) - set(street[0].store.tables.block_ids(0, 6, 2 * blocks, 3 * blocks))
+    at = [n for n, block in enumerate(ids) if block in freed]
+    after = [x[[ids[n] for n in at]] for layer in street[0].store.layers for p in layer for x in p.kv.tensors]
+    assert alike(after, [x[at] for x in before])
+
+
+@pytest.mark.parametrize("lie", ["damaged", "late", "short"])
+def test_a_lie_ends_the_channel_and_the_driver_is_told(lie: str, street: list[Worker]) -> None:
+    street[0].plan(1, MoveStripes(5, 1, 1, 1, 0))
+    channel = street[1].copies._link(0)
+    blocks = STRIPE // street[0].store.tables.block_size
+    nbytes = blocks * street[0].copies._nbytes(0, 0) - (8 if lie == "short" else 0)
+    slot = channel.reserve(nbytes, timeout_s=SOON_S)
+    slot.data[:] = bytes(nbytes)
+    said = bytes(16) if lie == "damaged" else checksum(slot.data)
+    channel.put_signal(slot, _TAG.pack(5, 1 if lie == "late" else 0, said))
+    told = street[0].heard()
+    assert (told.sequence, told.nbytes) == (5, 0)
+    assert {"damaged": "damaged", "late": "not part 0", "short": "bytes, not part"}[lie] in told.error
+    with pytest.raises(ChannelError):
+        channel.wait_signal(timeout_s=SOON_S)
+
+
+def test_whoever_waits_for_a_lost_one_hears_of_it(street: list[Worker]) -> None:
+    street[0].plan(1, MoveStripes(5, 1, 1, 1, 0))
+    street[1].copies.end()
+    assert street[0].heard().error
+    street[0].plan(2, Free(5), MoveStripes(6, 1, 1, 1, 0))
+
+
+@pytest.mark.parametrize("op", [MoveStripes(5, 1, 0, 2, 2), MoveStripes(5, 1, 1, 1, 1)])
+def test_stripes_of_several_or_for_their_owner_are_not_copied(op: MoveStripes, street: list[Worker]) -> None:
+    for worker in street[:2]:
+        worker.plan(1, op)
+    assert "stripes of memory workers" in street[1].heard().error
+    with pytest.raises(ProtocolError, match="copy 4 comes behind copy 5"):
+        street[0].plan(2, MoveStripes(4, 1, 1, 1, 2))
+
+
+def test_two_who_have_keys_of_their_own_do_not_meet_and_nobody_waits_for_them() -> None:
+    addresses = [Address(f"u{n}", str(n), key) for n, key in enumerate((b"", b"a" * 32, b"", b"b" * 32))]
+    told = [movers_of(addresses, own) for own in addresses]
+    for n, each in enumerate(told):
+        assert not each[n].reached
+        assert not each[n].awaited
+        for m, other in enumerate(each):
+            assert other.reached == told[m][n].awaited, "who is reached waits, and nobody else"
+            assert not (other.key and addresses[n].key), "a guest hears of no other's key"
+            assert (other.reached or other.awaited) == (n != m and {n, m} != {1, 3})
+    assert movers_of(addresses[:1], addresses[0]) == []
