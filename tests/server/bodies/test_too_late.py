@@ -14,6 +14,7 @@ from test_flow import until
 from test_layers import run
 from test_loop import PARAMS, PROMPT, Bench
 
+from lamina.cli import launch
 from lamina.engine.conductor.overload import Limits
 from lamina.request import Blame, Refusal
 from lamina.server.answer.answers import DONE, KEEP_ALIVE
@@ -143,6 +144,12 @@ def test_flags_say_what_is_promised() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             ServerConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_policy_is_of_prefill_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["serve", "model", "--prefill-policy", "mooncake", "--dry-run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--prefill-policy mooncake is of prefill workers: say how many by --prefill-workers" in line
 
 
 @pytest.mark.parametrize(("limits", "good"), [({"slo_ttft": "20s"}, 1.0), ({"slo_ttft": "1us"}, 0.0)])
