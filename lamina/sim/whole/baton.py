@@ -16,7 +16,7 @@ from lamina.sim.clock import VirtualClock
 FOREVER = float("inf")
 GIVE_UP = 0.1  # of waits that would be none, others get the baton first
 END_S = 60.0  # virtual seconds for all threads to end by themselves
-HELD_S = 120.0  # of real time, for who holds the baton to give it on
+HELD_S = 600.0  # of real time, for who holds the baton to give it on: other work may have all cores
 
 
 class Slain(BaseException):
