@@ -274,7 +274,8 @@ class MemoryWorker:
         return entered
 
     def _join(self, session: Session, peers: PeerPages, copies: StripeCopies) -> None:
-        session.check_idle()
+        if session.missing:  # else steps may come while other memory workers are still to come
+            session.check_idle()
         with suppress(ChannelTimeout):
             if (channel := _next(peers, copies)) is not None:
                 session.join(channel)
