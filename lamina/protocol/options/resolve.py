@@ -189,37 +189,38 @@ def _check_loans(config: EngineConfig) -> None:
             raise ValueError(f"{flag(option)} must be HOST:PORT, such as 10.0.0.1:7100, not {value!r}")
     wrong = {
         "--partition spill": topology.partition != "spill",
-        "--memory-workers 2 or more": topology.memory_workers < 2,
-        "--tensor-parallel-size 1": topology.tensor_parallel_size > 1,
-        "equal --memory-weights": bool(topology.memory_weights) or topology.plans,
-        "--launcher local": launching.starter != "local",
-        "free places of memory workers": bool(launching.memory_addresses),
         "--transport shm or tcp": in_process(launching.scheme),
-        "--memory-device cpu": config.devices.memory_device != "cpu",
-        "all KV in the pool": bool(config.tier.medium) or config.overflow.truncates,
-        "--kv-sparsity none": config.kv.evicts or config.kv.selects,
+        **_beyond_equals(config),
         "--kv-memory SIZE, of which it is a part": topology.lend > 0.0 and not config.devices.kv_bytes(),
     }
     if missing := next((what for what, is_wrong in wrong.items() if is_wrong), ""):
         raise ValueError(f"{'--lend' if missing.startswith('--kv-memory') else name} needs {missing}")
 
 
-def _check_parity(config: EngineConfig) -> None:
+def _beyond_equals(config: EngineConfig) -> dict[str, bool]:
+    """What is set beyond several equal memory workers on this host, with all KV in their pool."""
     topology, launching = config.topology, config.launching
-    if not topology.kv_parity:
-        return
-    wrong = {
-        "--partition head": topology.partition != "head",
+    return {
         "--memory-workers 2 or more": topology.memory_workers < 2,
         "--tensor-parallel-size 1": topology.tensor_parallel_size > 1,
         "equal --memory-weights": bool(topology.memory_weights) or topology.plans,
         "--launcher local": launching.starter != "local",
         "free places of memory workers": bool(launching.memory_addresses),
-        "--transport shm or tcp, as no thread is replaced": in_process(launching.scheme),
         "--memory-device cpu": config.devices.memory_device != "cpu",
-        "--kv-cache-dtype auto": config.kv.kv_cache_dtype != "auto",
-        "--kv-sparsity none": config.kv.evicts or config.kv.selects,
         "all KV in the pool": bool(config.tier.medium) or config.overflow.truncates,
+        "--kv-sparsity none": config.kv.evicts or config.kv.selects,
+    }
+
+
+def _check_parity(config: EngineConfig) -> None:
+    topology = config.topology
+    if not topology.kv_parity:
+        return
+    wrong = {
+        "--partition head": topology.partition != "head",
+        "--transport shm or tcp, as no thread is replaced": in_process(config.launching.scheme),
+        **_beyond_equals(config),
+        "--kv-cache-dtype auto": config.kv.kv_cache_dtype != "auto",
     }
     if missing := next((what for what, is_wrong in wrong.items() if is_wrong), ""):
         raise ValueError(f"--kv-parity 1 needs {missing}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -111,13 +110,10 @@ class EngineGauges(Collector):
             creditors = dict.fromkeys(sorted(w for holders in ready.holders for w in holders), 0)
             for holders, count in zip(ready.holders, state.borrowed, strict=True):
                 creditors |= {worker: creditors[worker] + count for worker in holders}
-            for worker, count in creditors.items():
-                borrowed.add_metric([*self._values, f"memory-{worker}"], count)
-            yield borrowed
+            yield self._by_label(borrowed, {f"memory-{worker}": count for worker, count in creditors.items()})
         if state.leased is not None:
-            leased = self._gauge_of("leased_bytes", "memory that other deployments lend this one", "creditor")
-            for creditor, nbytes in state.leased.items():
-                leased.add_metric([*self._values, creditor], nbytes)
+            text = "memory that other deployments lend this one"
+            leased = self._by_label(self._gauge_of("leased_bytes", text, "creditor"), state.leased)
             refusals = self._counter("loan_refusals", "creditors that had not what was asked for")
             refusals.add_metric(self._values, state.loan_refusals)
             yield from (leased, refusals)
@@ -125,31 +121,22 @@ class EngineGauges(Collector):
             text = "circles of debts between deployments, as the ledger sees them"
             yield self._gauge("debt_cycles", text, state.debt_cycles)
         if state.moved:
-            moved = self._counter("moved_bytes", "KV that went from one memory worker to another, by why", "reason")
-            for reason, nbytes in state.moved.items():
-                moved.add_metric([*self._values, reason], nbytes)
-            yield moved
+            text = "KV that went from one memory worker to another, by why"
+            yield self._by_label(self._counter("moved_bytes", text, "reason"), state.moved)
         if state.moved_blocks is not None:
             text = "KV blocks that went from one memory worker to another while all decoded, by why"
-            blocks = self._counter("moved_blocks", text, "reason")
-            for reason, count in state.moved_blocks.items():
-                blocks.add_metric([*self._values, reason], count)
-            yield blocks
+            yield self._by_label(self._counter("moved_blocks", text, "reason"), state.moved_blocks)
         if state.lent is not None:
             text = "blocks of 1 MiB that this deployment has lent, to others or itself"
-            lent = self._gauge_of("lent_blocks", text, "debtor")
-            for debtor, blocks_lent in state.lent.items():
-                lent.add_metric([*self._values, debtor], blocks_lent)
-            yield lent
+            yield self._by_label(self._gauge_of("lent_blocks", text, "debtor"), state.lent)
 
     def _tiers(self, state: State) -> Iterator[Metric]:
         """Blocks of running sequences where they keep all, and where they lose some."""
         ready, held = self._client.ready, {"full": 0, "sparse": 0}
         for sparse, totals, free in zip(ready.sparse, ready.num_blocks, state.free_blocks, strict=True):
             held["sparse" if sparse else "full"] += min(totals) - free
-        kept = self._gauge_of("kv_kept_blocks", "KV blocks of running completions by tier of layers", "tier")
-        for tier, count in held.items():
-            kept.add_metric([*self._values, tier], count)
+        text = "KV blocks of running completions by tier of layers"
+        kept = self._by_label(self._gauge_of("kv_kept_blocks", text, "tier"), held)
         dropped = self._counter("kv_dropped_blocks", "KV blocks that completions have lost in each sparse layer")
         dropped.add_metric(self._values, state.dropped_blocks)
         yield from (kept, dropped)
@@ -190,12 +177,8 @@ class EngineGauges(Collector):
         tiers = self._gauge_of("sessions", "sessions by the place of their KV", "tier")
         hits = self._counter("session_hits", "turns behind the first one of a session, by where its KV was", "tier")
         waits = self._counter("session_wait_seconds", "time for which these turns waited for their first row", "tier")
-        told: tuple[dict[str, Any], ...] = (state.sessions, state.session_hits, state.session_waits)
-        families: tuple[Any, ...] = (tiers, hits, waits)
-        for family, counts in zip(families, told, strict=True):
-            for tier, count in sorted(counts.items()):
-                family.add_metric([*self._values, tier], count)
-            yield family
+        for family, counts in ((tiers, state.sessions), (hits, state.session_hits), (waits, state.session_waits)):
+            yield self._by_label(family, dict(sorted(counts.items())))
 
     def _workers(self) -> Iterator[Metric]:
         counters, ready = self._client.counters, self._client.ready
@@ -267,3 +250,9 @@ class EngineGauges(Collector):
 
     def _counter(self, name: str, text: str, *more: str) -> CounterMetricFamily:
         return CounterMetricFamily(PREFIX + name, text, labels=[*self._names, *more])
+
+    def _by_label(self, family: GaugeMetricFamily | CounterMetricFamily, counts: Mapping[str, float]) -> Metric:
+        """``family`` with a value for each label of ``counts``."""
+        for label, count in counts.items():
+            family.add_metric([*self._values, label], count)
+        return family
