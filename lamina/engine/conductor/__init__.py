@@ -100,7 +100,6 @@ class Conductor:
                 max(prompt.everywhere, prompt.length(held[w])),
                 prompt.length(ready[w]),
                 len(line.prompts),
-                self.directory.num_pages(w),
             )
             for w, line in enumerate(self._lines)
             if among is None or w in among
@@ -113,6 +112,7 @@ class Conductor:
                 lambda source, worker, tokens: self._transfer_s(source, tokens, now_s),
                 self.rules.threshold,
                 self._random.random,
+                self.directory.num_pages,
             )
         )
 

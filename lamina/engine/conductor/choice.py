@@ -27,7 +27,6 @@ class WorkerMatch(NamedTuple):
     prefix: int  # tokens whose K and V it will have then
     sendable: int  # of these, the ones that the worker could send now
     waiting: int = 0  # prompts that were given to it
-    stored: int = 0  # pages that it holds
 
     @staticmethod
     def idle(worker: int, prefix: int = 0) -> WorkerMatch:
@@ -60,6 +59,7 @@ class Question(NamedTuple):
     transfer_s: Callable[[int, int, int], float]  # of (source, worker, tokens)
     threshold: float = 1.0
     draw: Callable[[], float] = lambda: 0.0
+    num_pages: Callable[[int], int] = lambda worker: 0  # that a worker holds
 
 
 Policy = Callable[[Question], PromptChoice]

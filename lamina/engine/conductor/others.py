@@ -24,7 +24,7 @@ def sglang(asked: Question) -> PromptChoice:
     best = max(asked.workers, key=lambda at: at.prefix)
     if best.prefix > MATCH * asked.tokens:
         return alone(asked, best)
-    return alone(asked, min(asked.workers, key=lambda at: at.stored))._replace(reason="most room")
+    return alone(asked, min(asked.workers, key=lambda at: asked.num_pages(at.worker)))._replace(reason="most room")
 
 
 def production_stack(asked: Question) -> PromptChoice:

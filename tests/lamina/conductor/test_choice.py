@@ -97,9 +97,9 @@ def test_rules_of_others(
     by_sglang: int,
     by_production_stack: int,
 ) -> None:
-    each = zip(prefixes, waiting, stored, strict=True)
-    workers = [WorkerMatch(w, 0.0, prefix, prefix, *more) for w, (prefix, *more) in enumerate(each)]
-    question = asked([])._replace(workers=workers)
+    each = zip(prefixes, waiting, strict=True)
+    workers = [WorkerMatch(w, 0.0, prefix, prefix, prompts) for w, (prefix, prompts) in enumerate(each)]
+    question = asked([])._replace(workers=workers, num_pages=stored.__getitem__)
     assert [OTHERS[name](question).worker for name in ("sglang", "production-stack")] == [
         by_sglang,
         by_production_stack,

@@ -74,7 +74,9 @@ def test_a_step_of_a_graph_sends_two_and_takes_what_is_due(suite: ModuleType) ->
                 assert (a.mail.view[960], b.status, n) == (0, 0, n)
                 assert b.mail.view[4096:7101] == b"k" * 3000 + b"value"
         b.mail.view[:8] = (3004).to_bytes(8, "little")
-        driver.launch(a.stream.number, "mlx5_send_two", a.channel, at + 4096, at + 8192, at, at + 16, 1, at + 960)
+        driver.launch(
+            a.stream.number, "mlx5_send_two", a.channel, at + 4096, at + 8192, at, at + 16, suite.TIMEOUT_NS, at + 960
+        )
         driver.launch(b.stream.number, "mlx5_receive_due", b.channel, to + 4096, *words)
         b.stream.synchronize()
         assert b.status == native.FAULT, "another message than was due"
