@@ -38,17 +38,18 @@ class _MovingStripes(NamedTuple):
 
 
 class StripeMoves:
-    """``ranks``: each copies what it has of the stripes; 0: nothing moves."""
+    """``ranks``: each copies what it has of the stripes; 0, or layers with a window: nothing moves."""
 
     def __init__(self, ledger: Ledger, room: Room, ranks: int) -> None:
         self.moved = Counter[str]()  # KV blocks of each layer, by why
-        self._ledger, self._room, self._ranks = ledger, room, ranks
+        self._ledger, self._room = ledger, room
+        self._ranks = 0 if any(ledger.windows) else ranks  # of what a window has passed there is nothing to copy
         self._leaving: frozenset[int] = frozenset()  # lanes
         self._reason = HOME  # why these leave
         self._copy: _MovingStripes | None = None
         self._stored, self._failed = 0, False  # of it: ranks that have it
         self._unsure: dict[int, int] = {}  # sequence -> step, before which not all know where it lies
-        self._fails = not ranks  # nothing more is tried under this view
+        self._fails = not self._ranks  # nothing more is tried under this view
         self._stuck = False  # so it was at the last look
 
     @property

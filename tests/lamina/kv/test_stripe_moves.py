@@ -22,11 +22,13 @@ from lamina.request import CompletionOutput, SamplingParams
 STRIPE = 4  # blocks of a token each
 
 
-def tables(blocks: list[int]) -> BlockTables:
-    """One group for each memory worker."""
+def tables(blocks: list[int], window: int = 0) -> BlockTables:
+    """One group for each memory worker; with a window two."""
     partition = by_spill([4], [1.0] * len(blocks), 8)
     lanes = [partition.pieces(0, w)[0].lanes for w in range(len(blocks))]
-    return BlockTables([0] * len(blocks), blocks, 1, lanes, STRIPE, True)
+    each = [0, window] if window else [0]
+    windows = [of for of in each for _ in blocks]
+    return BlockTables(windows, blocks * len(each), 1, lanes * len(each), STRIPE, True)
 
 
 def plan(step: int, *ops: SequenceOp, rows: list[Rows] | None = None) -> StepPlan:
@@ -119,8 +121,8 @@ def test_a_fork_keeps_what_its_source_moves_away() -> None:
 class House:
     """A scheduler, and the tables of memory workers beside it; copies come when ``copy`` is called."""
 
-    def __init__(self, blocks: list[int], *, ranks: int = 1, homes: int = 0) -> None:
-        self.ledger, self.workers = tables(blocks), tables(blocks)
+    def __init__(self, blocks: list[int], *, ranks: int = 1, homes: int = 0, window: int = 0) -> None:
+        self.ledger, self.workers = tables(blocks, window), tables(blocks, window)
         self.scheduler = Scheduler(self.ledger, max_num_seqs=8, prefill_chunk=512, moving_ranks=ranks, homes=homes)
         self.ops, self.requests = list[SequenceOp](), count()
 
@@ -155,9 +157,9 @@ class House:
             )
 
 
-def crowded() -> tuple[House, Sequence]:
+def crowded(**options: int) -> tuple[House, Sequence]:
     """Two short ones at either home, and a long one that borrows until they have ended."""
-    house = House([4 * STRIPE, 4 * STRIPE])
+    house = House([4 * STRIPE, 4 * STRIPE], **options)
     for _ in range(2):
         house.add(2 * STRIPE - 1, 2)
     long = house.add(3 * STRIPE, 40)
@@ -247,11 +249,9 @@ def test_one_that_not_all_know_to_lie_elsewhere_is_computed_again_behind_a_loss(
     assert not keep
 
 
-def test_nothing_moves_where_nothing_may() -> None:
-    still = House([4 * STRIPE, 4 * STRIPE], ranks=0)
-    for _ in range(2):
-        still.add(2 * STRIPE - 1, 2)
-    still.add(3 * STRIPE, 40)
+@pytest.mark.parametrize("options", [{"ranks": 0}, {"window": STRIPE}], ids=str)
+def test_nothing_moves_where_nothing_may(options: dict[str, int]) -> None:
+    still, _ = crowded(**options)
     for _ in range(12):
         still.step()
     assert not still.ops
