@@ -1,8 +1,9 @@
 """Checksums of stored KV blocks: one that is damaged in memory is seen before a step attends it.
 
 A block has a checksum from the end of the step that wrote it, in all layers, or attended it first (what a prefill
-worker or a medium has filled) until something writes it again. Whoever finds one that is another one does not go on:
-its memory is not to be trusted, so the worker ends, and all that it had is computed again elsewhere.
+worker, a medium or another memory worker has filled) until something writes it again. Whoever finds one that is another
+one does not go on: its memory is not to be trusted, so the worker ends, and all that it had is computed again
+elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lamina.netstack.checksum import checksum
-from lamina.protocol.plan import Grant, Import, Shift, StepPlan
+from lamina.protocol.plan import Grant, Import, MoveStripes, Shift, StepPlan
 from lamina.workers.process import DamagedError
 
 if TYPE_CHECKING:
@@ -39,14 +40,17 @@ class BlockSums:
         self._sums: dict[StoredBlock, bytes] = {}
 
     def forget(self, plan: StepPlan) -> None:
-        """Of sequences that others than a step's rows are about to write. Looks at what is about to move within one.
-        Raises DamagedError.
+        """Of sequences that others than a step's rows are about to write. Looks at what is about to move within one, or
+        to be copied to another worker. Raises DamagedError.
         """
+        there = self._store.tables.sequences
         for op in plan.ops:
-            if isinstance(op, Grant | Import | Shift) and op.sequence in self._store.tables.sequences:
+            if isinstance(op, Shift | MoveStripes):
+                whose = op.sequence if isinstance(op, Shift) else op.source
+                for block in _blocks(self._store, whose) if whose in there else ():
+                    self._check(block)
+            if isinstance(op, Grant | Import | Shift | MoveStripes) and op.sequence in there:
                 for block in _blocks(self._store, op.sequence):
-                    if isinstance(op, Shift):
-                        self._check(block)
                     self._sums.pop(block, None)
 
     def rewrite(self, group: int, copies: Sequence[tuple[int, int]], freed: Iterable[int]) -> None:

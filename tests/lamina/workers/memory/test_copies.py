@@ -16,7 +16,9 @@ from lamina.attention.spec import AttentionSpec
 from lamina.fleet.seats import movers_of
 from lamina.memory.copies import _TAG, StripeCopies
 from lamina.memory.meter import Meter
+from lamina.memory.step import Step
 from lamina.memory.store import Store
+from lamina.memory.sums import BlockSums, StoredBlock
 from lamina.netstack import ChannelError, ChannelTimeout, Reception
 from lamina.netstack.checksum import checksum
 from lamina.protocol.control import Address
@@ -25,6 +27,7 @@ from lamina.protocol.move_ops import Adopt, MoveStripes, StripesCopied
 from lamina.protocol.options.engine import KVOptions
 from lamina.protocol.placement import Place, Run
 from lamina.protocol.plan import Bind, Free, LayerShape, New, ProtocolError, Rows, SequenceOp, StepPlan
+from lamina.workers.process import DamagedError
 from lamina.workers.view import ViewDoor, ViewFabric
 
 VIEW, SOON_S = 3, 30.0
@@ -47,11 +50,13 @@ class Worker(NamedTuple):
     view: ViewFabric
     said: queue.SimpleQueue[StripesCopied]
 
-    def plan(self, step: int, *ops: SequenceOp) -> None:
-        plan = StepPlan(step=step, ops=list(ops), rows=[])
+    def plan(self, step: int, *parts: SequenceOp | Rows) -> Step:
+        rows = [part for part in parts if isinstance(part, Rows)]
+        plan = StepPlan(step=step, ops=[part for part in parts if not isinstance(part, Rows)], rows=rows)
         self.copies.expect(plan)
         self.store.begin(plan)
         self.copies.begin(plan)
+        return Step(self.store, plan)
 
     def heard(self) -> StripesCopied:
         return self.said.get(timeout=SOON_S)
@@ -140,6 +145,23 @@ def test_what_nobody_wants_any_more_is_dropped(street: list[Worker]) -> None:
     at = [n for n, block in enumerate(ids) if block in freed]
     after = [x[[ids[n] for n in at]] for layer in street[0].store.layers for p in layer for x in p.kv.tensors]
     assert alike(after, [x[at] for x in before])
+
+
+def test_damage_is_not_copied_and_what_was_known_of_the_blocks_is_forgotten(street: list[Worker]) -> None:
+    """With checksums of all blocks."""
+    _, source, target = street
+    source.store.sums, target.store.sums = given, taken = BlockSums(source.store, 1.0), BlockSums(target.store, 1.0)
+    taken._sums |= {StoredBlock(0, n): b"of another sequence" for n in range(target.store.tables.num_blocks[0])}
+    given.end([source.plan(1, Rows(1, LENGTH, 1, PLACE))])
+    for worker in street:
+        worker.plan(2, MoveStripes(5, 1, 1, 1, 2))
+    assert target.heard().nbytes > 0
+    there = Place(0, (Run(1, 2, 2), Run(2, 3, 1)))
+    steps = [worker.plan(3, Adopt(1, 5, there), Rows(1, LENGTH, 1, there)) for worker in street]
+    taken.begin(steps[2:])
+    source.store.layers[-1][0].kv.k[source.store.tables.table(0, 1)[1][0], 0, 0, 0] += 1.0
+    with pytest.raises(DamagedError, match="is not what was written there"):
+        source.plan(4, MoveStripes(6, 1, 2, 1, 2))
 
 
 @pytest.mark.parametrize("lie", ["damaged", "late", "short"])
