@@ -119,11 +119,14 @@ class StripeCopies:
         self._start(self._send_all, "lamina-copy")
 
     def expect(self, plan: StepPlan) -> None:
-        """Before a plan is applied: what is written to copies that end with it is dropped from now on."""
+        """Before a plan is applied: what comes for copies that end with it is dropped from now on. The driver, which
+        waits for an answer of each worker, is told.
+        """
+        ended = [op.copy if isinstance(op, Adopt) else op.sequence for op in plan.ops if isinstance(op, Free | Adopt)]
         with self._changed:
-            for op in plan.ops:
-                if isinstance(op, Free | Adopt):
-                    self._coming.pop(op.copy if isinstance(op, Adopt) else op.sequence, None)
+            dropped = [number for number in ended if self._coming.pop(number, None) is not None]
+        for number in dropped:
+            self._tell(number)
 
     def begin(self, plan: StepPlan) -> None:
         """Behind it: begin what it asks for. Raises ProtocolError for a plan that nobody may send."""

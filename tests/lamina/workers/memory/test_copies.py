@@ -136,6 +136,7 @@ def test_what_nobody_wants_any_more_is_dropped(street: list[Worker]) -> None:
     before = street[0].stored(5, blocks, 2 * blocks)
     ids = list(street[0].store.tables.block_ids(0, 5, blocks, 2 * blocks))
     street[0].plan(2, Free(5))
+    assert street[0].heard() == StripesCopied(view=VIEW, sequence=5), "the driver waits for no more of it"
     street[1].plan(1, MoveStripes(5, 1, 1, 1, 0))
     assert street[1].heard().error == ""
     for worker in street[:2]:
