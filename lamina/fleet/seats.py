@@ -45,14 +45,13 @@ def known_to(own: Address, addresses: Sequence[Address]) -> list[Address]:
 
 def movers_of(workers: Sequence[Address], own: Address) -> list[Neighbour]:
     """Of the memory workers of a rank, by number, those among which stripes may move, as the one at ``own`` is told of
-    them: it connects to who has a key of its own, and else to those before it. Empty: none may.
+    them: it connects to who has a key of its own, and else to those before it. Of more than MOST_MOVERS none meet: so
+    no copy between them succeeds.
     """
-    if not 1 < len(workers) <= MOST_MOVERS:
-        return []
     order = {each: (not each.key, number) for number, each in enumerate(workers)}
-    told = list[Neighbour]()
+    told, few = list[Neighbour](), len(workers) <= MOST_MOVERS
     for each in workers:
-        meets, first = each != own and not (each.key and own.key), order[each] < order[own]
+        meets, first = few and each != own and not (each.key and own.key), order[each] < order[own]
         reached = Neighbour(each.name, reached=True, url=each.url, key=each.key)
         told.append(reached if meets and first else Neighbour(each.name, awaited=meets))
     return told

@@ -13,7 +13,7 @@ import torch
 
 from lamina import netstack
 from lamina.attention.spec import AttentionSpec
-from lamina.fleet.seats import movers_of
+from lamina.fleet.seats import MOST_MOVERS, movers_of
 from lamina.memory.copies import _TAG, StripeCopies
 from lamina.memory.meter import Meter
 from lamina.memory.step import Step
@@ -23,7 +23,7 @@ from lamina.netstack import ChannelError, ChannelTimeout, Reception
 from lamina.netstack.checksum import checksum
 from lamina.protocol.control import Address
 from lamina.protocol.groups import partition_of
-from lamina.protocol.move_ops import Adopt, MoveStripes, StripesCopied
+from lamina.protocol.move_ops import Adopt, MoveStripes, Neighbour, StripesCopied
 from lamina.protocol.options.engine import KVOptions
 from lamina.protocol.placement import Place, Run
 from lamina.protocol.plan import Bind, Free, LayerShape, New, ProtocolError, Rows, SequenceOp, StepPlan
@@ -208,4 +208,5 @@ def test_two_who_have_keys_of_their_own_do_not_meet_and_nobody_waits_for_them() 
             assert other.reached == told[m][n].awaited, "who is reached waits, and nobody else"
             assert not (other.key and addresses[n].key), "a guest hears of no other's key"
             assert (other.reached or other.awaited) == (n != m and {n, m} != {1, 3})
-    assert movers_of(addresses[:1], addresses[0]) == []
+    for others in addresses[:1], [Address(f"u{n}", str(n)) for n in range(MOST_MOVERS + 1)]:
+        assert movers_of(others, others[-1]) == [Neighbour(x.name) for x in others], "of one, or of too many, none meet"
