@@ -42,8 +42,10 @@ def lend(place: Place, start: int, stop: int, lane: int) -> Place:
     return replace(place, moved=(*runs, Run(start, stop, lane)))
 
 
-def relocated(place: Place, run: Run) -> Place | None:
-    """``place`` with the stripes of ``run`` in its lane; None where it would lie in more pieces than there may be."""
+def relocated(place: Place, run: Run, stripes: int) -> Place | None:
+    """``place``, of so many stripes, with those of ``run`` in its lane; None where it would lie in more pieces than
+    there may be.
+    """
     home, runs = place.lane, list[Run]()
     for each in place.moved:
         runs += [
@@ -57,7 +59,7 @@ def relocated(place: Place, run: Run) -> Place | None:
             joined[-1] = replace(joined[-1], stop=each.stop)
         else:
             joined.append(each)
-    after, stop = Place(home, tuple(joined)), max(r.stop for r in [*place.moved, run])
+    after, stop = Place(home, tuple(joined)), max(stripes, run.stop, *(r.stop for r in place.moved))
     lanes = {home, run.lane, *(r.lane for r in joined)}
     fits = len(joined) <= MOST_RUNS and all(_nodes(after, lane, stop) <= LENT_NODES for lane in lanes)
     return after if fits else None

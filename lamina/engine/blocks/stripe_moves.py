@@ -17,7 +17,7 @@ from lamina.engine.sequence import Sequence, Shadow
 from lamina.engine.wire import Report
 from lamina.protocol.loans import relocated
 from lamina.protocol.move_ops import Adopt, MoveStripes, StripesCopied
-from lamina.protocol.placement import Run
+from lamina.protocol.placement import Place, Run
 from lamina.protocol.plan import Free, Keep, StepPlan
 
 from .ledger import Ledger
@@ -111,7 +111,7 @@ class StripeMoves:
 
     def _end(self, copy: _MovingStripes, first: Batch, step: int, of: tuple[Sequence, Batch] | None) -> None:
         """Have the sequence lie there once the copy is, or nothing of it where it is not wanted any more."""
-        place = relocated(of[0].place, copy.run) if of is not None else None
+        place = self._relocated(of[0], copy.run) if of is not None else None
         if of is None or place is None or self._failed:
             first.ops.append(Free(copy.number))
             self._copy, self._fails = None, self._failed
@@ -152,8 +152,11 @@ class StripeMoves:
         for lane, stripes in room.items():
             count = min(stripes, MOST_STRIPES, stop - run.start)
             part = Run(stop - count, stop, lane)
-            if count > 0 and self._is_alone(sequence, part) and relocated(sequence.place, part) is not None:
+            if count > 0 and self._is_alone(sequence, part) and self._relocated(sequence, part) is not None:
                 yield sequence, part, reason
+
+    def _relocated(self, sequence: Sequence, run: Run) -> Place | None:
+        return relocated(sequence.place, run, -(-sequence.num_scheduled // self._stripe_tokens))
 
     def _whole(self, sequence: Sequence, run: Run) -> int:
         """Behind its last stripe that is wholly written, or will be by steps in flight; 0: it has none."""

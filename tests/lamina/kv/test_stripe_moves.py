@@ -51,13 +51,19 @@ def test_what_is_moved_lies_there_and_nothing_else_moves(cuts: list[int], start:
     place, placement = Place(0), Placement(4, 1, stays=True)
     for at, (low, high) in enumerate(zip(cuts[::2], cuts[1::2], strict=False)):
         place = lend(place, low, high, 1 + at % 3)
-    after = relocated(place, Run(start, start + size, lane))
+    after = relocated(place, Run(start, start + size, lane), 0)
     assert after is not None
     placement.check(after)
     for n in range(48):
         inside = start <= n < start + size
         assert placement.lane(after, n) == (lane if inside else placement.lane(place, n))
     assert all(run.lane != 0 for run in after.moved)
+
+
+def test_what_is_at_home_behind_all_loans_counts_among_the_pieces() -> None:
+    place = lend(Place(0), 31, 40, 1)
+    assert relocated(place, Run(33, 40, 0), 40) == lend(Place(0), 31, 33, 1)
+    assert relocated(place, Run(33, 40, 0), 63) is None
 
 
 def test_a_sequence_keeps_its_blocks_until_it_adopts_the_copy() -> None:
