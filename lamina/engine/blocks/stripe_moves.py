@@ -95,7 +95,7 @@ class StripeMoves:
         others wait for room.
         """
         running = {s.id: (s, batch) for batch in batches for s in batch.running if not s.finished}
-        self._unsure = {number: at for number, at in self._unsure.items() if number in running}
+        self._unsure = {s: at for s, at in self._unsure.items() if any(self._ledger.blocks_of([s]))}
         if self._copy is not None:
             self._end(self._copy, batches[0], step, running.get(self._copy.of))
         elif not self._fails and self._room.loans is not None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lamina.engine.blocks.prefixes import Prefixes
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.protocol.blocks.extents import PlanError
@@ -127,14 +128,18 @@ def test_a_fork_keeps_what_its_source_moves_away() -> None:
 class House:
     """A scheduler, and the tables of memory workers beside it; copies come when ``copy`` is called."""
 
-    def __init__(self, blocks: list[int], *, ranks: int = 1, homes: int = 0, window: int = 0) -> None:
+    def __init__(self, blocks: list[int], *, ranks: int = 1, homes: int = 0, window: int = 0, page: int = 0) -> None:
         self.ledger, self.workers = tables(blocks, window), tables(blocks, window)
-        self.scheduler = Scheduler(self.ledger, max_num_seqs=8, prefill_chunk=512, moving_ranks=ranks, homes=homes)
+        self.scheduler = Scheduler(
+            self.ledger, max_num_seqs=8, prefill_chunk=512, moving_ranks=ranks, homes=homes,
+            prefixes=Prefixes(self.ledger, page),
+        )  # fmt: skip
         self.ops, self.requests = list[SequenceOp](), count()
 
     def add(self, prompt: int, tokens: int) -> Sequence:
         params = SamplingParams(max_tokens=tokens)
-        of = Sequence(next(self.requests), params, 0, [7] * prompt, CompletionOutput(0), prompt + tokens, frozenset())
+        number, stop = next(self.requests), prompt + tokens
+        of = Sequence(number, params, 0, [7] * prompt, CompletionOutput(0), stop, frozenset(), salt=bytes([number]))
         self.scheduler.add(of)
         return of
 
@@ -243,16 +248,19 @@ def test_without_room_nothing_moves_and_that_is_known() -> None:
     assert moves.is_clear([long])
 
 
-def test_one_that_not_all_know_to_lie_elsewhere_is_computed_again_behind_a_loss() -> None:
-    house, long = crowded()
+@pytest.mark.parametrize("end", ["", "length"], ids=["decodes", "retained"])
+def test_one_that_not_all_know_to_lie_elsewhere_is_computed_again_behind_a_loss(end: str) -> None:
+    house, long = crowded(page=3 * STRIPE)  # so none but the long one leaves anything
     house.until_moves()
     house.copy()
-    (step,) = house.scheduler.schedule()
-    assert any(isinstance(op, Adopt) for op in step.plan.ops)
-    keep = house.scheduler.roll_back([step], lambda keep: keep.length)
-    assert long.id == -1
-    assert long in house.scheduler.waiting
-    assert not keep
+    flight = house.scheduler.schedule()
+    assert any(isinstance(op, Adopt) for op in flight[0].plan.ops)
+    if end:
+        long.finish(end)
+        flight += house.scheduler.schedule()
+        assert house.scheduler.prefixes.num_retained == 1
+    assert not house.scheduler.roll_back(flight, lambda keep: keep.length)
+    assert (long in house.scheduler.waiting) is not bool(end)
 
 
 @pytest.mark.parametrize("options", [{"ranks": 0}, {"window": STRIPE}], ids=str)
