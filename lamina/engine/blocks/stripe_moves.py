@@ -94,14 +94,17 @@ class StripeMoves:
         """Add to the next plans, those of ``step``, what is due. ``number``: gives a new sequence's; ``crowded``:
         others wait for room.
         """
-        running = {s.id: (s, batch) for batch in batches for s in batch.running if not s.finished}
         self._unsure = {s: at for s, at in self._unsure.items() if any(self._ledger.blocks_of([s]))}
+        loans = self._room.loans
+        if self._copy is None and (self._fails or loans is None):
+            return
+        running = {s.id: (s, batch) for batch in batches for s in batch.running if not s.finished}
         if self._copy is not None:
             self._end(self._copy, batches[0], step, running.get(self._copy.of))
-        elif not self._fails and self._room.loans is not None:
-            left = self._room.left([s for s, _ in running.values()], {})
-            room = self._room.loans.room(left)
-            due = next(self._due([s for s, _ in running.values()], room, crowded=crowded), None)
+        elif loans is not None and any(s.place.moved for s, _ in running.values()):
+            sequences = [s for s, _ in running.values()]
+            room = loans.room(self._room.left(sequences, {}))
+            due = next(self._due(sequences, room, crowded=crowded), None)
             self._stuck = due is None
             if due is not None:
                 sequence, run, reason = due
