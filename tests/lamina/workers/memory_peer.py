@@ -22,6 +22,7 @@ from lamina.compute.native_pool import open_pool
 from lamina.memory.worker import MemoryWorker
 from lamina.netstack import Channel, ChannelError, Geometry, Terms
 from lamina.protocol.control import Connect
+from lamina.protocol.move_ops import Neighbour
 from lamina.protocol.options.declare import options_of
 from lamina.protocol.options.engine import KVOptions
 from lamina.protocol.partition import PARTITIONS, Partition
@@ -136,19 +137,26 @@ class Pool:
         """A new worker, bound."""
         return Peer(self.open(name, bind.view, names), bind)
 
-    def open(self, name: str = "", view: int = 0, names: Sequence[str] = (), inbound: Geometry = GEOMETRY) -> Channel:
+    def open(
+        self,
+        name: str = "",
+        view: int = 0,
+        names: Sequence[str] = (),
+        inbound: Geometry = GEOMETRY,
+        movers: Sequence[Neighbour] = (),
+    ) -> Channel:
         """The channel to a new worker, which serves ``view`` and lets ``names`` in."""
         self.workers.append(MemoryWorker(report=self.said.append))
         self.doors.append(ViewDoor(self.fabric.listen()))
-        self.serve(-1, view, names)
+        self.serve(-1, view, names, movers)
         return self.knock(-1, view, name, inbound)
 
-    def serve(self, worker: int, view: int, names: Sequence[str] = ()) -> None:
+    def serve(self, worker: int, view: int, names: Sequence[str] = (), movers: Sequence[Neighbour] = ()) -> None:
         """Have a worker serve a view, on a thread of its own."""
 
         def serve() -> None:
             try:
-                server.serve(door, Connect(view=view, joining=list(names)))
+                server.serve(door, Connect(view=view, joining=list(names), movers=list(movers)))
             except (ChannelError, ProtocolError) as e:
                 self.ends.append(e)
 

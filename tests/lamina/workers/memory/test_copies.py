@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
+import memory_peer
 import pytest
 import torch
+from memory_peer import Peer, RefusedError, memory_pool, shape
 
 from lamina import netstack
 from lamina.attention.spec import AttentionSpec
@@ -26,7 +28,7 @@ from lamina.protocol.groups import partition_of
 from lamina.protocol.move_ops import Adopt, MoveStripes, Neighbour, StripesCopied
 from lamina.protocol.options.engine import KVOptions
 from lamina.protocol.placement import Place, Run
-from lamina.protocol.plan import Bind, Free, LayerShape, New, ProtocolError, Rows, SequenceOp, StepPlan
+from lamina.protocol.plan import Bind, Free, Key, Kind, LayerShape, New, ProtocolError, Rows, SequenceOp, StepPlan
 from lamina.workers.process import DamagedError
 from lamina.workers.view import ViewDoor, ViewFabric
 
@@ -210,3 +212,15 @@ def test_two_who_have_keys_of_their_own_do_not_meet_and_nobody_waits_for_them() 
             assert (other.reached or other.awaited) == (n != m and {n, m} != {1, 3})
     for others in addresses[:1], [Address(f"u{n}", str(n)) for n in range(MOST_MOVERS + 1)]:
         assert movers_of(others, others[-1]) == [Neighbour(x.name) for x in others], "of one, or of too many, none meet"
+
+
+def test_steps_may_come_while_other_workers_are_still_to_come() -> None:
+    """The driver may begin as soon as those who compute are there."""
+    movers = [Neighbour("here"), *(Neighbour(name, awaited=True) for name in NAMES)]
+    with memory_pool() as pool:
+        peer = Peer(pool.open(view=VIEW, movers=movers), memory_peer.bind([shape()], view=VIEW))
+        peer.plan(StepPlan(view=VIEW, step=0, ops=[Free(9)], rows=[]))
+        for name in NAMES:
+            pool.knock(-1, VIEW, name)
+        with pytest.raises(RefusedError, match="sequence 9 does not exist"):
+            peer.receive(Key(Kind.PLAN, 0, 0, VIEW))
