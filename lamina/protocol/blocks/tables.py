@@ -163,6 +163,7 @@ class BlockTables(HeldBlocks):
                 op, self._extents, partial(self._known, changes), self._forked, self._shifted
             )
             if isinstance(op, Adopt):
+                self._extent(self._sequences, op.copy)  # which a plan before this one has begun
                 changes[op.copy] = None
             if isinstance(op, Fork):
                 forked[op.sequence] = op.length

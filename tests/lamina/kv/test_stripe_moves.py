@@ -113,6 +113,15 @@ def test_what_cannot_be_is_refused_and_changes_nothing(op: SequenceOp) -> None:
     held.check_integrity()
 
 
+def test_a_copy_cannot_be_there_as_it_is_begun() -> None:
+    held, _ = lent()
+    free = held.free_blocks
+    with pytest.raises(PlanError, match="sequence 5 does not exist"):
+        held.apply(plan(1, MoveStripes(5, 1, 1, 2, 2), Adopt(1, 5, lend(Place(0), 1, 3, 2))))
+    assert held.free_blocks == free
+    held.check_integrity()
+
+
 def test_a_fork_keeps_what_its_source_moves_away() -> None:
     held, place = lent(16)
     held.apply(plan(1, Fork(2, 1, 12)))
