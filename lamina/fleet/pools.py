@@ -272,7 +272,7 @@ class Pools:
     def _receive(self) -> Any:
         limit, steps = self._config.deadlines.step_timeout_s, len(self._arrivals)
         owing = self._prefilling
-        what = "a step" if steps else "a chunk of a prompt" if owing else "KV to be saved, loaded or scored"
+        what = "a step" if steps else "a chunk of a prompt" if owing else "KV to be saved, loaded, scored or moved"
         if steps or not (owing or self._reports):
             owing = self._members.compute + owing
         owing = owing + (self._members.memory if self._reports else [])
@@ -287,7 +287,7 @@ class Pools:
         if self._reports and now - self._moved_at > limit + GRACE_S:
             silent = [m for m in self._members.memory if not self._members.has_news(m)]
             if silent:
-                raise self._members.late(silent, f"to save, load or score KV (--step-timeout-s {limit:g})")
+                raise self._members.late(silent, f"to save, load, score or move KV (--step-timeout-s {limit:g})")
         if done.batch >= first:
             self._chunks[done.batch - first] -= 1
             self._since[done.batch - first] = now
