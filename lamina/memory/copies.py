@@ -59,11 +59,12 @@ class _CopyJob(NamedTuple):
 
 @dataclass
 class _Coming:
-    """``left``: parts that have not come, the next one first."""
+    """``parts``: in their order, of which ``came`` have come."""
 
     peer: int
     blocks: list[NDArray[np.int64]]
-    left: list[_CopyPart]
+    parts: list[_CopyPart]
+    came: int = 0
     nbytes: int = 0
 
 
@@ -283,7 +284,7 @@ class StripeCopies:
             coming = self._coming.get(sequence)
             if self._over or coming is None or coming.peer != peer:
                 return
-            part, due = coming.left[0], len(self._parts(coming.blocks)) - len(coming.left)
+            part, due = coming.parts[coming.came], coming.came
             ids = self._ids(coming.blocks, part)
             if number != due or arrival.data.nbytes != len(ids) * self._nbytes(part.layer, part.piece):
                 raise ProtocolError(
@@ -292,9 +293,9 @@ class StripeCopies:
             if said != checksum(arrival.data):
                 raise ProtocolError(f"part {number} of copy {sequence} is damaged")
             self._put(part, ids, arrival.data)
-            coming.left.pop(0)
+            coming.came += 1
             coming.nbytes += arrival.data.nbytes
-            if coming.left:
+            if coming.came < len(coming.parts):
                 return
             del self._coming[sequence]
         self._meter.add("moved_bytes", coming.nbytes)
