@@ -50,7 +50,9 @@ class OwnAttention:
         self._stored: list[Stored] = []
         self.attend_s = 0.0
         self.wait_s = 0.0  # nobody is waited for
-        self._in_slices_s = 0.0  # of the attention
+        self.fetch_s = 0.0  # until beginnings of prompts had come from others, once their steps were due
+        self.fetched_bytes = 0
+        self._in_slices_s = 0.0  # of both
         self._past_s = 0.0  # sending, under older views
 
     def connect(self, pool: Attention, keep: Sequence[Keep] | None = None) -> None:
@@ -65,23 +67,13 @@ class OwnAttention:
 
     @property
     def send_s(self) -> float:
-        """Seconds that slices spent in here: sending, and attending."""
+        """Seconds that slices spent in here: sending, fetching, and attending."""
         return self.sending_s + self._in_slices_s
 
     @property
     def sending_s(self) -> float:
         """Seconds spent sending."""
         return self._past_s + self._pool.send_s
-
-    @property
-    def fetch_s(self) -> float:
-        """Seconds under this view until beginnings of prompts had come from others, once their steps were due."""
-        return self._beginnings.fetch_s if self._beginnings else 0.0
-
-    @property
-    def fetched_bytes(self) -> int:
-        """Of these."""
-        return self._beginnings.fetched_bytes if self._beginnings else 0
 
     def announce(self, plan: StepPlan) -> None:
         """A step to come: whoever has some of its prompts sends it. Raises ChannelError, ProtocolError."""
@@ -105,13 +97,16 @@ class OwnAttention:
 
     def q(self, layer: int, q: Tensor) -> None:
         """q [R, Hq, 1, D]."""
-        if self._beginnings:
-            self._beginnings.take(layer)
-        start, step, begun = self._trace.now(), self._now, time.perf_counter()
+        begun = time.perf_counter()
+        if self._beginnings and (nbytes := self._beginnings.take(layer)):
+            self.fetched_bytes += nbytes
+            self.fetch_s += time.perf_counter() - begun
+        start, step, fetched = self._trace.now(), self._now, time.perf_counter()
         self._q = _flat(q)
         self._stored = step.attend_stored(layer, self._q)
-        self._in_slices_s += time.perf_counter() - begun
-        self.attend_s += time.perf_counter() - begun
+        done = time.perf_counter()
+        self._in_slices_s += done - begun
+        self.attend_s += done - fetched
         self._trace.add(Event.STORED, start, step.plan, layer)
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -180,7 +175,7 @@ class PrefillWorker:
         self._worker.connect(self._attention, view)
         self._links, self._view = links, view
         self._computed.clear()
-        self._stored, self._fetch_s = [-1] * len(links), 0.0
+        self._stored, self._fetch_s = [-1] * len(links), self._attention.fetch_s
 
     @property
     def has_work(self) -> bool:

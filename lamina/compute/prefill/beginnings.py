@@ -66,8 +66,6 @@ class Beginnings:
         self._sources: dict[int, Channel] = {}
         self._lenders: list[_BeginningLender] = []
         self._due: _FetchUnderWay | None = None
-        self.fetch_s = 0.0  # that slices waited for what came
-        self.fetched_bytes = 0
 
     def meet(self, order: MeetPrefill, fabric: ViewFabric, door: ViewDoor, limit_s: float) -> None:
         """Open a channel to each other worker, and take in theirs. Raises ChannelError, ProtocolError."""
@@ -118,16 +116,19 @@ class Beginnings:
                     raise ProtocolError(f"step {plan.step}: {op} is not of whole blocks, or of layers with windows")
                 self._due = _FetchUnderWay(plan, op, self._source(op), ids, self._blocks.num_layers)
 
-    def take(self, layer: int) -> None:
-        """Have all that is fetched of ``layer`` in the store, once it has come. Raises ChannelError, ProtocolError."""
-        due, begun, before = self._due, time.perf_counter(), self.fetched_bytes
+    def take(self, layer: int) -> int:
+        """Have all that is fetched of ``layer`` in the store, once it has come: so many bytes. Raises ChannelError,
+        ProtocolError.
+        """
+        due, begun = self._due, time.perf_counter()
         if due is None or not due.layers or due.layers[0] != layer:
-            return
+            return 0
         for part, run in enumerate(self._blocks.runs(layer, due.num_blocks)):
             self._take_part(due, layer, part, run)
         due.layers.popleft()
-        self._trace.add(Event.FETCH, begun, due.plan, layer, due.op.worker, self.fetched_bytes - before)
-        self.fetch_s += time.perf_counter() - begun
+        nbytes = self._blocks.nbytes(layer, range(due.num_blocks))
+        self._trace.add(Event.FETCH, begun, due.plan, layer, due.op.worker, nbytes)
+        return nbytes
 
     def end(self) -> None:
         """Answer nobody any more. Behind it the view's channels may be closed."""
@@ -148,7 +149,6 @@ class Beginnings:
                 )
             ids = [own[run.start : run.stop] for own in due.ids]
             self._blocks.put(layer, ids, arrival.data, self._staging)
-            self.fetched_bytes += wanted
         finally:
             due.channel.release(arrival)
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from memory_peer import WAIT_S, bind, shape
 
 from lamina import netstack
-from lamina.compute.prefill import beginnings
+from lamina.compute.prefill import OwnAttention, beginnings
 from lamina.compute.prefill.beginnings import Beginnings, prompts_name, prompts_reception
 from lamina.memory.pages import stored_blocks
 from lamina.memory.store import Store
@@ -50,10 +52,10 @@ class Prefiller:
         self.own.begin(plan)
         return plan
 
-    def fetch(self, op: Fetch, before: list[SequenceOp] | None = None) -> None:
+    def fetch(self, op: Fetch, before: list[SequenceOp] | None = None) -> int:
+        """The bytes that have come."""
         self.begin([*(before or [New(op.sequence)]), op], [Rows(op.sequence, op.first + op.count, 3)])
-        for layer in range(len(LAYERS)):
-            self.own.take(layer)
+        return sum(self.own.take(layer) for layer in range(len(LAYERS)))
 
     def bits(self, sequence: int, layer: int, low: int, high: int) -> list[torch.Tensor]:
         (piece,), tables = self.store.layers[layer], self.store.tables
@@ -108,14 +110,30 @@ def test_what_comes_has_the_same_bits(part: int, fields: dict[str, object], monk
     """Of all workers from each that has it, in one part of a layer and in several."""
     monkeypatch.setattr(stored_blocks, "PART_BYTES", part)
     with met(3, **fields) as workers:
-        workers[2].fetch(Fetch(5, 0, STORED, 0, 1))
+        whole = workers[2].fetch(Fetch(5, 0, STORED, 0, 1))
         assert same(workers[2], 5, workers[0], 0, STORED)
-        workers[1].fetch(Fetch(6, 0, 32, 2, 5))
+        most = workers[1].fetch(Fetch(6, 0, 32, 2, 5))
         assert same(workers[1], 6, workers[0], 0, 32)
-        workers[1].fetch(Fetch(7, 32, 16, 0, 1), [Fork(7, 6, 32)])
+        rest = workers[1].fetch(Fetch(7, 32, 16, 0, 1), [Fork(7, 6, 32)])
         assert same(workers[1], 7, workers[0], 0, STORED)
-        assert workers[1].own.fetched_bytes == workers[2].own.fetched_bytes
-        assert workers[0].own.fetched_bytes == 0
+        assert whole == most + rest > 0
+
+
+def test_what_has_come_counts_under_all_views_and_for_no_slice() -> None:
+    with met(2) as workers:
+        pool: Any = SimpleNamespace(send_s=0.0, select=lambda plan: None)
+        own = OwnAttention(workers[1].store, pool)
+        own.meet(workers[1].own)
+        plan = StepPlan(step=1, ops=[New(5), Fetch(5, 0, STORED, 0, 1)], rows=[Rows(5, STORED, 3)])
+        own.announce(plan)
+        own.select(plan)
+        for layer, each in enumerate(LAYERS):
+            own.q(layer, torch.zeros(3, each.q_heads, 1, each.qk_dim))
+        counted = own.fetched_bytes, own.fetch_s
+        assert min(counted) > 0
+        assert own.send_s >= own.fetch_s + own.attend_s
+        own.connect(pool)
+        assert (own.fetched_bytes, own.fetch_s) == counted
 
 
 @pytest.mark.parametrize(("sequence", "count"), [(2, 16), (1, STORED + 16)])
@@ -153,7 +171,7 @@ def test_who_ends_in_the_middle_is_noticed_at_once(monkeypatch: pytest.MonkeyPat
         workers[0].own.end()
         workers[0].view.close()
         with pytest.raises(PeerFault):
-            _ = [workers[1].own.take(layer) for layer in (1, 2)]  # type: ignore[func-returns-value]
+            _ = [workers[1].own.take(layer) for layer in (1, 2)]
 
 
 def test_a_stranger_is_not_taken_for_a_prefill_worker() -> None:
