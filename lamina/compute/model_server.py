@@ -130,7 +130,7 @@ class ModelServer:
         raise NotImplementedError
 
     def meet(self, order: MeetPrefill, fabric: ViewFabric) -> None:
-        """Open channels to the other prefill workers. Raises ChannelError, ProtocolError."""
+        """Open channels to the other prefill workers. Raises ChannelError."""
         raise ProtocolError(f"a {self.role} is to meet prefill workers")
 
     def run(self) -> None:

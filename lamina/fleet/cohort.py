@@ -312,7 +312,7 @@ class Cohort:
         there = self._members.prefill
         peers = [Address(self._loaded[m].prompts_url, self._name(m.handle)) for m in there]
         for me, member in enumerate(there if len(there) > 1 and self._config.keeps_prefixes else []):
-            self._members.send(member, MeetPrefill(view=self.view, peers=peers, me=me))
+            self._members.send(member, MeetPrefill(peers=peers, me=me))
 
     @property
     def _present(self) -> Present:

@@ -8,11 +8,10 @@ from .control import Address
 
 
 class MeetPrefill(msgspec.Struct, frozen=True, kw_only=True, tag="meet-prefill"):
-    """Driver -> prefill worker, once all of them have answered the Connect of ``view``: each opens a channel to each
-    other one of ``peers``, of which it is number ``me``. No answer: what is to be fetched comes behind it.
+    """Driver -> prefill worker, once all of them have answered their Connect: each opens a channel to each other one of
+    ``peers``, of which it is number ``me``, under the same view. No answer: what is to be fetched comes behind it.
     """
 
-    view: int
     peers: list[Address]
     me: int
 

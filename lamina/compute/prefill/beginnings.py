@@ -45,7 +45,7 @@ def prompts_name(worker: str) -> str:
 
 
 def prompts_reception(worker: str, workers: int) -> Reception:
-    """All others of so many, under two views, over either's channel."""
+    """For the others of so many, under two views; twice as many, as some may come again."""
     return Reception(name=prompts_name(worker), channels=4 * workers)
 
 
@@ -68,7 +68,7 @@ class Beginnings:
         self._due: _FetchUnderWay | None = None
 
     def meet(self, order: MeetPrefill, fabric: ViewFabric, door: ViewDoor, limit_s: float) -> None:
-        """Open a channel to each other worker, and take in theirs. Raises ChannelError, ProtocolError."""
+        """Open a channel to each other worker, and take in theirs. Raises ChannelError."""
         names = [prompts_name(peer.name) for peer in order.peers]
         others = [number for number in range(len(names)) if number != order.me]
         due = {names[n] for n in others}
@@ -83,7 +83,7 @@ class Beginnings:
             while due & until:
                 channel = fabric.accept(door, limit_s)
                 if channel.peer_name not in due:
-                    raise ProtocolError(f"{channel.peer_name!r} has come, and is no other prefill worker")
+                    raise PeerFault(f"{channel.peer_name!r} has come, and is none that is still to come")
                 due.discard(channel.peer_name)
                 self._answer(channel)
 
@@ -143,7 +143,7 @@ class Beginnings:
                 raise PeerFault(f"prefill worker {due.op.worker} has no such tokens: {due.op}")
             came = (kind, at, number, arrival.data.nbytes)
             if came != (PartKind.BLOCKS, layer, part, wanted) or said != checksum(arrival.data):
-                raise ProtocolError(
+                raise PeerFault(
                     f"what came from prefill worker {due.op.worker} is damaged, or is not part {part} of layer {layer} "
                     f"of {wanted} bytes: {came}"
                 )

@@ -73,7 +73,7 @@ def met(count: int, **fields: object) -> Iterator[list[Prefiller]]:
     def meet(number: int) -> Callable[[], None]:
         def work() -> None:
             try:
-                worker, order = workers[number], MeetPrefill(view=1, peers=peers, me=number)
+                worker, order = workers[number], MeetPrefill(peers=peers, me=number)
                 worker.own.meet(order, worker.view, worker.door, WAIT_S)
             except BaseException as e:  # noqa: BLE001 - for the thread that waits
                 failed.append(e)
@@ -158,7 +158,7 @@ def test_nobody_is_fetched_from_who_is_not_there() -> None:
 def test_a_damaged_part_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     told = beginnings._tag
     monkeypatch.setattr(beginnings, "_tag", lambda kind, layer, part, said: told(kind, layer, part, bytes(16)))
-    with met(2) as workers, pytest.raises(ProtocolError, match="is damaged"):
+    with met(2) as workers, pytest.raises(PeerFault, match="is damaged"):
         workers[1].fetch(Fetch(5, 0, STORED, 0, 1))
 
 
@@ -177,11 +177,11 @@ def test_who_ends_in_the_middle_is_noticed_at_once(monkeypatch: pytest.MonkeyPat
 def test_a_stranger_is_not_taken_for_a_prefill_worker() -> None:
     one = Prefiller(0, 2)
     other = Prefiller(1, 2)
-    order = MeetPrefill(view=1, peers=[Address(one.door.url, "p0"), Address(other.door.url, "somebody")], me=1)
+    order = MeetPrefill(peers=[Address(one.door.url, "p0"), Address(other.door.url, "somebody")], me=1)
     stranger = threading.Thread(target=_knock, args=(other, order, one))
     stranger.start()
-    expected = MeetPrefill(view=1, peers=[order.peers[0], Address(other.door.url, "p1")], me=0)
-    with pytest.raises(ProtocolError, match="'somebody/prompts' has come"):
+    expected = MeetPrefill(peers=[order.peers[0], Address(other.door.url, "p1")], me=0)
+    with pytest.raises(PeerFault, match="'somebody/prompts' has come"):
         one.own.meet(expected, one.view, one.door, WAIT_S)
     stranger.join(WAIT_S)
     for each in (one, other):
