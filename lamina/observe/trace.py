@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import struct
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -114,14 +115,14 @@ class Recording:
 
 
 class Recorder:
-    """Keeps the newest ``capacity`` spans of one worker. One thread adds; any thread may ``take`` what is there."""
+    """Keeps the newest ``capacity`` spans of one worker. Any thread adds, and may ``take`` what is there."""
 
     now = staticmethod(time.perf_counter)
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._data = bytearray(capacity * _RECORD.size)
         self._capacity = capacity
-        self._count = 0
+        self._count, self._adding = 0, threading.Lock()
 
     def add(self, event: Event, start: float, at: Moment, layer: int = -1, peer: int = -1, value: int = 0) -> float:
         """Record what ran from ``start`` until now; returns now."""
@@ -133,9 +134,10 @@ class Recorder:
         self, event: Event, start: float, end: float, at: Moment, layer: int = -1, peer: int = -1, value: int = 0
     ) -> None:
         """Record what ran from ``start`` to ``end``."""
-        offset = self._count % self._capacity * _RECORD.size
-        _RECORD.pack_into(self._data, offset, event, layer, at.batch, peer, at.step, value, start, end)
-        self._count += 1
+        with self._adding:
+            offset = self._count % self._capacity * _RECORD.size
+            _RECORD.pack_into(self._data, offset, event, layer, at.batch, peer, at.step, value, start, end)
+            self._count += 1
 
     def due(self, event: int) -> bool:
         """Whether somebody wants something done here that nothing brings by itself."""
