@@ -124,10 +124,12 @@ def _stores(config: EngineConfig, info: ComputeReady, promises: Promises, page: 
         one = blocks.most_blocks(FIRST, info.max_model_len, batching.max_rows)
         room = [n + -(-batching.prefill_chunk // info.block_size) + 1 for n in one]
         if any(n <= r for n, r in zip(bound.num_blocks, room, strict=True)):
-            return []
+            stores.clear()
+            break
         stores.append(PromptStore(worker, promises.conductor.directory, keys, blocks, room))
     promises.keys = keys if stores else None
-    promises.conductor.tokens_per_s = _tokens_per_s(info) if stores else NO_TRANSFER
+    learned = promises.conductor.tokens_per_s
+    promises.conductor.tokens_per_s = (learned or _tokens_per_s(info)) if stores else NO_TRANSFER
     return stores
 
 

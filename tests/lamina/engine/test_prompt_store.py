@@ -18,7 +18,7 @@ from lamina.engine.conductor.choice import PromptChoice
 from lamina.engine.conductor.directory import Directory
 from lamina.engine.engine import Engine
 from lamina.engine.prefill import Prefill
-from lamina.engine.promises import Promises
+from lamina.engine.promises import NO_TRANSFER, Promises
 from lamina.engine.sequence import Sequence
 from lamina.engine.wire import ViewChanged
 from lamina.protocol.blocks.tables import BlockTables
@@ -362,6 +362,7 @@ def test_who_takes_the_place_of_a_lost_worker_may_have_another_store(blocks: int
     wire = StoreWire(clock, blocks, later)
     options = {"transport": "shm", "block_size": PAGE, "prefill_chunk": 8, "prefill_workers": 1, "max_num_seqs": 8}
     engine = Engine(wire, make_config(options), clock)
+    engine.promises.conductor.tokens_per_s = learned = 7.0
     for part in range(2):
         for number in range(6):
             engine.add([part, number] * 25, SamplingParams(max_tokens=2, ignore_eos=True))
@@ -370,3 +371,6 @@ def test_who_takes_the_place_of_a_lost_worker_may_have_another_store(blocks: int
         assert (len(wire.tables.sequences) > 1) == ((blocks, later)[part] > 28)
         if not part:
             engine.look()
+    keeps = later > 28
+    assert engine.promises.conductor.tokens_per_s == (learned if keeps else NO_TRANSFER)
+    assert (engine.promises.keys is not None) == keeps, "else the Conductor counts on pages that nobody has"
