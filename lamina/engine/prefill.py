@@ -55,9 +55,7 @@ class Prefill:
         keep of prompts; none of them: nothing.
         """
         self._workers = [_PrefillLoad(i, store=stores[i] if stores else None) for i in range(num_workers)]
-        self._lenders = dict[
-            Sequence, tuple[PromptStore, int]
-        ]()  # of prompts that begin with so much of another worker
+        self._lenders = dict[Sequence, tuple[PromptStore, int]]()  # who has so much of how a prompt begins
         self._chunk = chunk
         self._first_batch = first_batch
         self.promises = promises or Promises(num_workers)
