@@ -173,11 +173,11 @@ class Layered:
             self._disk.drop(gone)
 
     def divide(self, workers: int) -> None:
-        """Have the part of one of so many in both places: what has no room in memory any more goes to the disk."""
-        with self._moves:
-            self._memory.divide(workers)
-            self._disk.divide(workers)
-            self._make_room(0)
+        """Have the part of one of so many in both places. Nobody waits for the disk: what memory has no room for any
+        more goes there with the next ``reserve``.
+        """
+        self._memory.divide(workers)
+        self._disk.divide(workers)
 
     def pages(self) -> list[HeldPage]:
         """The pages of both places, each once; those of memory last."""

@@ -195,6 +195,17 @@ def test_a_read_does_not_wait_for_a_fetch() -> None:
     assert not thread.is_alive()
 
 
+def test_others_that_come_do_not_wait_for_the_disk() -> None:
+    """All workers rest meanwhile. The next write finds room: what had to go for it is on the disk."""
+    places = Places(4, 8)
+    for number in range(4):
+        put(places.both, number)
+    places.both.divide(2)
+    assert (has(places.memory), has(places.disk)) == ({0, 1, 2, 3}, set())
+    put(places.both, 4)
+    assert (has(places.memory), has(places.disk)) == ({3, 4}, {0, 1, 2})
+
+
 def test_the_disk_has_all_behind_an_end(tmp_path: Path) -> None:
     """As far as it has room: the most recently used first."""
     place = MediumPlace(
