@@ -343,7 +343,8 @@ class Pools:
         if self.recovering:
             return list(self._members)
         steps = len(self._arrivals) > 0
-        computing = self._members.compute * steps + self._prefilling
+        lending = self._members.prefill if self._prefilling else []  # one may wait for what another one has
+        computing = self._members.compute * steps + lending
         return self._members.memory + computing if computing or self._reports else computing
 
     @property
