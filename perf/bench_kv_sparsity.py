@@ -124,12 +124,13 @@ class SparsityCosts:
             for form, (pairs, prompts) in product(args.forms if share < 1 else ["none"], asked.items()):
                 length = max(len(p.tokens) for p in prompts)
                 budget = args.kv_budget or budget_of(length, share, args.block_size)
+                kept = round(budget / length, 3) if args.kv_budget else share
                 for order in args.orders:
                     with self.engine(form, budget) as llm:
                         answered = right(llm, prompts, order)
                         evictions = llm.engine.scheduler.evictions
                     yield {
-                        "form": form, "order": order, "distance": distance, "pairs": pairs, "share": share,
+                        "form": form, "order": order, "distance": distance, "pairs": pairs, "share": kept,
                         "budget": budget, "length": length, "recall": answered,
                         "dropped_blocks": evictions.num_dropped if evictions else 0,
                     }  # fmt: skip
