@@ -8,7 +8,7 @@ budget is twice the true rate of the first policy, unless one is given. With --c
 which come once more, and the others are to be copied: what was dropped is missed there.
 
     python perf/bench_error_budget.py --write
-    python perf/bench_error_budget.py --copy --policies inverted --budget 128 --answer 28 --top1 .04 --kl .026 --write
+    python perf/bench_error_budget.py --copy --prompt 512 --budget 128 --answer 28 --runs 25 --top1 .041 --kl .026
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ how far the distributions lie apart (KL, in nats, clipped so that one token cann
 so the tokens of one completion are no independent witnesses, and each completion counts by its mean alone.
 
 Somebody bets that the mean is above half of the budget: of all that he has he stakes a share on the mean of each
-completion, and is paid what would be fair if the truth were half of the budget. While it is, or is less, he becomes n
-times as rich with a chance of 1/n at most, ever, whatever distribution there is and however often one looks (Ville
-1939; Waudby-Smith and Ramdas, arXiv 2010.09686).
+completion, and is paid what would be fair if the truth were half of the budget. While it is, or is less, he is n times
+as rich with a chance of 1/n at most behind any completion, ever, whatever distribution there is (Ville 1939;
+Waudby-Smith and Ramdas, arXiv 2010.09686). One looks in the midst of completions, too, which that does
+not cover: where completions begin worse than they go on, and many begin together, alarms are more.
 """
 
 from __future__ import annotations
