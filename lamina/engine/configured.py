@@ -46,12 +46,6 @@ def check_room(scheduler: Scheduler, info: ComputeReady, capacity: Capacity) -> 
         )
 
 
-def lanes_of(info: ComputeReady, worker: int) -> set[int]:
-    """The lanes in which a memory worker keeps something."""
-    held = [lanes for lanes, holders in zip(info.lanes, info.holders, strict=True) if worker in holders]
-    return {n for lanes in held for n, kept in enumerate(lanes.pattern) if kept}
-
-
 def cordoned(scheduler: Scheduler, info: ComputeReady) -> list[int]:
     """Memory workers on which no new sequence begins."""
     return sorted({worker for group in scheduler.closed for worker in info.holders[group]})

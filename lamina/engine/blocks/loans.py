@@ -21,7 +21,6 @@ class Loans:
 
     def __init__(self, ledger: Ledger, homes: int = 0) -> None:
         """``homes``: lanes in which sequences begin, the first ones; 0 = all."""
-        self.leaving: frozenset[int] = frozenset()  # lanes into which nothing more is put while there are others
         self._homes = homes or ledger.num_lanes
         self._ledger, self._placement = ledger, ledger.placement
         self._size = ledger.block_size
@@ -73,26 +72,13 @@ class Loans:
         place, stripe = sequence.place, self._placement.stripe
         need = min(stripe, -(-sequence.max_len // self._size) - number * stripe)
         owner = self._owners[self._placement.lane(place, number)]
-        if (
-            owner in self.leaving
-            or self._least(owner, blocks) < need
-            or (place.moved and not fitting(place, owner, number, 1))
-        ):
+        if self._least(owner, blocks) < need or (place.moved and not fitting(place, owner, number, 1)):
             room = self.room(blocks)
             fit = [lane for lane in room if fitting(place, lane, number, 1)]
             if not fit:
                 return False
             last = place.moved[-1].lane if place.moved else place.lane
-            owner = max(
-                fit,
-                key=lambda lane: (
-                    room[lane] > 0,
-                    lane not in self.leaving,
-                    lane == place.lane,
-                    lane == last,
-                    room[lane],
-                ),
-            )
+            owner = max(fit, key=lambda lane: (room[lane] > 0, lane == place.lane, lane == last, room[lane]))
             sequence.place = lend(settled(place, number), number, number + 1, owner)
         for group, lanes in enumerate(self._ledger.lanes):
             if owner in lanes and not self._ledger.windows[group]:

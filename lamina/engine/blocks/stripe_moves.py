@@ -1,15 +1,14 @@
 """Which stripes go to another memory worker while their sequences decode, and when. Pure policy: no torch, no I/O, no
 clock.
 
-Two things make some go: what lies on loan goes home once home has room for it and nobody waits; and what lies with a
-memory worker that is to leave goes to whoever has room. One copy is under way at a time, of few stripes: so no more
-than these lie twice. While it is, the sequence lies as it did; if anything fails, it goes on so.
+What lies on loan goes home once home has room for it and nobody waits. One copy is under way at a time, of few stripes:
+so no more than these lie twice. While it is, the sequence lies as it did; if anything fails, it goes on so.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from typing import NamedTuple
 
@@ -34,7 +33,6 @@ class _MovingStripes(NamedTuple):
     number: int
     of: int
     run: Run
-    reason: str
 
 
 class StripeMoves:
@@ -44,30 +42,15 @@ class StripeMoves:
         self.moved = Counter[str]()  # KV blocks of each layer, by why
         self._ledger, self._room = ledger, room
         self._ranks = 0 if any(ledger.windows) else ranks  # of what a window has passed there is nothing to copy
-        self._leaving: frozenset[int] = frozenset()  # lanes
-        self._reason = HOME  # why these leave
         self._copy: _MovingStripes | None = None
         self._stored, self._failed = 0, False  # of it: ranks that have it
         self._unsure: dict[int, int] = {}  # sequence -> step, before which not all know where it lies
         self._fails = not self._ranks  # nothing more is tried under this view
-        self._stuck = False  # so it was at the last look
 
     @property
     def under_way(self) -> bool:
         """Whether memory workers copy something, or have not been told to have it."""
         return self._copy is not None or bool(self._unsure)
-
-    def clear(self, lanes: Iterable[int], reason: str) -> None:
-        """What lies in ``lanes`` is to go elsewhere; nothing more is put there. No lanes: all may stay."""
-        self._leaving, self._reason, self._stuck = frozenset(lanes), reason, False
-        if self._room.loans is not None:
-            self._room.loans.leaving = self._leaving
-
-    def is_clear(self, running: Iterable[Sequence]) -> bool:
-        """Whether no more of what is to go can, while its sequences decode."""
-        if self._fails or self.under_way:
-            return self._fails and not self.under_way
-        return self._stuck or not any(self._leavers(s) for s in running)
 
     def report(self, said: Report) -> None:
         """A memory worker has done its part of a copy, or could not; others are about something else."""
@@ -87,7 +70,6 @@ class StripeMoves:
         """
         unsure = set(self._unsure)
         self._copy, self._unsure, self._fails = None, {}, not self._ranks
-        self.clear((), HOME)
         return lambda keep: 0 if keep.sequence in unsure else kept(keep)
 
     def tend(self, batches: Several[Batch], step: int, number: Callable[[], int], *, crowded: bool) -> None:
@@ -105,10 +87,9 @@ class StripeMoves:
             sequences = [s for s, _ in running.values()]
             room = loans.room(self._room.left(sequences, {}))
             due = next(self._due(sequences, room, crowded=crowded), None)
-            self._stuck = due is None
             if due is not None:
-                sequence, run, reason = due
-                self._copy, self._stored, self._failed = _MovingStripes(number(), sequence.id, run, reason), 0, False
+                sequence, run = due
+                self._copy, self._stored, self._failed = _MovingStripes(number(), sequence.id, run), 0, False
                 op = MoveStripes(self._copy.number, sequence.id, run.start, run.stop - run.start, run.lane)
                 running[sequence.id][1].ops.append(op)
 
@@ -122,41 +103,25 @@ class StripeMoves:
             sequence, batch = of
             batch.ops.append(Adopt(sequence.id, copy.number, place))
             sequence.place, self._unsure[sequence.id] = place, step
-            self.moved[copy.reason] += (copy.run.stop - copy.run.start) * self._ledger.placement.stripe
+            self.moved[HOME] += (copy.run.stop - copy.run.start) * self._ledger.placement.stripe
             self._copy = None
 
-    def _due(
-        self, running: list[Sequence], room: dict[int, int], *, crowded: bool
-    ) -> Iterator[tuple[Sequence, Run, str]]:
-        """What may be copied next, and why, the most urgent first."""
-        for sequence in running:
-            for run in self._leavers(sequence):
-                others = [lane for lane in room if lane not in self._leaving]
-                others.sort(key=lambda lane: (lane != sequence.place.lane, -room[lane]))
-                yield from self._fitting(sequence, run, {x: room[x] for x in others}, self._reason)
+    def _due(self, running: list[Sequence], room: dict[int, int], *, crowded: bool) -> Iterator[tuple[Sequence, Run]]:
+        """What may be copied next, the most urgent first."""
         for sequence in [] if crowded else running:
             home = sequence.place.lane
             spare = room.get(home, 0) - sum(s.place.lane == home for s in running)
             for run in reversed(sequence.place.moved):
-                if home not in self._leaving and self._may_move(sequence):
-                    yield from self._fitting(sequence, run, {home: spare}, HOME)
+                if self._may_move(sequence):
+                    yield from self._fitting(sequence, run, home, spare)
 
-    def _leavers(self, sequence: Sequence) -> list[Run]:
-        """Runs of a sequence that are to leave, as far as they can."""
-        if not self._leaving or not self._may_move(sequence):
-            return []
-        return [run for run in sequence.place.moved if run.lane in self._leaving and self._whole(sequence, run)]
-
-    def _fitting(
-        self, sequence: Sequence, run: Run, room: dict[int, int], reason: str
-    ) -> Iterator[tuple[Sequence, Run, str]]:
-        """The last stripes of a run, as many as fit in some lane of ``room``."""
+    def _fitting(self, sequence: Sequence, run: Run, lane: int, room: int) -> Iterator[tuple[Sequence, Run]]:
+        """The last stripes of a run, as many as fit into ``lane``, which has room for so many."""
         stop = self._whole(sequence, run)
-        for lane, stripes in room.items():
-            count = min(stripes, MOST_STRIPES, stop - run.start)
-            part = Run(stop - count, stop, lane)
-            if count > 0 and self._is_alone(sequence, part) and self._relocated(sequence, part) is not None:
-                yield sequence, part, reason
+        count = min(room, MOST_STRIPES, stop - run.start)
+        part = Run(stop - count, stop, lane)
+        if count > 0 and self._is_alone(sequence, part) and self._relocated(sequence, part) is not None:
+            yield sequence, part
 
     def _relocated(self, sequence: Sequence, run: Run) -> Place | None:
         return relocated(sequence.place, run, -(-sequence.num_scheduled // self._stripe_tokens))

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from lamina.engine.configured import check_room, lanes_of
+from lamina.engine.configured import check_room
 from lamina.fleet.cohort import Cohort
 from lamina.fleet.elastic import Elastic
 from lamina.fleet.members import Member, Members
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.1
 MOMENT_S = 0.01
 SPARE = 1.1  # times what is lacking is asked for, as layers with windows need some of it
-CLEAR_S = 3.0  # for KV to move off who is to go while all decode; what is left then moves as the view changes
 UNUSED_S = 3.0  # that loans stay, once they are not needed
 STRANDED_S = 1.0  # without a question, the line is another one
 
@@ -61,7 +60,6 @@ class Borrower:
         self._engine: Engine | None = None
         self._looked = self._asked = self._stranded = 0.0
         self._unused: float | None = None  # since when
-        self._clearing: tuple[Member, float] | None = None  # who is to go, and since when
         self._pause: Callable[[], object] = lambda: time.sleep(MOMENT_S)
 
     def attend(self, engine: Engine) -> None:
@@ -108,8 +106,7 @@ class Borrower:
         if self._elastic.under_way:
             return
         if (gone := next((i for i, m in enumerate(self._members.memory) if self._must_go(i, m)), -1)) >= 0:
-            if self._is_clear(gone, "recall", now):
-                self._let_go(gone, "recall")
+            self._let_go(gone, "recall")
         elif self._links.arrived:
             self._take_in([self._links.arrived.popleft() for _ in range(len(self._links.arrived))])
         else:
@@ -162,19 +159,6 @@ class Borrower:
         except ValueError as error:
             return str(error)
         return ""
-
-    def _is_clear(self, index: int, reason: str, now: float) -> bool:
-        """Whether what can be is moved off a memory worker that is to go, as others have room and all decode; for so
-        long, and no longer.
-        """
-        assert self._engine is not None
-        member, moves = self._members.memory[index], self._engine.scheduler.moves
-        if self._clearing is None or self._clearing[0] is not member:
-            self._clearing = member, now
-        if member.handle.fate() is not None or now - self._clearing[1] > CLEAR_S:
-            return True
-        moves.clear(lanes_of(self._engine.info, index), reason)
-        return moves.is_clear(self._engine.scheduler.running)
 
     def _let_go(self, index: int, reason: str) -> None:
         try:

@@ -227,36 +227,6 @@ def test_a_sequence_that_ends_leaves_no_copy() -> None:
     assert sum(house.ledger.free_blocks) == sum(house.ledger.num_blocks)
 
 
-def test_what_is_to_leave_goes_to_whoever_has_room_and_nothing_comes() -> None:
-    house = House([3 * STRIPE, 6 * STRIPE, 6 * STRIPE], homes=1)
-    long = house.add(5 * STRIPE, 40)
-    house.step()
-    (run,) = long.place.moved
-    moves, running = house.scheduler.moves, house.scheduler.running
-    other = 3 - run.lane
-    assert moves.is_clear(running)
-    moves.clear({run.lane}, "recall")
-    assert not moves.is_clear(running)
-    for _ in range(12):
-        house.step()
-        if moves.under_way:
-            house.copy()
-    assert moves.is_clear(running)
-    assert {r.lane for r in long.place.moved if r.stop * STRIPE <= long.num_scheduled} == {other}
-    assert moves.moved["recall"] >= 2 * STRIPE
-
-
-def test_without_room_nothing_moves_and_that_is_known() -> None:
-    house = House([3 * STRIPE, 4 * STRIPE], homes=1)
-    long = house.add(5 * STRIPE, 4)
-    house.step()
-    moves = house.scheduler.moves
-    moves.clear({1}, "recall")
-    house.step()
-    assert not house.ops
-    assert moves.is_clear([long])
-
-
 @pytest.mark.parametrize("end", ["", "length"], ids=["decodes", "retained"])
 def test_one_that_not_all_know_to_lie_elsewhere_is_computed_again_behind_a_loss(end: str) -> None:
     house, long = crowded(page=3 * STRIPE)  # so none but the long one leaves anything
