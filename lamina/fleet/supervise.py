@@ -121,6 +121,8 @@ class Supervisor:
                 if not self.may_make_good(another):
                     raise
                 self._count()
+        for lost in self._members.lost:
+            kept.pop(lost, None)  # what it said before it died
         return self._parity.left([kept.get(member, {}) for member in self._members.memory])
 
     def rebuild(self, keep: Sequence[Keep]) -> bool:

@@ -34,6 +34,11 @@ def test_every_stream_goes_on(part: int) -> None:
     assert deaths
 
 
+def test_whoever_dies_once_it_has_told_of_its_kv_has_none() -> None:
+    """Seed 200,063: a memory worker does while the others still come to rest."""
+    assert check_fleet(planned_fleet(200_063)).deaths
+
+
 def test_engines_die_and_memory_workers_come_and_go() -> None:
     """Some of them in the midst of that; with ranks, and in stripes."""
     played = [check_fleet(planned_fleet(seed)) for seed in range(PLANNED)]
