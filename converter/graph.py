@@ -23,9 +23,7 @@ _OUTER_PRODUCTS = {"matmul", "bmm", "mm"}
 
 
 def add_node(graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str | None = None) -> fx.Node:
-    """As Graph.create_node, which looks through all arguments for bare symbols first: most of its time. The captures
-    that these are of have none.
-    """
+    """As Graph.create_node, which spends most of its time on a search for bare symbols in arguments: there are none."""
     node = graph.create_node(op, target, name=name)
     node.args, node.kwargs = args, kwargs
     return node

@@ -47,11 +47,11 @@ class StoredBlocks:
         """By group, the blocks of tokens ``first .. first + count``; None where some are not there, or not whole."""
         tables = self._store.tables
         low, high = first // tables.block_size, (first + count) // tables.block_size
-        whole = first >= 0 and count > 0 and not first % tables.block_size and not count % tables.block_size
+        if first < 0 or count <= 0 or first % tables.block_size or count % tables.block_size or any(tables.windows):
+            return None
         with suppress(PlanError):
-            whole = whole and not any(tables.windows) and tables.length(sequence) >= first + count
-            groups = range(len(tables.windows) if whole else 0)
-            return [tables.block_ids(group, sequence, low, high) for group in groups] or None
+            if tables.length(sequence) >= first + count:
+                return [tables.block_ids(group, sequence, low, high) for group in range(len(tables.windows))]
         return None
 
     def gather(self, layer: int, ids: Sequence[Sequence[int]], data: memoryview, staging: Staging) -> None:
