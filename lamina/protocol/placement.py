@@ -57,6 +57,10 @@ class Placement(NamedTuple):
                 return run.lane
         return (place.lane + number) % self.num_lanes if self.stripe and not self.stays else place.lane
 
+    def lane_at(self, place: Place, position: int) -> int:
+        """The lane of the owner of a token or block, as ``stripe`` counts."""
+        return self.lane(place, position // self.stripe if self.stripe else 0)
+
     def owned(self, lanes: Lanes, place: Place, stripes: range) -> Iterator[range]:
         """The runs of ``stripes`` whose owner ``lanes`` are, in order."""
         ends = (x for run in place.moved for x in (run.start, run.stop)) if self.stays else stripes

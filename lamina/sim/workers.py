@@ -157,7 +157,7 @@ class SimMemory:
     def block(self, group: int, sequence: int, place: Place, number: int) -> list[int] | None:
         """What is stored of it; None where others keep it."""
         tables = self.tables
-        lane = tables.placement.lane(place, number // tables.stripe if tables.stripe else 0)
+        lane = tables.placement.lane_at(place, number)
         if lane not in tables.lanes[group]:
             return None
         start, _ = tables.table(group, sequence)
@@ -198,7 +198,6 @@ class SimPrefill:
             low = max(0, position - window + 1) if window else 0
             weight = sum(layout.weight(group, worker) for worker in layout.holders[group])
             for at in range(low, len(values)):
-                number = at // layout.block_size
-                lane = placement.lane(place, number // layout.stripe if layout.stripe else 0)
+                lane = placement.lane_at(place, at // layout.block_size)
                 total += values[at] * weight * (lane in lanes)
         return total

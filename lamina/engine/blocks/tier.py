@@ -377,8 +377,7 @@ class Tier:
 
     def _lane(self, place: Place, number: int) -> int:
         """Of a page."""
-        stripe = self._ledger.stripe * self._ledger.block_size
-        return self._ledger.placement.lane(place, number * self.page // stripe if stripe else 0)
+        return self._ledger.placement.lane_at(place, number * self.page // self._ledger.block_size)
 
 
 def _runs(numbers: Iterable[int]) -> list[list[int]]:

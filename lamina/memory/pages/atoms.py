@@ -64,8 +64,7 @@ class PoolAtoms:
         """The blocks of the page from position ``first`` on, which has so many tokens; None where some that are meant
         to be kept here were given back.
         """
-        tables, placement = self._store.tables, self._store.placement
-        lane = placement.lane(place, first // placement.stripe if placement.stripe else 0)
+        tables, lane = self._store.tables, self._store.placement.lane_at(place, first)
         low, high = first // tables.block_size, -(-(first + tokens) // tables.block_size)
         blocks = list[tuple[int, ...] | None]()
         for group, lanes in enumerate(tables.lanes):
@@ -79,8 +78,7 @@ class PoolAtoms:
 
     def keeps(self, first: int, place: Place) -> bool:
         """Whether the page from position ``first`` on of a sequence at ``place`` is kept here, or a part of it."""
-        placement = self._store.placement
-        lane = placement.lane(place, first // placement.stripe if placement.stripe else 0)
+        lane = self._store.placement.lane_at(place, first)
         return any(lane in lanes for lanes in self._store.tables.lanes)
 
     def nbytes(self, at: Located) -> int:

@@ -22,8 +22,7 @@ def room_of(tier: TierPlace, bind: Bind, kv_bytes: int) -> int:
     of = bind.partition
     placement, lanes = Placement(of.num_lanes, of.stripe * CHUNK_TOKENS, of.stays), form.lanes
     firsts, places = range(0, tokens, PAGE), [Place(lane) for lane in range(of.num_lanes)]
-    stripe = placement.stripe
-    owners = ([placement.lane(place, first // stripe if stripe else 0) for first in firsts] for place in places)
+    owners = ([placement.lane_at(place, first) for first in firsts] for place in places)
     pages = max(sum(any(lane in own for own in lanes) for lane in each) for each in owners)
     room = (tier.size + (tier.memory if tier.directory else 0)) // tier.workers // nbytes
     if room < pages:
