@@ -16,22 +16,20 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NamedTuple
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
 from lamina.background import Background
 from lamina.netstack import Arrival, Channel, ChannelError, ChannelTimeout, Geometry, Terms
 from lamina.netstack.checksum import CHECKSUM_BYTES, checksum
 from lamina.protocol.control import LinkClosedError
 from lamina.protocol.move_ops import Adopt, MoveStripes, Neighbour, StripesCopied
 from lamina.protocol.plan import Free, ProtocolError, StepPlan
+from lamina.workers.staging import Staging, open_staging
 from lamina.workers.view import ViewFabric
 
 from .meter import Meter
+from .pages.stored_blocks import StoredBlocks
 from .store import Store
 
-SLOTS, SLOT_BYTES = 2, 1 << 18  # of an inbox; a block that has more bytes has a slot as large
+SLOTS, PART_BYTES = 2, 1 << 18  # of an inbox; of a message, unless a block has more
 MEET_S = 5.0  # for others to come: without them nothing is copied, and all else goes on
 SEND_S = 10.0  # for a peer to take a message
 LOOK_S = 1.0  # for the next message, which only the end of the view ends
@@ -41,12 +39,10 @@ _TAG = struct.Struct(f"<QI{CHECKSUM_BYTES}s")
 
 
 class _CopyPart(NamedTuple):
-    """KV blocks that are one message: ``low .. high`` of those that a group has of the stripes."""
+    """One message: of the stripes' KV blocks those of ``run``, in a layer."""
 
     layer: int
-    piece: int
-    low: int
-    high: int
+    run: range
 
 
 class _CopyJob(NamedTuple):
@@ -54,7 +50,7 @@ class _CopyJob(NamedTuple):
 
     sequence: int
     peer: int
-    blocks: list[NDArray[np.int64]]
+    blocks: list[Sequence[int]]
 
 
 @dataclass
@@ -62,7 +58,7 @@ class _Coming:
     """``parts``: in their order, of which ``came`` have come."""
 
     peer: int
-    blocks: list[NDArray[np.int64]]
+    blocks: list[Sequence[int]]
     parts: list[_CopyPart]
     came: int = 0
     nbytes: int = 0
@@ -91,6 +87,7 @@ class StripeCopies:
         self._jobs: SimpleQueue[_CopyJob | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._store: Store | None = None
+        self._stored: StoredBlocks | None = None  # its blocks
         self._connecting: Background[None] | None = None
 
     @property
@@ -111,7 +108,8 @@ class StripeCopies:
     def meet(self, store: Store) -> None:
         """Have copies come into ``store`` and go out of it."""
         with self._changed:
-            self._store, waiting = store, list(self._links.items())
+            self._store, self._stored = store, StoredBlocks(store, PART_BYTES)
+            waiting = list(self._links.items())
             self._until = self._clock() + MEET_S
         for peer, channel in waiting:
             self._listen(peer, channel)
@@ -152,7 +150,7 @@ class StripeCopies:
         tables, groups = store.tables, range(len(store.tables.windows))
         if op.sequence <= self._last:
             raise ProtocolError(f"copy {op.sequence} comes behind copy {self._last}")
-        size, blocks = store.placement.stripe // tables.block_size, list[NDArray[np.int64]]()
+        size, blocks = store.placement.stripe // tables.block_size, list[Sequence[int]]()
         low, high = op.stripe * size, (op.stripe + op.count) * size
         there = all(s in tables.sequences for s in (op.source, op.sequence))
         source, target = self._givers(op) if there else set[int](), self._owner(op.lane)
@@ -162,7 +160,7 @@ class StripeCopies:
             return
         if self._me in (target, *source):
             of = op.sequence if self._me == target else op.source
-            blocks = [np.array(tables.block_ids(g, of, low, high), dtype=np.int64) for g in groups]
+            blocks = [tables.block_ids(g, of, low, high) for g in groups]
         if self._me == target:
             (giver,) = source
             self._note(op.sequence, _Coming(giver, blocks, self._parts(blocks)))
@@ -198,11 +196,8 @@ class StripeCopies:
 
     # Channels:
     def _connect(self) -> None:
-        assert self._store is not None
-        most = max(
-            self._nbytes(layer, piece) for layer, of in enumerate(self._store.layers) for piece in range(len(of))
-        )
-        inbox = Geometry(slots=SLOTS, slot_bytes=max(SLOT_BYTES, most))
+        assert self._stored is not None
+        inbox = Geometry(slots=SLOTS, slot_bytes=self._stored.most_bytes)
         name = self._peers[self._me].name
         for number, peer in enumerate(self._peers):
             terms = Terms(outbound=inbox, inbound=inbox, name=name, peer=peer.name, key=peer.key)
@@ -239,44 +234,45 @@ class StripeCopies:
 
     # Out:
     def _send_all(self) -> None:
+        assert self._store is not None
+        staging = open_staging(self._store.device)
         while (job := self._jobs.get()) is not None:
             error = ""
             try:
                 channel = self._link(job.peer)
                 for number, part in enumerate(self._parts(job.blocks)):
-                    self._send(channel, job, number, part)
+                    self._send(channel, job, number, part, staging)
             except ChannelError as e:
                 error = str(e)
                 with suppress(KeyError):
                     self._links[job.peer].abort(error)  # who waits for the rest is to know
             self._tell(job.sequence, error=error)
 
-    def _send(self, channel: Channel, job: _CopyJob, number: int, part: _CopyPart) -> None:
-        ids, at = self._ids(job.blocks, part), 0
-        slot = channel.reserve(len(ids) * self._nbytes(part.layer, part.piece), timeout_s=SEND_S)
-        data = np.frombuffer(slot.data, dtype=np.uint8)
-        for stored in self._stored(part.layer, part.piece):
-            taken = stored[ids].reshape(-1)
-            data[at : at + taken.nbytes] = taken
-            at += taken.nbytes
+    def _send(self, channel: Channel, job: _CopyJob, number: int, part: _CopyPart, staging: Staging) -> None:
+        assert self._stored is not None
+        slot = channel.reserve(self._stored.nbytes(*part), timeout_s=SEND_S)
+        self._stored.gather(part.layer, _ids(job.blocks, part), slot.data, staging)
         channel.put_signal(slot, _TAG.pack(job.sequence, number, checksum(slot.data)))
 
     # In:
     def _receive_all(self, peer: int, channel: Channel) -> None:
         """Until the channel ends."""
+        assert self._store is not None
+        staging = open_staging(self._store.device)
         try:
             while True:
                 with suppress(ChannelTimeout):
                     arrival = channel.wait_signal(timeout_s=LOOK_S)
                     try:
-                        self._receive(peer, arrival)
+                        self._receive(peer, arrival, staging)
                     finally:
                         channel.release(arrival)
         except (ChannelError, ProtocolError) as e:
             channel.abort(str(e))
             self._lose(peer, str(e))
 
-    def _receive(self, peer: int, arrival: Arrival) -> None:
+    def _receive(self, peer: int, arrival: Arrival, staging: Staging) -> None:
+        assert self._stored is not None
         sequence, number, said = _TAG.unpack(arrival.tag[: _TAG.size])
         with self._changed:
             if not self._changed.wait_for(lambda: sequence <= self._last or self._over, PLAN_S):
@@ -285,14 +281,13 @@ class StripeCopies:
             if self._over or coming is None or coming.peer != peer:
                 return
             part, due = coming.parts[coming.came], coming.came
-            ids = self._ids(coming.blocks, part)
-            if number != due or arrival.data.nbytes != len(ids) * self._nbytes(part.layer, part.piece):
+            if number != due or arrival.data.nbytes != self._stored.nbytes(*part):
                 raise ProtocolError(
                     f"part {number} of copy {sequence} with {arrival.data.nbytes} bytes, not part {due}"
                 )
             if said != checksum(arrival.data):
                 raise ProtocolError(f"part {number} of copy {sequence} is damaged")
-            self._put(part, ids, arrival.data)
+            self._stored.put(part.layer, _ids(coming.blocks, part), arrival.data, staging)
             coming.came += 1
             coming.nbytes += arrival.data.nbytes
             if coming.came < len(coming.parts):
@@ -300,13 +295,6 @@ class StripeCopies:
             del self._coming[sequence]
         self._meter.add("moved_bytes", coming.nbytes)
         self._tell(sequence, nbytes=coming.nbytes)
-
-    def _put(self, part: _CopyPart, ids: NDArray[np.int64], data: memoryview) -> None:
-        flat, at = np.frombuffer(data, dtype=np.uint8), 0
-        for stored in self._stored(part.layer, part.piece):
-            nbytes = len(ids) * stored.shape[1]
-            stored[ids] = flat[at : at + nbytes].reshape(len(ids), -1)
-            at += nbytes
 
     def _lose(self, peer: int, why: str) -> None:
         with self._changed:
@@ -318,27 +306,12 @@ class StripeCopies:
         for sequence in () if over else lost:
             self._tell(sequence, error=why)
 
-    # Blocks:
-    def _parts(self, blocks: Sequence[NDArray[np.int64]]) -> list[_CopyPart]:
+    def _parts(self, blocks: Sequence[Sequence[int]]) -> list[_CopyPart]:
         """In the order in which they are sent."""
-        assert self._store is not None
-        parts = list[_CopyPart]()
-        for layer, pieces in enumerate(self._store.layers):
-            for number, piece in enumerate(pieces):
-                count, step = len(blocks[piece.group]), max(1, SLOT_BYTES // self._nbytes(layer, number))
-                parts += [_CopyPart(layer, number, low, min(low + step, count)) for low in range(0, count, step)]
-        return parts
+        stored = self._stored
+        assert stored is not None
+        return [_CopyPart(n, run) for n in range(stored.num_layers) for run in stored.runs(n, len(blocks[0]))]
 
-    def _ids(self, blocks: Sequence[NDArray[np.int64]], part: _CopyPart) -> NDArray[np.int64]:
-        assert self._store is not None
-        return blocks[self._store.layers[part.layer][part.piece].group][part.low : part.high]
 
-    def _stored(self, layer: int, piece: int) -> list[NDArray[np.uint8]]:
-        """The tensors of a piece as bytes: [N + 1, those of a block]."""
-        assert self._store is not None
-        tensors = self._store.layers[layer][piece].kv.tensors
-        return [x.view(torch.uint8).reshape(len(x), -1).numpy() for x in tensors]
-
-    def _nbytes(self, layer: int, piece: int) -> int:
-        """Of a block."""
-        return sum(x.shape[1] for x in self._stored(layer, piece))
+def _ids(blocks: Sequence[Sequence[int]], part: _CopyPart) -> list[Sequence[int]]:
+    return [group[part.run.start : part.run.stop] for group in blocks]

@@ -16,14 +16,15 @@ from lamina.memory.store import Store
 from lamina.protocol.blocks.extents import PlanError
 from lamina.workers.staging import Staging
 
-PART_BYTES = 1 << 20  # of a message, unless a block has more
+PART_BYTES = 1 << 20
 
 
 class StoredBlocks:
     """Of each piece of a layer K, V and their scales, behind each other."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, part_bytes: int = PART_BYTES) -> None:
+        """``part_bytes``: of a message, unless a block has more."""
+        self._store, self._part_bytes = store, part_bytes
 
     @property
     def num_layers(self) -> int:
@@ -32,11 +33,11 @@ class StoredBlocks:
     @property
     def most_bytes(self) -> int:
         """Of a message."""
-        return max(PART_BYTES, *(self._block_bytes(layer) for layer in range(self.num_layers)))
+        return max(self._part_bytes, *(self._block_bytes(layer) for layer in range(self.num_layers)))
 
     def runs(self, layer: int, blocks: int) -> Iterator[range]:
         """So many blocks, in parts."""
-        step = max(1, PART_BYTES // self._block_bytes(layer))
+        step = max(1, self._part_bytes // self._block_bytes(layer))
         return (range(low, min(low + step, blocks)) for low in range(0, blocks, step))
 
     def nbytes(self, layer: int, run: range) -> int:

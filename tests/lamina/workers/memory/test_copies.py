@@ -18,6 +18,7 @@ from lamina.attention.spec import AttentionSpec
 from lamina.fleet.seats import MOST_MOVERS, movers_of
 from lamina.memory.copies import _TAG, StripeCopies
 from lamina.memory.meter import Meter
+from lamina.memory.pages.stored_blocks import StoredBlocks
 from lamina.memory.step import Step
 from lamina.memory.store import Store
 from lamina.memory.sums import BlockSums, StoredBlock
@@ -172,7 +173,7 @@ def test_a_lie_ends_the_channel_and_the_driver_is_told(lie: str, street: list[Wo
     street[0].plan(1, MoveStripes(5, 1, 1, 1, 0))
     channel = street[1].copies._link(0)
     blocks = STRIPE // street[0].store.tables.block_size
-    nbytes = blocks * street[0].copies._nbytes(0, 0) - (8 if lie == "short" else 0)
+    nbytes = StoredBlocks(street[0].store).nbytes(0, range(blocks)) - (8 if lie == "short" else 0)
     slot = channel.reserve(nbytes, timeout_s=SOON_S)
     slot.data[:] = bytes(nbytes)
     said = bytes(16) if lie == "damaged" else checksum(slot.data)
