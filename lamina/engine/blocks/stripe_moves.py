@@ -7,7 +7,6 @@ so no more than these lie twice. While it is, the sequence lies as it did; if an
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from typing import NamedTuple
@@ -24,7 +23,6 @@ from .newcomers import Batch
 from .room import Room
 
 MOST_STRIPES = 8  # of a copy
-HOME = "home"
 
 
 class _MovingStripes(NamedTuple):
@@ -39,7 +37,7 @@ class StripeMoves:
     """``ranks``: each copies what it has of the stripes; 0, or layers with a window: nothing moves."""
 
     def __init__(self, ledger: Ledger, room: Room, ranks: int) -> None:
-        self.moved = Counter[str]()  # KV blocks of each layer, by why
+        self.num_moved = 0  # KV blocks of each layer, that have gone home
         self._ledger, self._room = ledger, room
         self._ranks = 0 if any(ledger.windows) else ranks  # of what a window has passed there is nothing to copy
         self._copy: _MovingStripes | None = None
@@ -78,7 +76,7 @@ class StripeMoves:
         """
         self._unsure = {s: at for s, at in self._unsure.items() if any(self._ledger.blocks_of([s]))}
         loans = self._room.loans
-        if self._copy is None and (self._fails or loans is None):
+        if self._copy is None and (self._fails or crowded or loans is None):
             return
         running = {s.id: (s, batch) for batch in batches for s in batch.running if not s.finished}
         if self._copy is not None:
@@ -86,7 +84,7 @@ class StripeMoves:
         elif loans is not None and any(s.place.moved for s, _ in running.values()):
             sequences = [s for s, _ in running.values()]
             room = loans.room(self._room.left(sequences, {}))
-            due = next(self._due(sequences, room, crowded=crowded), None)
+            due = next(self._due(sequences, room), None)
             if due is not None:
                 sequence, run = due
                 self._copy, self._stored, self._failed = _MovingStripes(number(), sequence.id, run), 0, False
@@ -103,25 +101,21 @@ class StripeMoves:
             sequence, batch = of
             batch.ops.append(Adopt(sequence.id, copy.number, place))
             sequence.place, self._unsure[sequence.id] = place, step
-            self.moved[HOME] += (copy.run.stop - copy.run.start) * self._ledger.placement.stripe
+            self.num_moved += (copy.run.stop - copy.run.start) * self._ledger.placement.stripe
             self._copy = None
 
-    def _due(self, running: list[Sequence], room: dict[int, int], *, crowded: bool) -> Iterator[tuple[Sequence, Run]]:
-        """What may be copied next, the most urgent first."""
-        for sequence in [] if crowded else running:
+    def _due(self, running: list[Sequence], room: dict[int, int]) -> Iterator[tuple[Sequence, Run]]:
+        """What may be copied next: the last stripes of a run, as many as fit at home. What others share stays."""
+        for sequence in filter(self._may_move, running):
             home = sequence.place.lane
             spare = room.get(home, 0) - sum(s.place.lane == home for s in running)
             for run in reversed(sequence.place.moved):
-                if self._may_move(sequence):
-                    yield from self._fitting(sequence, run, home, spare)
-
-    def _fitting(self, sequence: Sequence, run: Run, lane: int, room: int) -> Iterator[tuple[Sequence, Run]]:
-        """The last stripes of a run, as many as fit into ``lane``, which has room for so many."""
-        stop = self._whole(sequence, run)
-        count = min(room, MOST_STRIPES, stop - run.start)
-        part = Run(stop - count, stop, lane)
-        if count > 0 and self._is_alone(sequence, part) and self._relocated(sequence, part) is not None:
-            yield sequence, part
+                stop = self._whole(sequence, run)
+                count = min(spare, MOST_STRIPES, stop - run.start)
+                part = Run(stop - count, stop, home)
+                alone = count > 0 and self._ledger.has_alone(sequence.id, part.start * self._stripe_tokens)
+                if alone and self._relocated(sequence, part) is not None:
+                    yield sequence, part
 
     def _relocated(self, sequence: Sequence, run: Run) -> Place | None:
         return relocated(sequence.place, run, -(-sequence.num_scheduled // self._stripe_tokens))
@@ -130,10 +124,6 @@ class StripeMoves:
         """Behind its last stripe that is wholly written, or will be by steps in flight; 0: it has none."""
         stop = min(run.stop, sequence.num_scheduled // self._stripe_tokens)
         return stop if stop > run.start else 0
-
-    def _is_alone(self, sequence: Sequence, run: Run) -> bool:
-        """What others share stays."""
-        return self._ledger.has_alone(sequence.id, run.start * self._stripe_tokens)
 
     @property
     def _stripe_tokens(self) -> int:

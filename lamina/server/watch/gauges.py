@@ -124,8 +124,9 @@ class EngineGauges(Collector):
             text = "KV that went from one memory worker to another, by why"
             yield self._by_label(self._counter("moved_bytes", text, "reason"), state.moved)
         if state.moved_blocks is not None:
-            text = "KV blocks that went from one memory worker to another while all decoded, by why"
-            yield self._by_label(self._counter("moved_blocks", text, "reason"), state.moved_blocks)
+            moved = self._counter("moved_blocks", "KV blocks on loan that went home while their sequences decoded")
+            moved.add_metric(self._values, state.moved_blocks)
+            yield moved
         if state.lent is not None:
             text = "blocks of 1 MiB that this deployment has lent, to others or itself"
             yield self._by_label(self._gauge_of("lent_blocks", text, "debtor"), state.lent)

@@ -197,7 +197,7 @@ def test_a_loan_goes_home_once_there_is_room() -> None:
     house.copy()
     house.step()
     assert isinstance(house.ops[-1], Adopt)
-    assert house.scheduler.moves.moved == {"home": move.count * STRIPE}
+    assert house.scheduler.moves.num_moved == move.count * STRIPE
     for _ in range(12):
         house.step()
         if house.scheduler.moves.under_way:
