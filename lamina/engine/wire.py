@@ -14,9 +14,8 @@ from lamina.protocol.plan import Keep
 from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import GateOpened, Transferred
 
-Report = (
-    Transferred | GateOpened | Scored | StripesCopied
-)  # of a memory worker: a transfer, enough of one, scores, a copy
+# Of a memory worker: a transfer, enough of one, scores, a copy.
+Report = Transferred | GateOpened | Scored | StripesCopied
 Done = StepDone | Report
 
 

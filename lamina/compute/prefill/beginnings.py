@@ -28,7 +28,7 @@ from lamina.workers.staging import Staging, open_staging
 from lamina.workers.view import ViewDoor, ViewFabric
 
 SLOTS = 4
-ASK_BYTES = 1 << 8
+ASK_BYTES, PART_BYTES = 1 << 8, 1 << 20  # of an ask; of a part, unless a block has more
 LOOK_S = 1.0  # for the next ask, which only the end of the view ends
 _TAG = struct.Struct(f"<III{CHECKSUM_BYTES}s")
 _decode = msgspec.msgpack.Decoder(BeginningAsk).decode
@@ -61,7 +61,7 @@ class Beginnings:
         trace: Recorder = OFF,
     ) -> None:
         """``start``: a thread, by what it does and its name. ``timeout_s``: for a step."""
-        self._blocks, self._device = StoredBlocks(store), store.device
+        self._blocks, self._device = StoredBlocks(store, PART_BYTES), store.device
         self._staging, self._timeout_s, self._start, self._trace = staging, timeout_s, start, trace
         self._sources: dict[int, Channel] = {}
         self._lenders: list[_BeginningLender] = []

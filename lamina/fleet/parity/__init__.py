@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lamina.fleet.members import Members
 
 log = logging.getLogger(__name__)
-Report = dict[int, int]  # sequence -> tokens
+Kept = dict[int, int]  # sequence -> tokens
 
 
 class Parity:
@@ -35,7 +35,7 @@ class Parity:
         """Whether KV of one is to come back."""
         return self._lost is not None
 
-    def left(self, kept: list[Report]) -> list[Report]:
+    def left(self, kept: list[Kept]) -> list[Kept]:
         """By memory worker that attends, what is left of its KV once that of a single lost one is back; of several
         nothing is. ``kept``: what all have, the parity worker last.
         """
@@ -87,6 +87,6 @@ class Parity:
         return structs.replace(first, worker=place, kv=kv, kv_bytes=kv_bytes[place])
 
 
-def _least(reports: Sequence[Mapping[int, int]]) -> Report:
+def _least(reports: Sequence[Mapping[int, int]]) -> Kept:
     """Of each sequence what all have."""
     return {sequence: min(report.get(sequence, 0) for report in reports) for sequence in reports[0]}

@@ -16,13 +16,11 @@ from lamina.memory.store import Store
 from lamina.protocol.blocks.extents import PlanError
 from lamina.workers.staging import Staging
 
-PART_BYTES = 1 << 20
-
 
 class StoredBlocks:
     """Of each piece of a layer K, V and their scales, behind each other."""
 
-    def __init__(self, store: Store, part_bytes: int = PART_BYTES) -> None:
+    def __init__(self, store: Store, part_bytes: int) -> None:
         """``part_bytes``: of a message, unless a block has more."""
         self._store, self._part_bytes = store, part_bytes
 

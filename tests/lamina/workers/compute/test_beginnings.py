@@ -15,7 +15,6 @@ from memory_peer import WAIT_S, bind, shape
 from lamina import netstack
 from lamina.compute.prefill import OwnAttention, beginnings
 from lamina.compute.prefill.beginnings import Beginnings, prompts_name, prompts_reception
-from lamina.memory.pages import stored_blocks
 from lamina.memory.store import Store
 from lamina.netstack import Channel, Geometry, PeerFault, Terms
 from lamina.protocol.beginnings import MeetPrefill
@@ -108,7 +107,7 @@ def same(worker: Prefiller, sequence: int, of: Prefiller, low: int, high: int) -
 @pytest.mark.parametrize("fields", [{}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}], ids=str)
 def test_what_comes_has_the_same_bits(part: int, fields: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all workers from each that has it, in one part of a layer and in several."""
-    monkeypatch.setattr(stored_blocks, "PART_BYTES", part)
+    monkeypatch.setattr(beginnings, "PART_BYTES", part)
     with met(3, **fields) as workers:
         whole = workers[2].fetch(Fetch(5, 0, STORED, 0, 1))
         assert same(workers[2], 5, workers[0], 0, STORED)
@@ -164,7 +163,7 @@ def test_a_damaged_part_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_ends_in_the_middle_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """More parts than the channel holds: the view of the one that has them ends before the rest."""
-    monkeypatch.setattr(stored_blocks, "PART_BYTES", 1)
+    monkeypatch.setattr(beginnings, "PART_BYTES", 1)
     with met(2) as workers:
         workers[1].begin([New(5), Fetch(5, 0, STORED, 0, 1)], [Rows(5, STORED, 1)])
         workers[1].own.take(0)

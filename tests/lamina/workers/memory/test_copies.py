@@ -173,7 +173,7 @@ def test_a_lie_ends_the_channel_and_the_driver_is_told(lie: str, street: list[Wo
     street[0].plan(1, MoveStripes(5, 1, 1, 1, 0))
     channel = street[1].copies._link(0)
     blocks = STRIPE // street[0].store.tables.block_size
-    nbytes = StoredBlocks(street[0].store).nbytes(0, range(blocks)) - (8 if lie == "short" else 0)
+    nbytes = StoredBlocks(street[0].store, 1).nbytes(0, range(blocks)) - (8 if lie == "short" else 0)
     slot = channel.reserve(nbytes, timeout_s=SOON_S)
     slot.data[:] = bytes(nbytes)
     said = bytes(16) if lie == "damaged" else checksum(slot.data)
