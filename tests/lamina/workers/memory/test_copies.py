@@ -16,6 +16,7 @@ from memory_peer import Peer, RefusedError, memory_pool, shape
 from lamina import netstack
 from lamina.attention.spec import AttentionSpec
 from lamina.fleet.seats import MOST_MOVERS, movers_of
+from lamina.memory import copies
 from lamina.memory.copies import _TAG, StripeCopies
 from lamina.memory.meter import Meter
 from lamina.memory.pages.stored_blocks import StoredBlocks
@@ -95,8 +96,9 @@ def met(workers: list[Worker], doors: list[ViewDoor]) -> None:
 
 
 @pytest.fixture
-def street() -> Iterator[list[Worker]]:
-    """The last one is a guest, with a key that nobody else proves things with."""
+def street(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
+    """A part is one stripe of a layer."""
+    monkeypatch.setattr(copies, "PART_BYTES", 1 << 15)
     workers, doors = opened((b"", b"", b""))
     met(workers, doors)
     yield workers
@@ -171,9 +173,8 @@ def test_damage_is_not_copied_and_what_was_known_of_the_blocks_is_forgotten(stre
 @pytest.mark.parametrize("lie", ["damaged", "late", "short"])
 def test_a_lie_ends_the_channel_and_the_driver_is_told(lie: str, street: list[Worker]) -> None:
     street[0].plan(1, MoveStripes(5, 1, 1, 1, 0))
-    channel = street[1].copies._link(0)
-    blocks = STRIPE // street[0].store.tables.block_size
-    nbytes = StoredBlocks(street[0].store, 1).nbytes(0, range(blocks)) - (8 if lie == "short" else 0)
+    channel, part = street[1].copies._link(0), street[0].copies._coming[5].parts[0]
+    nbytes = StoredBlocks(street[0].store, 1).nbytes(*part) - (8 if lie == "short" else 0)
     slot = channel.reserve(nbytes, timeout_s=SOON_S)
     slot.data[:] = bytes(nbytes)
     said = bytes(16) if lie == "damaged" else checksum(slot.data)

@@ -6,19 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from memory_peer import (
-    LAYERS,
-    SCHEMES,
-    WAIT_S,
-    Model,
-    Peer,
-    Pool,
-    RefusedError,
-    bind,
-    model,
-    placed,
-    pools,
-)
+from memory_peer import LAYERS, SCHEMES, WAIT_S, Model, Peer, Pool, RefusedError, bind, model, placed, pools
 
 from lamina.compute.links import MemoryLink
 from lamina.compute.memory_pool import MemoryPool

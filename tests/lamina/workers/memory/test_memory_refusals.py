@@ -6,20 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from memory_peer import (
-    LAYERS,
-    SCHEMES,
-    WAIT_S,
-    Model,
-    Peer,
-    Pool,
-    RefusedError,
-    bind,
-    error,
-    model,
-    pools,
-    shape,
-)
+from memory_peer import LAYERS, SCHEMES, WAIT_S, Model, Peer, Pool, RefusedError, bind, error, model, pools, shape
 
 from lamina.attention.spec import AttentionSpec
 from lamina.netstack import PeerFault
