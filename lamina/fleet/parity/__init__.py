@@ -72,11 +72,13 @@ class Parity:
             self._members.send(member, structs.replace(order, me=me, bind=bind))
         said = f"to rebuild KV (--start-timeout-s {self._limit:g})"
         answers = [self._members.wait_for([member], Recutted, self._limit, said) for member in memory]
-        for error in (answer.error for answer in answers if answer.error):
+        errors = [answer.error for answer in answers if answer.error]
+        for error in errors:
             log.warning("KV could not be rebuilt, and is computed again: %s", error)
-        nbytes, seconds = sum(answer.nbytes for answer in answers), self._clock() - begun
-        log.info("KV of memory worker %d is back: %d bytes came, %.3f s", place, nbytes, seconds)
-        return not any(answer.error for answer in answers)
+        if not errors:
+            nbytes, seconds = sum(answer.nbytes for answer in answers), self._clock() - begun
+            log.info("KV of memory worker %d is back: %d bytes came, %.3f s", place, nbytes, seconds)
+        return not errors
 
     def _bind_of(self, place: int) -> Bind:
         """Of the store that the one in that place had."""
