@@ -47,6 +47,7 @@ from .store import Store, check_bind, shapes_by_layer
 
 POLL_S = 1.0  # of a wait that only an event ends: somebody comes
 TURN_S = 0.02  # of the same, while the next view may be called for at any time
+ToDriver = StoredPages | Transferred | GateOpened | Scored | StripesCopied
 
 
 class MemoryWorker:
@@ -57,9 +58,7 @@ class MemoryWorker:
         device: torch.device = CPU,
         trace: Recorder = OFF,
         share: float = FREE_PART,
-        report: Callable[[StoredPages | Transferred | GateOpened | Scored | StripesCopied], None] = lambda message: (
-            None
-        ),
+        report: Callable[[ToDriver], None] = lambda message: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``share``: see Store. ``report``: to the driver, from any thread."""
