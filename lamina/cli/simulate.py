@@ -130,6 +130,9 @@ def _rules(args: argparse.Namespace, policy: str, overload: str) -> ConductorRul
 
 
 def _check(args: argparse.Namespace) -> None:
+    for policy in _listed(args.policy):
+        if policy not in (taken := (*POLICIES, *OTHERS)):
+            raise ValueError(f"--policy must be one of {', '.join(taken)}, not {policy!r}")
     for name, least in (("rows", 0), ("prefill_workers", 1), ("pages", 1), ("instances", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")

@@ -26,9 +26,9 @@ FIRST_MOVED = 1024.0  # tokens that the first rate is worth
 
 @dataclass(frozen=True, kw_only=True)
 class ConductorRules:
-    """Names by which the options call them. ``threshold``: ``--kvcache-balancing-threshold``. ``check_again``: whether
-    early and predictive look at decoding once more when a prompt is computed; without that, what they take is decoded,
-    as in section 6.3. Raises ValueError.
+    """Names by which the options call them. ``policy``: of POLICIES or OTHERS. ``threshold``:
+    ``--kvcache-balancing-threshold``. ``check_again``: whether early and predictive look at decoding once more when a
+    prompt is computed; without that, what they take is decoded, as in section 6.3. Raises ValueError.
     """
 
     policy: str = "auto"
@@ -38,8 +38,6 @@ class ConductorRules:
     check_again: bool = True
 
     def __post_init__(self) -> None:
-        if self.policy not in {**POLICIES, **OTHERS}:
-            raise ValueError(f"--prefill-policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         overload_of(self.overload)
         if not 1.0 <= self.threshold < math.inf:
             raise ValueError(

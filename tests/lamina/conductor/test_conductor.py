@@ -237,7 +237,6 @@ def _cpu_s(work: Callable[[], None]) -> float:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"policy": "best"}, "--prefill-policy must be one of auto, mooncake"),
         ({"overload": "late"}, "--overload must be one of baseline, early, predictive"),
         ({"threshold": 0.9}, "--kvcache-balancing-threshold must be at least 1"),
     ],

@@ -11,7 +11,9 @@ from conducted import LAW, RATE, STEP, conductor, even, played, prompt, zipf
 
 from lamina.cli import launch
 from lamina.engine.conductor import choice
+from lamina.engine.conductor.choice import POLICIES
 from lamina.engine.conductor.estimate import PrefillTime
+from lamina.engine.conductor.others import OTHERS
 from lamina.engine.conductor.overload import Limits
 from lamina.sim.clock import VirtualClock
 from lamina.sim.pools.decode import SimulatedInstance
@@ -180,7 +182,7 @@ def test_early_refusal_on_the_conversation_trace(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--policy", "best"], "--prefill-policy must be one of"),
+        (["--policy", "auto,best"], f"--policy must be one of {', '.join([*POLICIES, *OTHERS])}, not 'best'"),
         (["--kvcache-balancing-threshold", "0.5"], "must be at least 1, not 0.5"),
         (["--prefill-workers", "0"], "--prefill-workers must be at least 1, not 0"),
         (["--slo-tbt", "1ms", "--instances", "2"], "below a step of one completion alone"),
