@@ -18,6 +18,7 @@ namespace {
 
 constexpr std::size_t kDepth = 32;  // of k in a tile: 64 bytes
 constexpr std::size_t kTile = 16;   // rows of a tile
+static_assert(kRowsPrepared % kTile == 0, "tiles are prepared whole");
 constexpr std::size_t kWide = 2 * kTile;  // columns of y at once
 
 // Registers: 0, 1: w [16 columns of y, 64 bytes]; 2, 3: x [16 pairs of k, rows of x]; 4 .. 7: y^T [16 columns, rows of x],

@@ -15,6 +15,7 @@ namespace {
 
 constexpr std::size_t kLanes = 16, kChains = 16, kDepth = 2 * kChains;  // numbers of k in a vector
 constexpr std::size_t kTile = 8;           // rows whose sums are in registers: 8 x 2
+static_assert(kTile == 8 && kRowsPrepared % kTile == 0, "prepare() makes tiles of up to 8 rows, whole ones apart");
 constexpr std::size_t kBlock = 8 * kTile;  // rows whose sums of chains wait in L1 or L2
 constexpr std::size_t kLevels = 4;         // sums of 1, 2, 4 and 8 chains wait for as many others
 constexpr std::size_t kOrder[kChains] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};  // as lanes are added
