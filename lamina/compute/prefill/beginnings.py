@@ -19,17 +19,17 @@ import torch
 
 from lamina.memory.pages.stored_blocks import StoredBlocks
 from lamina.memory.store import Store
-from lamina.netstack import Channel, ChannelAborted, ChannelError, ChannelTimeout, Geometry, PeerFault, Reception, Terms
+from lamina.netstack import Channel, ChannelAborted, ChannelError, Geometry, PeerFault, Reception, Terms
 from lamina.netstack.checksum import CHECKSUM_BYTES, checksum
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.beginnings import BeginningAsk, MeetPrefill
 from lamina.protocol.plan import GRANTS_AHEAD, Fetch, ProtocolError, StepPlan
+from lamina.workers.asks import asks_over
 from lamina.workers.staging import Staging, open_staging
 from lamina.workers.view import ViewDoor, ViewFabric
 
 SLOTS = 4
 ASK_BYTES, PART_BYTES = 1 << 8, 1 << 20  # of an ask; of a part, unless a block has more
-LOOK_S = 1.0  # for the next ask, which only the end of the view ends
 _TAG = struct.Struct(f"<III{CHECKSUM_BYTES}s")
 _decode = msgspec.msgpack.Decoder(BeginningAsk).decode
 
@@ -186,9 +186,8 @@ class _BeginningLender:
         """Until the channel ends."""
         staging = open_staging(self._device)
         try:
-            while True:
-                if (ask := self._heard()) is not None:
-                    self._answer(ask, staging)
+            for ask in asks_over(self._channel, _decode):
+                self._answer(ask, staging)
         except (ProtocolError, ChannelError) as e:  # a half of an answer would pass for one of another ask
             self._channel.abort(str(e))
 
@@ -196,18 +195,6 @@ class _BeginningLender:
         """Touch no slot of the channel any more."""
         with self._filling:
             self._over = True
-
-    def _heard(self) -> BeginningAsk | None:
-        try:
-            arrival = self._channel.wait_signal(timeout_s=LOOK_S)
-        except ChannelTimeout:
-            return None
-        try:
-            return _decode(bytes(arrival.data))
-        except msgspec.MsgspecError as e:
-            raise ProtocolError(f"what {self._channel.peer_name} asks is not understood: {e}") from None
-        finally:
-            self._channel.release(arrival)
 
     def _answer(self, ask: BeginningAsk, staging: Staging) -> None:
         ids = self._blocks.ids(ask.sequence, ask.first, ask.count)

@@ -27,6 +27,7 @@ from lamina.netstack.checksum import CHECKSUM_BYTES, checksum
 from lamina.protocol.control import Address
 from lamina.protocol.plan import KEY_BYTES, ProtocolError
 from lamina.protocol.tiers import MOST_LISTED
+from lamina.workers.asks import asks_over
 from lamina.workers.view import ViewFabric, ViewListener
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,6 @@ SLOTS = 4
 CONNECT_S = 600.0  # to another worker, and for its first answer: it may still start; the view's end ends it, too
 ANSWER_S = 10.0  # for a part of an answer, but for the first one: the other end waits for its disk
 COME_S = 60.0  # for others to come, once they can be answered: they are a source of pages, and no need
-LOOK_S = 1.0  # for the next ask, which only the end of the view ends
 END_S = 0.5  # for an answer that is under way as the view ends
 _TAG = struct.Struct(f"<I{CHECKSUM_BYTES}s")
 
@@ -244,28 +244,17 @@ class _Answers:
     def run(self) -> None:
         """Until the channel ends."""
         try:
-            while True:
-                if (ask := self._heard()) is not None:
-                    self._answer(ask)
+            for ask in asks_over(self._channel, _decode):
+                self._check(ask)
+                self._answer(ask)
         except (ProtocolError, MediumError, ChannelError) as e:  # a half of an answer would pass for one of another ask
             self._channel.abort(str(e))
 
-    def _heard(self) -> PageAsk | None:
-        try:
-            arrival = self._channel.wait_signal(timeout_s=LOOK_S)
-        except ChannelTimeout:
-            return None
-        try:
-            ask = _decode(bytes(arrival.data))
-        except msgspec.MsgspecError as e:
-            raise ProtocolError(f"what {self._channel.peer_name} asks is not understood: {e}") from None
-        finally:
-            self._channel.release(arrival)
+    def _check(self, ask: PageAsk) -> None:
         if len(ask.key) not in (0, KEY_BYTES) or not ask.atoms:
             raise ProtocolError(f"{self._channel.peer_name} asks for {len(ask.atoms)} atoms of a page without a name")
         if len({*ask.atoms}) < len(ask.atoms):  # an answer of any size for a small ask
             raise ProtocolError(f"{self._channel.peer_name} asks for an atom more than once")
-        return ask
 
     def _answer(self, ask: PageAsk) -> None:
         if not ask.key:
