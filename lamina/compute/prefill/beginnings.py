@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ import torch
 
 from lamina.memory.pages.stored_blocks import StoredBlocks
 from lamina.memory.store import Store
-from lamina.netstack import Channel, ChannelAborted, ChannelError, Geometry, PeerFault, Reception, Terms
+from lamina.netstack import Channel, ChannelError, Geometry, PeerFault, Reception, Terms
 from lamina.netstack.checksum import CHECKSUM_BYTES, checksum
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.beginnings import BeginningAsk, MeetPrefill
@@ -64,7 +63,6 @@ class Beginnings:
         self._blocks, self._device = StoredBlocks(store, PART_BYTES), store.device
         self._staging, self._timeout_s, self._start, self._trace = staging, timeout_s, start, trace
         self._sources: dict[int, Channel] = {}
-        self._lenders: list[_BeginningLender] = []
         self._due: _FetchUnderWay | None = None
 
     def meet(self, order: MeetPrefill, fabric: ViewFabric, door: ViewDoor, limit_s: float) -> None:
@@ -130,11 +128,6 @@ class Beginnings:
         self._trace.add(Event.FETCH, begun, due.plan, layer, due.op.worker, nbytes)
         return nbytes
 
-    def end(self) -> None:
-        """Answer nobody any more. Behind it the view's channels may be closed."""
-        for lender in self._lenders:
-            lender.end()
-
     def _take_part(self, due: _FetchUnderWay, layer: int, part: int, run: range) -> None:
         arrival, wanted = due.channel.wait_signal(timeout_s=self._timeout_s), self._blocks.nbytes(layer, run)
         try:
@@ -159,8 +152,8 @@ class Beginnings:
 
     def _answer(self, channel: Channel) -> None:
         patience_s = (GRANTS_AHEAD + 1) * self._timeout_s  # steps before it may be computed
-        self._lenders.append(_BeginningLender(channel, self._blocks, self._device, patience_s, self._trace))
-        self._start(self._lenders[-1].run, "lamina-answer")
+        lender = _BeginningLender(channel, self._blocks, self._device, patience_s, self._trace)
+        self._start(lender.run, "lamina-answer")
 
 
 class _FetchUnderWay:
@@ -180,7 +173,6 @@ class _BeginningLender:
     ) -> None:
         self._channel, self._blocks, self._device = channel, blocks, device
         self._timeout_s, self._trace = timeout_s, trace
-        self._filling, self._over = threading.Lock(), False
 
     def run(self) -> None:
         """Until the channel ends."""
@@ -190,11 +182,6 @@ class _BeginningLender:
                 self._answer(ask, staging)
         except (ProtocolError, ChannelError) as e:  # a half of an answer would pass for one of another ask
             self._channel.abort(str(e))
-
-    def end(self) -> None:
-        """Touch no slot of the channel any more."""
-        with self._filling:
-            self._over = True
 
     def _answer(self, ask: BeginningAsk, staging: Staging) -> None:
         ids = self._blocks.ids(ask.sequence, ask.first, ask.count)
@@ -210,12 +197,8 @@ class _BeginningLender:
 
     def _send(self, layer: int, part: int, ids: Sequence[Sequence[int]], nbytes: int, staging: Staging) -> None:
         slot = self._channel.reserve(nbytes, timeout_s=self._timeout_s)
-        with self._filling:
-            if self._over:
-                raise ChannelAborted(f"{self._channel.peer_name}: the view is over")
-            self._blocks.gather(layer, ids, slot.data, staging)
-            tag = _tag(PartKind.BLOCKS, layer, part, checksum(slot.data))
-        self._channel.put_signal(slot, tag)
+        self._blocks.gather(layer, ids, slot.data, staging)
+        self._channel.put_signal(slot, _tag(PartKind.BLOCKS, layer, part, checksum(slot.data)))
 
 
 def _tag(kind: PartKind, layer: int = 0, part: int = 0, said: bytes = bytes(CHECKSUM_BYTES)) -> bytes:

@@ -44,7 +44,6 @@ class PrefillServer(ModelServer):
     _store: Store  # once it serves
     _own: OwnAttention  # the same
     _door: ViewDoor | None = None  # where the others come; None: there are none
-    _beginnings: Beginnings | None = None  # of the view
 
     def load(self) -> Loaded:
         if (workers := self.start.topology.prefill_workers) > 1:
@@ -84,15 +83,9 @@ class PrefillServer(ModelServer):
         assert self._door is not None
         deadlines = self.start.deadlines
         timeout_s, start = deadlines.step_timeout_s, self.around.start
-        self._beginnings = Beginnings(self._store, self.staging, timeout_s, start, self.trace)
-        self._beginnings.meet(order, fabric, self._door, deadlines.start_timeout_s)
-        self._own.meet(self._beginnings)
-
-    def let_go(self) -> None:
-        if self._beginnings:
-            self._beginnings.end()
-            self._beginnings = None
-        super().let_go()
+        beginnings = Beginnings(self._store, self.staging, timeout_s, start, self.trace)
+        beginnings.meet(order, fabric, self._door, deadlines.start_timeout_s)
+        self._own.meet(beginnings)
 
     def _ready(self, bounds: list[Bound], view: int) -> ComputeReady:
         return structs.replace(self.ready(self._cut, bounds, view), stores=[self._store.bound])

@@ -21,7 +21,6 @@ from lamina.protocol.beginnings import MeetPrefill
 from lamina.protocol.control import Address
 from lamina.protocol.plan import Fetch, Fork, New, ProtocolError, Rows, SequenceOp, StepPlan
 from lamina.workers.staging import open_staging
-from lamina.workers.surroundings import start_thread
 from lamina.workers.view import ViewDoor, ViewFabric
 
 CPU = torch.device("cpu")
@@ -32,16 +31,21 @@ STORED = 48  # tokens of sequence 1, which the first worker has
 class Prefiller:
     """A store that is filled, and its end of a view."""
 
-    def __init__(self, number: int, count: int, **fields: object) -> None:
+    def __init__(self, number: int, count: int, scheme: str = "loopback", **fields: object) -> None:
         torch.manual_seed(number)
         self.store = Store(bind(LAYERS, max_rows=256, **fields), CPU)
         for x in (x for layer in self.store.layers for piece in layer for x in piece.kv.tensors):
             x.copy_(torch.randint(-100, 100, x.shape))
-        self.fabric = netstack.open("loopback", key=b"k" * 32)
+        self.fabric = netstack.open(scheme, key=b"k" * 32)
         self.view = ViewFabric(1, self.fabric)
         self.door = ViewDoor(self.fabric.listen("", prompts_reception(f"p{number}", count)))
-        self.own = Beginnings(self.store, open_staging(CPU), WAIT_S, start_thread)
+        self.lenders: list[threading.Thread] = []
+        self.own = Beginnings(self.store, open_staging(CPU), WAIT_S, self._start)
         self.step = 0
+
+    def _start(self, work: Callable[[], None], name: str) -> None:
+        self.lenders.append(threading.Thread(target=work, name=name, daemon=True))
+        self.lenders[-1].start()
 
     def begin(self, ops: list[SequenceOp], rows: list[Rows]) -> StepPlan:
         self.step += 1
@@ -63,7 +67,7 @@ class Prefiller:
 
 
 @contextmanager
-def met(count: int, **fields: object) -> Iterator[list[Prefiller]]:
+def met(count: int, **fields: Any) -> Iterator[list[Prefiller]]:
     """So many, who have met; the first has sequence 1."""
     workers = [Prefiller(n, count, **fields) for n in range(count)]
     peers = [Address(w.door.url, f"p{n}") for n, w in enumerate(workers)]
@@ -90,7 +94,6 @@ def met(count: int, **fields: object) -> Iterator[list[Prefiller]]:
         yield workers
     finally:
         for worker in workers:
-            worker.own.end()
             worker.view.close()
             worker.fabric.close()
 
@@ -167,10 +170,34 @@ def test_who_ends_in_the_middle_is_noticed_at_once(monkeypatch: pytest.MonkeyPat
     with met(2) as workers:
         workers[1].begin([New(5), Fetch(5, 0, STORED, 0, 1)], [Rows(5, STORED, 1)])
         workers[1].own.take(0)
-        workers[0].own.end()
         workers[0].view.close()
         with pytest.raises(PeerFault):
             _ = [workers[1].own.take(layer) for layer in (1, 2)]
+
+
+@pytest.mark.parametrize("scheme", ["loopback", "shm", "tcp"])
+def test_a_view_ends_while_a_part_is_filled(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot's memory stays until it is filled: whoever fills it ends then, by itself."""
+    gather, filling, closed = stored_blocks.StoredBlocks.gather, threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> None:
+        filling.set()
+        assert closed.wait(WAIT_S)
+        gather(*args)
+        filled.append(args)
+
+    filled = list[Any]()
+    monkeypatch.setattr(stored_blocks.StoredBlocks, "gather", slow)
+    with met(2, scheme=scheme) as workers:
+        workers[1].begin([New(5), Fetch(5, 0, STORED, 0, 1)], [Rows(5, STORED, 1)])
+        assert filling.wait(WAIT_S)
+        for worker in workers:
+            worker.view.close()
+        closed.set()
+        (lender,) = workers[0].lenders
+        lender.join(WAIT_S)
+        assert not lender.is_alive()
+        assert len(filled) == 1
 
 
 def test_a_stranger_is_not_taken_for_a_prefill_worker() -> None:
