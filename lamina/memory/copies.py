@@ -150,26 +150,22 @@ class StripeCopies:
         tables, groups = store.tables, range(len(store.tables.windows))
         if op.sequence <= self._last:
             raise ProtocolError(f"copy {op.sequence} comes behind copy {self._last}")
-        size, blocks = store.placement.stripe // tables.block_size, list[Sequence[int]]()
+        size = store.placement.stripe // tables.block_size
         low, high = op.stripe * size, (op.stripe + op.count) * size
         there = all(s in tables.sequences for s in (op.source, op.sequence))
         source, target = self._givers(op) if there else set[int](), self._owner(op.lane)
-        if self._me in (target, *source) and (len(source) != 1 or target in source):
+        gives, takes, error = self._me in source, self._me == target, ""
+        if (gives or takes) and (len(source) != 1 or target in source):
+            error = f"stripes of memory workers {sorted(source)} for memory worker {target}"
+        if error or not (gives or takes):
             self._note(op.sequence)
-            self._tell(op.sequence, error=f"stripes of memory workers {sorted(source)} for memory worker {target}")
+            self._tell(op.sequence, error=error)
             return
-        if self._me in (target, *source):
-            of = op.sequence if self._me == target else op.source
-            blocks = [tables.block_ids(g, of, low, high) for g in groups]
-        if self._me == target:
-            (giver,) = source
-            self._note(op.sequence, _Coming(giver, blocks, self._parts(blocks)))
-        else:
-            self._note(op.sequence)
-            if self._me in source:
-                self._jobs.put(_CopyJob(op.sequence, target, blocks))
-            else:
-                self._tell(op.sequence)
+        (giver,), of = source, op.sequence if takes else op.source
+        blocks: list[Sequence[int]] = [tables.block_ids(g, of, low, high) for g in groups]
+        self._note(op.sequence, _Coming(giver, blocks, self._parts(blocks)) if takes else None)
+        if gives:
+            self._jobs.put(_CopyJob(op.sequence, target, blocks))
 
     @property
     def _me(self) -> int:
