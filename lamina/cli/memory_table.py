@@ -22,6 +22,7 @@ from lamina.protocol.options.engine import EngineConfig
 if TYPE_CHECKING:
     import torch
 
+    from lamina.compute.capacity import BlockSplit
     from lamina.converter import SlicedProgram
     from lamina.gemm import LinearBackend
     from lamina.models.read_shard import WeightBytes
@@ -182,7 +183,10 @@ def _compute(facts: _RankFacts, config: EngineConfig, index: int) -> WorkerMemor
 
 def _prefill(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> WorkerMemory:
     """``free``: as of ``_memory``."""
-    from lamina.compute.capacity import attention_bytes, prompt_bytes, store_bytes
+    from lamina.compute.capacity import attention_bytes, channel_bytes, prompt_bytes, store_bytes
+    from lamina.compute.prefill.beginnings import prompts_inboxes
+    from lamina.kv.stored import head_bytes
+    from lamina.protocol.beginnings import has_beginnings
     from lamina.protocol.partition import by_head
 
     alone = by_head([s.kv_heads for s in facts.layers], [1.0], 0)
@@ -191,13 +195,19 @@ def _prefill(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> 
     attention = attention_bytes(
         facts.layers, alone, 0, facts.kv_dtype, max_rows=config.batching.max_rows, max_len=facts.max_len
     )
+    split = _split(facts, config, alone, 0, config.devices.prefill_kv_bytes() or chosen)
+    slots, size = config.topology.counts["memory"] * _prefill_channel(facts, config), config.kv.block_size
+    windows = [group.window for group in split.groups]
+    if config.keeps_prefixes and has_beginnings(windows, split.num_blocks, size, facts.max_len, config.batching):
+        block = max(size * s.kv_heads * head_bytes(s.qk_dim, s.v_dim, facts.kv_dtype) for s in facts.layers)
+        slots += 2 * (config.topology.prefill_workers - 1) * channel_bytes(*prompts_inboxes(block))
     return WorkerMemory(
         name=f"prefill-{index}",
         device=_device("--compute-device", config.devices.compute_device, config.gpu_number("prefill", index)),
         mapped=facts.weights.mapped + facts.shared,
         copied=facts.weights.copied + facts.packed - facts.shared,
-        kv=_blocks(facts, config, alone, 0, config.devices.prefill_kv_bytes() or chosen),
-        slots=config.topology.counts["memory"] * _prefill_channel(facts, config),
+        kv=split.nbytes,
+        slots=slots,
         workspace=_slices(facts, config) + attention,
     )
 
@@ -218,7 +228,7 @@ def _memory(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> W
         block_size=config.kv.block_size,
         free=free // config.topology.tensor_parallel_size,
     )
-    kv = _blocks(facts, config, facts.partition, worker, kv_bytes)
+    kv = _split(facts, config, facts.partition, worker, kv_bytes).nbytes
     channels = config.topology.replicas * _decode_channel(facts, config)
     channels += config.topology.prefill_workers * _prefill_channel(facts, config)
     return WorkerMemory(
@@ -255,7 +265,7 @@ def _slices(facts: _RankFacts, config: EngineConfig) -> int:
     return most_bytes(facts.program, rows=rows, sampled=sampled) + logits
 
 
-def _blocks(facts: _RankFacts, config: EngineConfig, partition: Partition, worker: int, kv_bytes: int) -> int:
+def _split(facts: _RankFacts, config: EngineConfig, partition: Partition, worker: int, kv_bytes: int) -> BlockSplit:
     from lamina.compute.capacity import split_blocks
 
     return split_blocks(
@@ -268,7 +278,7 @@ def _blocks(facts: _RankFacts, config: EngineConfig, partition: Partition, worke
         max_rows=config.batching.max_rows,
         max_len=facts.max_len,
         sparsity=config.kv,
-    ).nbytes
+    )
 
 
 def _tokens(facts: _RankFacts, config: EngineConfig, worker: int, kv: int) -> int:

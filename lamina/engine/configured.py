@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from msgspec import structs
 
+from lamina.protocol.beginnings import prompt_room
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.groups import Capacity, usable_blocks
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.options.sparsity import parse_error_budget
-from lamina.protocol.placement import FIRST
 from lamina.protocol.plan import Bound
 
 from .blocks.evictions import Evictions
@@ -111,15 +111,13 @@ def _stores(config: EngineConfig, info: ComputeReady, promises: Promises, page: 
     """Of prefill workers; none where they have no room for more than a prompt each, or nothing is to be kept of
     prompts. ``promises`` knows the keys then.
     """
-    batching, stores = config.batching, list[PromptStore]()
-    keys = PromptKeys(page)
+    stores, keys = list[PromptStore](), PromptKeys(page)
     for worker, bound in enumerate(info.stores if page else []):
-        blocks = BlockTables(bound.windows, bound.num_blocks, info.block_size)
-        one = blocks.most_blocks(FIRST, info.max_model_len, batching.max_rows)
-        room = [n + -(-batching.prefill_chunk // info.block_size) + 1 for n in one]
-        if any(n <= r for n, r in zip(bound.num_blocks, room, strict=True)):
+        room = prompt_room(bound.windows, bound.num_blocks, info.block_size, info.max_model_len, config.batching)
+        if room is None:
             stores.clear()
             break
+        blocks = BlockTables(bound.windows, bound.num_blocks, info.block_size)
         stores.append(PromptStore(worker, promises.conductor.directory, keys, blocks, room))
     promises.keys = keys if stores else None
     learned = promises.conductor.tokens_per_s

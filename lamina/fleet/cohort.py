@@ -19,7 +19,7 @@ import msgspec
 from lamina import netstack
 from lamina.engine.wire import Clock
 from lamina.env import cluster_key
-from lamina.protocol.beginnings import MeetPrefill
+from lamina.protocol.beginnings import MeetPrefill, can_fetch
 from lamina.protocol.control import (
     Address,
     AskRate,
@@ -311,7 +311,8 @@ class Cohort:
             readies[member.label] = self._answer(member, ComputeReady)
         there = self._members.prefill
         peers = [Address(self._loaded[m].prompts_url, self._name(m.handle)) for m in there]
-        for me, member in enumerate(there if len(there) > 1 and self._config.keeps_prefixes else []):
+        meets = self._config.keeps_prefixes and can_fetch([readies[m.label] for m in there], self._config.batching)
+        for me, member in enumerate(there if meets else []):
             self._members.send(member, MeetPrefill(peers=peers, me=me))
 
     @property

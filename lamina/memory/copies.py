@@ -193,7 +193,7 @@ class StripeCopies:
     # Channels:
     def _connect(self) -> None:
         assert self._stored is not None
-        inbox = Geometry(slots=SLOTS, slot_bytes=self._stored.most_bytes)
+        inbox = Geometry(slots=SLOTS, slot_bytes=max(PART_BYTES, self._stored.most_block_bytes))
         name = self._peers[self._me].name
         for number, peer in enumerate(self._peers):
             terms = Terms(outbound=inbox, inbound=inbox, name=name, peer=peer.name, key=peer.key)

@@ -1,10 +1,40 @@
-"""How prefill workers have beginnings of prompts from each other: whom each meets, and what it asks."""
+"""How prefill workers have beginnings of prompts from each other: who has some, whom each meets, and what it asks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from .control import Address
+from .blocks.tables import BlockTables
+from .control import Address, ComputeReady
+from .options.engine import BatchingOptions
+from .placement import FIRST
+
+
+def prompt_room(
+    windows: Sequence[int], num_blocks: Sequence[int], block_size: int, longest: int, batching: BatchingOptions
+) -> list[int] | None:
+    """Of a prefill worker's store of ``num_blocks`` by layer group, those that kept prompts never take: for the prompt
+    that is computed, of up to ``longest`` tokens, and for the first chunk of the next, in whose plan others give way.
+    None where it has no more than that.
+    """
+    one = BlockTables(windows, num_blocks, block_size).most_blocks(FIRST, longest, batching.max_rows)
+    room = [n + -(-batching.prefill_chunk // block_size) + 1 for n in one]
+    return room if all(n > r for n, r in zip(num_blocks, room, strict=True)) else None
+
+
+def has_beginnings(
+    windows: Sequence[int], num_blocks: Sequence[int], block_size: int, longest: int, batching: BatchingOptions
+) -> bool:
+    """Whether such a store keeps prompts, and all layers of them: others may have beginnings from it."""
+    return not any(windows) and prompt_room(windows, num_blocks, block_size, longest, batching) is not None
+
+
+def can_fetch(prefill: Sequence[ComputeReady], batching: BatchingOptions) -> bool:
+    """Whether prefill workers can have beginnings of prompts from each other, where prompts are kept at all."""
+    each = [(s.windows, s.num_blocks, r.block_size, r.max_model_len) for r in prefill for s in r.stores]
+    return len(prefill) > 1 and all(has_beginnings(*store, batching) for store in each)
 
 
 class MeetPrefill(msgspec.Struct, frozen=True, kw_only=True, tag="meet-prefill"):

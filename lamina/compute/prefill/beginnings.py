@@ -48,6 +48,11 @@ def prompts_reception(worker: str, workers: int) -> Reception:
     return Reception(name=prompts_name(worker), channels=4 * workers)
 
 
+def prompts_inboxes(block_bytes: int) -> tuple[Geometry, Geometry]:
+    """Of who is asked, and of who asks, where a block of a layer has so many bytes at most."""
+    return Geometry(slots=SLOTS, slot_bytes=ASK_BYTES), Geometry(slots=SLOTS, slot_bytes=max(PART_BYTES, block_bytes))
+
+
 class Beginnings:
     """Of one view of a prefill worker: what it has from others, and gives to them."""
 
@@ -70,7 +75,7 @@ class Beginnings:
         names = [prompts_name(peer.name) for peer in order.peers]
         others = [number for number in range(len(names)) if number != order.me]
         due = {names[n] for n in others}
-        asks, parts = (Geometry(slots=SLOTS, slot_bytes=size) for size in (ASK_BYTES, self._blocks.most_bytes))
+        asks, parts = prompts_inboxes(self._blocks.most_block_bytes)
 
         def connect(number: int) -> None:
             peer = order.peers[number]

@@ -29,9 +29,9 @@ class StoredBlocks:
         return len(self._store.layers)
 
     @property
-    def most_bytes(self) -> int:
-        """Of a message."""
-        return max(self._part_bytes, *(self._block_bytes(layer) for layer in range(self.num_layers)))
+    def most_block_bytes(self) -> int:
+        """Of a block in a layer."""
+        return max(self._block_bytes(layer) for layer in range(self.num_layers))
 
     def runs(self, layer: int, blocks: int) -> Iterator[range]:
         """So many blocks, in parts."""

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from lamina.cli import memory_table
 from lamina.cli.launch import main
+from lamina.compute.capacity import channel_bytes, store_bytes
+from lamina.compute.prefill.beginnings import prompts_inboxes
+from lamina.config import make_config
 from lamina.facts.memory import WorkerMemory, check_fits, host_bytes, memory_text
 
 MODEL = str(Path(__file__).resolve().parents[3] / "examples" / "tiny_lm" / "model")
@@ -66,6 +70,19 @@ def test_the_table() -> None:
     ]
     assert head.split() == ["memory", "device", "weights", "KV", "blocks", "slots", "workspace", "runtime", "total"]
     assert last == "  of 100.0 GB that are free here, 56.0 GB would be taken"
+
+
+def test_prefill_workers_have_channels_to_each_other_where_something_can_be_fetched() -> None:
+    """Two to each, for asks of either side. A store of one prompt keeps none for others."""
+    facts = memory_table._facts(MODEL, make_config({}), 100 * GB)
+    one_prompt = store_bytes(facts.layers, facts.kv_dtype, facts.max_len, 16)
+
+    def slots(workers: int, **options: object) -> int:
+        config = make_config({"prefill_workers": workers, "block_size": 16, **options})
+        return memory_table._prefill(facts, config, 0, 100 * GB).slots
+
+    assert slots(3) - slots(1) == 4 * channel_bytes(*prompts_inboxes(0))
+    assert slots(3, enable_prefix_caching=False) == slots(3, prefill_kv_memory=str(one_prompt)) == slots(1)
 
 
 STARTERS = [["generate", MODEL, "--prompt", "x"], ["serve", MODEL, "--port", "0"], ["bench", "decode", MODEL]]

@@ -21,6 +21,7 @@ from lamina.engine.prefill import Prefill
 from lamina.engine.promises import NO_TRANSFER, Promises
 from lamina.engine.sequence import Sequence
 from lamina.engine.wire import ViewChanged
+from lamina.protocol.beginnings import can_fetch
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.control import ComputeReady, RunRound
 from lamina.protocol.partition import Lanes
@@ -326,6 +327,21 @@ def test_who_begins_with_nothing_waits_for_nobody_who_begins_alike() -> None:
     drive(sequences, blocks=120, page=PAGE, prefill_workers=1, kept=60)
     check_tokens(sequences)
     assert sorted(s.id for s in sequences).index(scored.id) <= 2, "in its turn"
+
+
+@pytest.mark.parametrize(
+    ("windows", "blocks", "workers", "can"),
+    [([0], 29, 2, True), ([0], 28, 2, False), ([8], 200, 2, False), ([0, 8], 200, 2, False), ([0], 200, 1, False)],
+)
+def test_prefill_workers_meet_where_something_can_be_fetched(
+    windows: list[int], blocks: int, workers: int, can: bool
+) -> None:
+    """28 blocks are for a prompt and the first chunk of the next."""
+    lanes, totals = [Lanes()] * len(windows), [blocks] * len(windows)
+    store = Bound(windows=windows, lanes=lanes, stripe=0, num_blocks=totals)
+    ready = ready_of(num_layers=1, num_blocks=1000, block_size=PAGE, max_len=100)
+    batching = make_config({"transport": "shm", "prefill_chunk": 8, "max_num_seqs": 8}).batching
+    assert can_fetch([msgspec.structs.replace(ready, stores=[store])] * workers, batching) == can
 
 
 class StoreWire(LosslessWire):

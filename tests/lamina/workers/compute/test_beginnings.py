@@ -15,6 +15,7 @@ from memory_peer import WAIT_S, bind, shape
 from lamina import netstack
 from lamina.compute.prefill import OwnAttention, beginnings
 from lamina.compute.prefill.beginnings import Beginnings, prompts_name, prompts_reception
+from lamina.memory.pages.stored_blocks import StoredBlocks
 from lamina.memory.store import Store
 from lamina.netstack import Channel, Geometry, PeerFault, Terms
 from lamina.protocol.beginnings import MeetPrefill
@@ -178,7 +179,7 @@ def test_who_ends_in_the_middle_is_noticed_at_once(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("scheme", ["loopback", "shm", "tcp"])
 def test_a_view_ends_while_a_part_is_filled(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot's memory stays until it is filled: whoever fills it ends then, by itself."""
-    gather, filling, closed = stored_blocks.StoredBlocks.gather, threading.Event(), threading.Event()
+    gather, filling, closed = StoredBlocks.gather, threading.Event(), threading.Event()
 
     def slow(*args: Any) -> None:
         filling.set()
@@ -187,7 +188,7 @@ def test_a_view_ends_while_a_part_is_filled(scheme: str, monkeypatch: pytest.Mon
         filled.append(args)
 
     filled = list[Any]()
-    monkeypatch.setattr(stored_blocks.StoredBlocks, "gather", slow)
+    monkeypatch.setattr(StoredBlocks, "gather", slow)
     with met(2, scheme=scheme) as workers:
         workers[1].begin([New(5), Fetch(5, 0, STORED, 0, 1)], [Rows(5, STORED, 1)])
         assert filling.wait(WAIT_S)
