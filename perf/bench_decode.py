@@ -275,20 +275,27 @@ def _rounds(players: dict[str, Any], rounds: int, batch: int) -> dict[str, Any]:
 @torch.inference_mode()
 def _quality(path: Path, prompts: list[list[int]], players: dict[str, Any]) -> dict[str, dict[str, float]]:
     """How far the tokens of each lie from the model's choice in fp32, given what came before: the share that is the
-    same, and the largest difference of logits as a part of their standard deviation.
+    same, and the largest difference of logits as a part of their standard deviation. A prompt is read once for all.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, DynamicCache
 
-    model, quality = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), {}
-    for name, player in players.items():
-        same, gaps = [], []
-        for prompt, tokens in zip(prompts[:CHECKED], player.tokens(), strict=False):
-            logits = model(torch.tensor([prompt + tokens]), logits_to_keep=len(tokens) + 1).logits[0, :-1]
-            chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            gaps.append(((logits.amax(1) - chosen) / logits.std(1)).max())
-            same.append((logits.argmax(1) == torch.tensor(tokens)).float().mean())
-        quality[name] = {"same": float(torch.stack(same).mean()), "gap": float(torch.stack(gaps).max())}
-    return quality
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    same, gaps = {name: list[torch.Tensor]() for name in players}, {name: list[torch.Tensor]() for name in players}
+    generated = {name: player.tokens() for name, player in players.items()}
+    for i, prompt in enumerate(prompts[:CHECKED]):
+        read = DynamicCache(config=model.config)
+        model(torch.tensor([prompt[:-1]]), past_key_values=read, logits_to_keep=1)
+        for name, tokens in generated.items():
+            ids = torch.tensor(tokens[i])
+            logits = model(torch.tensor([prompt[-1:] + tokens[i][:-1]]), past_key_values=read).logits[0]
+            read.crop(-len(tokens[i]))
+            chosen = logits.gather(1, ids[:, None])[:, 0]
+            gaps[name].append(((logits.amax(1) - chosen) / logits.std(1)).max())
+            same[name].append((logits.argmax(1) == ids).float().mean())
+    return {
+        name: {"same": float(torch.stack(same[name]).mean()), "gap": float(torch.stack(gaps[name]).max())}
+        for name in players
+    }
 
 
 def _difference(after: dict[str, dict[str, float]], before: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
