@@ -23,7 +23,7 @@ from .conversations.ranges import Ranges, joined, without
 from .conversations.sessions import SessionName
 from .conversations.terms import PLAIN, KVTerms
 from .draws import draws_of, scores_of, seed_of
-from .kept import KeptKV
+from .kept import KeptKV, num_stored
 from .request import Request
 from .rounds.early import EarlyDraws
 from .rounds.steps import ScheduledStep
@@ -261,13 +261,15 @@ class Engine:
     def _change(self, change: ViewChanged) -> list[RequestOutput]:
         """Take in what was done, take back what was not, and go on under another view; the requests that got tokens."""
         touched, now = dict[int, RequestOutput](), self._clock()
+        had = num_stored(self.scheduler.running)
         met: ComputeReady | ViewChanged = change
         while isinstance(met, ViewChanged):
             for done in met.done:
                 touched |= {output.request_id: output for output in self._postprocess(done)}
             met = self.wire.resume(self._roll_back(met))
         self.resume(met)
-        log.info("view %d: all sequences go on after %.3f s", met.view, self._clock() - now)
+        again, pause_s = had - num_stored(self.scheduler.running), self._clock() - now
+        log.info("view %d: all sequences go on after %.3f s; %d tokens are computed again", met.view, pause_s, again)
         return list(touched.values())
 
     def _roll_back(self, change: ViewChanged) -> list[Keep]:

@@ -1,14 +1,15 @@
-"""How much KV of a sequence is left behind a loss: a pure function of what memory workers have reported."""
+"""How much KV there is, and how much of a sequence's is left behind a loss, as memory workers have reported. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import structs
 
 from lamina.protocol.plan import Keep
 
 from .blocks.ledger import Ledger
+from .sequence import Sequence as RunningSequence
 
 
 class KeptKV:
@@ -26,3 +27,8 @@ class KeptKV:
         workers = {w for blocks, holders in zip(held, self._holders, strict=True) if blocks for w in holders}
         length = min([wanted.length, *(self._reports[w].get(wanted.sequence, 0) for w in workers)])
         return length if self._ledger.held_of(structs.replace(wanted, length=length)) is not None else 0
+
+
+def num_stored(running: Iterable[RunningSequence]) -> int:
+    """Tokens of those that run whose KV is there or on its way."""
+    return sum(s.num_scheduled for s in running if not s.finished)

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,13 @@ class StreamTold:
     times: list[float] = field(default_factory=list)  # of its events
     id: str = ""  # of its answer
 
-    def pause_behind(self, moment: float) -> float | None:
-        """The longest, where it had not ended by then."""
+    def pause_behind(self, moment: float, until: float = inf) -> float | None:
+        """The longest that began ``until`` then, where it had not ended by ``moment``."""
         times = [t for t in self.times if t > moment]
         if not times:
             return None
         before = [moment, *times[:-1]]
-        return max(now - last for last, now in zip(before, times, strict=True))
+        return max(now - last for last, now in zip(before, times, strict=True) if last < until)
 
 
 def seeds_of(journal: Path) -> dict[str, int]:
@@ -75,24 +76,36 @@ def bodies_of(count: int, tokens: int, rng: random.Random) -> list[dict[str, Any
 
 
 def read_all(
-    url: str, bodies: Sequence[dict[str, Any]], timeout_s: float, hit: Callable[[], object] | None, after_s: float
+    url: str,
+    bodies: Sequence[dict[str, Any]],
+    timeout_s: float,
+    hit: Callable[[], object] | None,
+    after_s: float,
+    told: list[StreamTold] | None = None,
 ) -> list[StreamTold]:
-    """All at a time, each to its end; ``hit`` is called so much later. Raises what it does."""
+    """All at a time, each to its end, into ``told``, at which others may look meanwhile; ``hit`` is called so much
+    later. Raises what it does.
+    """
+    told = [StreamTold() for _ in bodies] if told is None else told
     try:
-        return asyncio.run(_read_all(url, bodies, timeout_s, hit, after_s))
+        return asyncio.run(_read_all(url, bodies, timeout_s, hit, after_s, told))
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
 
 
 async def _read_all(
-    url: str, bodies: Sequence[dict[str, Any]], timeout_s: float, hit: Callable[[], object] | None, after_s: float
+    url: str,
+    bodies: Sequence[dict[str, Any]],
+    timeout_s: float,
+    hit: Callable[[], object] | None,
+    after_s: float,
+    told: list[StreamTold],
 ) -> list[StreamTold]:
     from lamina.cli.bench.client import open_client
 
     async with open_client(url, "", timeout_s) as http, asyncio.TaskGroup() as group:
         if hit is not None:
             group.create_task(_call(hit, after_s))
-        told = [StreamTold() for _ in bodies]
         for body, one in zip(bodies, told, strict=True):
             group.create_task(_read(http, body, one))
     return told

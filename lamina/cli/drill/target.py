@@ -19,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +38,9 @@ MODULES = {
 }
 NOTICED = "all requests go on"  # words of the log
 SPARE = "spare"  # the role of workers that have no place
+SCALE = "SCALE"  # nobody is hit: the server gets other memory workers
 _MET = re.compile(r"view \d+: .* is pid \d+")  # a line of the log, when workers have met
+_REBUILT = re.compile(r"all sequences go on .* (\d+) tokens are computed again")
 _PLACE = re.compile(r"([a-z]+-\d+) is pid (\d+)")
 START_S, END_S = 600.0, 60.0
 LOOK_S = 0.05
@@ -130,7 +133,7 @@ class Target:
         attend. At a moment of a kind it
         ends by itself, or by the signal where that has not come for TRIP_S. Returns the kind. Raises OSError.
         """
-        if how == "SCALE":
+        if how == SCALE:
             self._scale()
             return ANY
         if how == "FLIP":
@@ -186,10 +189,22 @@ class Target:
         with urllib.request.urlopen(self.url + "/metrics", timeout=END_S) as answer:
             return str(answer.read().decode())
 
-    def noticed_s(self) -> float | None:
-        """From the last strike until the log said so."""
-        times = (at for at, line in list(self._log) if at >= self.struck_at and NOTICED in line)
-        return next((at - self.struck_at for at in times), None)
+    def noticed_s(self, since: float, until: float = inf) -> float | None:
+        """From the strike ``since`` until the log said so, where it did ``until`` then."""
+        times = (at for at, line in list(self._log) if since <= at < until and NOTICED in line)
+        return next((at - since for at in times), None)
+
+    def is_noticed(self, timeout_s: float) -> bool:
+        """Whether the log says so of the last strike, within so many seconds."""
+        deadline = time.perf_counter() + timeout_s
+        while (there := self.noticed_s(self.struck_at)) is None and time.perf_counter() < deadline:
+            time.sleep(LOOK_S)
+        return there is not None
+
+    def rebuilt(self, since: float, until: float) -> int | None:
+        """Tokens whose KV was computed again meanwhile, by the log; None where it does not say: that engine is gone."""
+        each = [m for at, line in list(self._log) if since <= at < until and (m := _REBUILT.search(line))]
+        return sum(int(m[1]) for m in each) if each else None
 
     def is_well(self, timeout_s: float) -> bool:
         """Whether its /health says so, within so many seconds."""

@@ -74,7 +74,7 @@ def _log(start: Start) -> None:
     """What becomes of workers, to stderr, as the server's own lines."""
     if not start.log_json:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-        for room in ("lamina.fleet", "lamina.engine.tuning"):
+        for room in ("lamina.fleet", "lamina.engine"):
             logging.getLogger(room).setLevel(logging.INFO)
 
 

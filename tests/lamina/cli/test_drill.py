@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -10,15 +11,20 @@ import re
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from lamina.cli.drill import FAULTS
 from lamina.cli.drill.cut import cut
+from lamina.cli.drill.hits import Drill
 from lamina.cli.drill.moments import ANY, KINDS, Moments
+from lamina.cli.drill.report import Blow, report
 from lamina.cli.drill.streams import KINDS as STREAMS
 from lamina.cli.drill.streams import StreamTold, has_one_answer, seeds_of
-from lamina.cli.drill.target import places_of
+from lamina.cli.drill.target import Victim, places_of
 from lamina.cli.launch import main
 from lamina.request import SamplingParams
 from lamina.server.journal.journal import Journal
@@ -91,6 +97,54 @@ def test_a_connection_of_two_that_live_is_cut() -> None:
 
 def test_a_pause_is_of_what_came_behind_the_hit() -> None:
     assert [TOLD.pause_behind(t) for t in (0.0, 1.5, 2.5, 5.0)] == [3.0, 3.0, 2.5, None]
+    assert [TOLD.pause_behind(0.0, until) for until in (0.5, 1.5, 2.0, 2.5)] == [1.0, 1.0, 1.0, 3.0], "not of the next"
+
+
+class StoodStill(NamedTuple):
+    """Hits of one fault."""
+
+    noticed_s: float | None
+    pause_s: float
+
+    def blow(self, fault: str, verdict: str = "right") -> Blow:
+        victim = Victim("memory", 7, "memory-0")
+        return Blow(fault, victim, ANY, self.noticed_s, self.pause_s, 12, Counter({verdict: 2}))
+
+
+@pytest.mark.parametrize(
+    ("blows", "left", "status", "words"),
+    [
+        ([StoodStill(2.4, 9.0).blow("stop"), StoodStill(None, 1.0).blow("kill-spare")], 0, 0, ""),
+        ([StoodStill(2.6, 9.0).blow("stop")], 0, 1, "stop: 1 of 1 above --noticed-s 2.5: 2.60 s at most"),
+        ([StoodStill(0.1, 10.5).blow("flip")], 0, 1, "flip: 1 of 1 above --pause-s 10: 10.50 s at most"),
+        ([StoodStill(0.1, 1.0).blow("flip", "twice")], 0, 1, "2 streams harmed"),
+        ([StoodStill(0.1, 1.0).blow("flip")], 1, 1, "1 process left"),
+    ],
+)
+def test_what_takes_too_long_is_told_and_fails_a_drill(
+    blows: list[Blow], left: int, status: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = argparse.Namespace(noticed_s=2.5, pause_s=10.0, count=len(blows), streams=2, json=False)
+    assert report(args, blows, Counter(right=2), left) == status
+    told = capsys.readouterr().out
+    assert words in told
+    assert ("above" in told) == ("above" in words)
+    args.noticed_s = args.pause_s = 0.0
+    assert report(args, blows, Counter(right=2), left) == (status if "above" not in words else 0)
+
+
+def test_a_hit_before_the_first_request_is_the_first_of_a_reading() -> None:
+    drill = Drill(NoServer(), argparse.Namespace(seed=0, streams=2, tokens=8), FAULTS)  # type: ignore[arg-type]
+    readings = [drill._due_of(["kill-memory", "kill-compute", "stop"]) for _ in range(12)]
+    assert all(not moment.early for due in readings for _, moment in due[1:])
+    assert {len(due) for due in readings} == {1, 3}
+    assert {moment.kind for due in readings for fault, moment in due if fault != "stop"} == {ANY, *KINDS} - {"grant"}
+
+
+class NoServer(NamedTuple):
+    """What a drill asks of its target before the first hit."""
+
+    has_prefill: bool = False
 
 
 @pytest.mark.parametrize(
@@ -100,6 +154,7 @@ def test_a_pause_is_of_what_came_behind_the_hit() -> None:
         (["--faults", "partition"], "--faults partition cuts a TCP connection: give --flags with --transport tcp"),
         (["--count", "0"], "--count must be at least 1"),
         (["--streams", "0"], "--streams must be at least 1"),
+        (["--per-reading", "0"], "--per-reading must be at least 1"),
         (["--flags", "--journal x"], "--flags: the drill's server has a journal of the drill's own: leave"),
     ],
 )
@@ -109,7 +164,8 @@ def test_bad_input_is_one_line(argv: list[str], words: str, capsys: pytest.Captu
 
 
 def drill(*flags: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "lamina.cli.launch", "drill", MODEL, *flags]
+    """However long it takes: other work may have all cores."""
+    command = [sys.executable, "-m", "lamina.cli.launch", "drill", MODEL, "--noticed-s", "0", "--pause-s", "0", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     return done.returncode, done.stdout
 
@@ -131,7 +187,8 @@ def test_a_server_passes_it() -> None:
 def test_workers_are_killed_at_each_kind_of_message_and_spares_when_asked() -> None:
     flags = "--memory-workers 2 --prefill-workers 1 --spare-memory 2 --dtype float32 --deterministic"
     faults = "kill-compute,kill-memory,kill-prefill,kill-spare"
-    status, out = drill("--count", "24", "--streams", "14", "--faults", faults, "--json", "--flags", flags)
+    much = ["--count", "24", "--streams", "14", "--per-reading", "3", "--tokens", "192"]
+    status, out = drill(*much, "--faults", faults, "--json", "--flags", flags)
     found = json.loads(out)
     assert (status, found["hits"], found["left"]) == (0, 24, 0), out
     assert not {ANY, *KINDS} - set(found["kinds"]), out

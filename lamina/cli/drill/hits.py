@@ -1,0 +1,169 @@
+"""One server that is hit while the same requests are read again and again; each stream is compared with that of a run
+in which nobody was hit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import inf
+from typing import Any, NamedTuple
+
+from .moments import Moments, StrikeMoment
+from .report import BAD, Blow
+from .streams import StreamTold, bodies_of, has_one_answer, read_all, seeds_of
+from .target import SCALE, SPARE, Target, Victim
+from .verdicts import error_of, is_at_edge, verdict, words_of
+
+log = logging.getLogger(__name__)
+
+TRIES = 5  # to hit somebody before the last token
+WELL_S = 120.0  # behind a hit, for /health to say 200
+NOTICE_S = 10.0  # for a hit to be noticed, before the next one of the same streams
+BETWEEN = 0.1, 0.3  # of the time of an undisturbed run, from one's end to the next one
+
+
+class HitMade(NamedTuple):
+    """A hit that was made. ``at``: on the clock of the streams."""
+
+    fault: str
+    victim: Victim
+    kind: str
+    at: float
+
+
+class Drill:
+    """One server, and the same requests again and again. ``faults``: name -> role and what happens to it."""
+
+    def __init__(self, target: Target, args: argparse.Namespace, faults: Mapping[str, tuple[str, str]]) -> None:
+        self._target, self._args, self._faults = target, args, faults
+        self._rng = random.Random(args.seed)
+        self._bodies = bodies_of(args.streams, args.tokens, self._rng)
+        self._moments = Moments(self._rng, grants=target.has_prefill)
+        self._due: list[tuple[str, StrikeMoment]] = []  # for the next reading
+        self._wanted: list[StreamTold] = []
+        self._took = 0.0
+
+    def calm(self) -> Counter[str]:
+        """Two runs without a hit: how the second compares with the first; what is not the same there says nothing."""
+        self._read(self._bodies)  # the first requests of a server are slower
+        began = time.perf_counter()
+        self._wanted = self._read(self._bodies)
+        self._took = time.perf_counter() - began
+        return self._judged(self._read(self._bodies), well=True)
+
+    def hit_all(self, faults: Sequence[str], count: int, until: float = inf) -> list[Blow]:
+        """``count`` hits by ``faults`` in turn, of which none begins behind ``until``, by time.perf_counter(); fewer
+        where the server is gone: what is left would only say so again. Raises ValueError.
+        """
+        blows, well = list[Blow](), True
+        while well and len(blows) < count and time.perf_counter() < until:
+            numbers = range(len(blows), min(count, len(blows) + self._args.per_reading))
+            more, well = self.hit([faults[n % len(faults)] for n in numbers])
+            blows += more
+        return blows
+
+    def hit(self, faults: Sequence[str]) -> tuple[list[Blow], bool]:
+        """Read all streams once, and hit somebody by each of ``faults`` meanwhile, one behind the other. The first,
+        as many as came in time; and whether the server is well behind them. Raises ValueError.
+        """
+        due = self._due_of(faults)
+        first, moment = due[0]
+        for _ in range(TRIES):
+            victim, strikes = self._target.victim(self._faults[first][0], self._rng), list[HitMade]()
+            told = [StreamTold() for _ in self._bodies]
+            after_s = 0.0 if moment.early else self._rng.uniform(0.1, 0.7 / len(due)) * self._took
+            began = time.perf_counter()
+            self._read(self._bodies, partial(self._strike_all, due, victim, strikes, told), after_s, told)
+            if _in_time(strikes, told):
+                break
+            self._took = time.perf_counter() - began  # the machine has become faster
+        else:
+            tokens = self._args.tokens
+            raise ValueError(f"--tokens {tokens}: {TRIES} times all streams had ended before {first}: give more")
+        well = self._target.is_well(WELL_S)
+        verdicts = self._judged(told, well=well)
+        ends = [*(s.at for s in strikes[1:]), inf]
+        return [self._blow(s, end, told, verdicts) for s, end in zip(_in_time(strikes, told), ends, strict=False)], well
+
+    def _due_of(self, faults: Sequence[str]) -> list[tuple[str, StrikeMoment]]:
+        """When each comes. One that comes before the first request is the first of a reading."""
+        for fault in faults[len(self._due) :]:
+            role, how = self._faults[fault]
+            self._due.append((fault, self._moments.next(role if how == "SIGKILL" else "")))
+            if len(self._due) > 1 and self._due[-1][1].early:
+                due, self._due = self._due[:-1], self._due[-1:]
+                return due
+        due, self._due = self._due, []
+        return due
+
+    def _strike_all(
+        self, due: Sequence[tuple[str, StrikeMoment]], victim: Victim, strikes: list[HitMade], told: list[StreamTold]
+    ) -> None:
+        """Each once the server has made good the one before; as long as half of the streams are read."""
+        target, rng = self._target, self._rng
+        for number, (fault, moment) in enumerate(due):
+            role, how = self._faults[fault]
+            if number:
+                time.sleep(rng.uniform(*BETWEEN) * self._took)
+                if sum(one.tokens > 0 for one in told) > len(told) // 2:
+                    return
+                victim = target.victim(role, rng)
+            kind = target.strike(victim, how, moment)
+            strikes.append(HitMade(fault, victim, kind, target.struck_at))
+            silent = role == SPARE or how == SCALE  # nobody says of these that somebody is lost
+            if number + 1 < len(due) and not (silent or (target.is_noticed(NOTICE_S) and target.is_well(WELL_S))):
+                return
+
+    def _blow(self, strike: HitMade, until: float, told: Sequence[StreamTold], verdicts: Counter[str]) -> Blow:
+        pauses = [x for one in told if (x := one.pause_behind(strike.at, until)) is not None]
+        noticed, rebuilt = self._target.noticed_s(strike.at, until), self._target.rebuilt(strike.at, until)
+        pause = max(pauses, default=0.0)
+        return Blow(strike.fault, strike.victim, strike.kind, noticed, pause, rebuilt, verdicts)
+
+    def _read(
+        self,
+        bodies: Sequence[dict[str, Any]],
+        hit: Callable[[], object] | None = None,
+        after_s: float = 0.0,
+        told: list[StreamTold] | None = None,
+    ) -> list[StreamTold]:
+        return read_all(self._target.url, bodies, self._args.timeout_s, hit, after_s, told)
+
+    def _read_one(self, body: dict[str, Any]) -> StreamTold:
+        return self._read([body])[0]
+
+    def _judged(self, told: Sequence[StreamTold], *, well: bool) -> Counter[str]:
+        """Where the server is well, streams without a seed are asked for again, with the seed that they were given."""
+        wanted, bodies = dict(enumerate(self._wanted)), list(self._bodies)
+        known = {i for i, b in enumerate(bodies) if has_one_answer(b)}
+        if well:
+            seeds = seeds_of(self._target.journal)
+            again = [i for i, one in enumerate(told) if i not in known and one.id in seeds]
+            for i in again:
+                bodies[i] = {**bodies[i], "seed": seeds[told[i].id]}
+            wanted.update(zip(again, self._read([bodies[i] for i in again]), strict=True))
+            known.update(again)
+        words = [verdict(one, wanted[i], exactly=i in known) for i, one in enumerate(told)]
+        error = max((error_of(one, wanted[i]) for i, one in enumerate(told) if i in known), default=0.0)
+        for i in known if well else ():
+            if words[i] == "wrong" and is_at_edge(told[i], wanted[i], bodies[i], error, self._read_one):
+                words[i] = "edge"
+        for i, word in enumerate(words):
+            if word in BAD:
+                log.warning(
+                    "stream %d was %s: %s (error %.1g): %s", i, word, words_of(told[i], wanted[i]), error, bodies[i]
+                )
+        return Counter(words)
+
+
+def _in_time(strikes: Sequence[HitMade], told: Sequence[StreamTold]) -> list[HitMade]:
+    """Those behind which some stream was told something, or was harmed."""
+    if any(one.error for one in told):
+        return list(strikes)
+    return [s for s in strikes if any(one.pause_behind(s.at) is not None for one in told)]

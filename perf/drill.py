@@ -1,0 +1,53 @@
+"""A row of `lamina-launch drill`: hits of a server's processes while streams are read, as many as a time allows.
+
+Prints what the drill says as JSON; --write appends it to perf/results/drill.jsonl. Ends with the drill's exit status.
+
+    python perf/drill.py examples/tiny_lm/model --faults kill-memory,kill-compute --per-reading 4 --minutes 5 --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+import time
+from contextlib import redirect_stdout
+
+from common import cpu_pressure, record
+
+from lamina.cli.drill import FAULTS, add_arguments, asked
+from lamina.cli.drill.hits import Drill
+from lamina.cli.drill.report import report
+from lamina.cli.drill.target import Target
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_arguments(parser)
+    parser.set_defaults(count=10_000, json=True)
+    parser.add_argument("--minutes", type=float, default=5.0, help="behind which no hit begins (5)")
+    parser.add_argument("--write", action="store_true", help="append to perf/results")
+    args = parser.parse_args()
+    until, (faults, flags) = time.perf_counter() + 60 * args.minutes, asked(args)
+    target = Target(args.model, flags, journal=True)
+    try:
+        drill = Drill(target, args, FAULTS)
+        calm = drill.calm()
+        blows = drill.hit_all(faults, args.count, until)
+        well = target.is_well(1.0)
+    finally:
+        left = target.end()
+    args.count = len(blows) + (not well)
+    told = io.StringIO()
+    with redirect_stdout(told):
+        status = report(args, blows, calm, left)
+    names = "model", "faults", "streams", "tokens", "per_reading", "seed", "flags"
+    settings = {name: getattr(args, name) for name in names}
+    results = {"results": json.loads(told.getvalue()), "status": status, "cpu_pressure": cpu_pressure()}
+    print(record("drill", settings, results, write=args.write))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
