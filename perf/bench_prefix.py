@@ -13,7 +13,7 @@ Most of a run beside peers is their start. A --model that was used before has wh
 it lies there, llama.cpp's too, and vLLM knows what it has compiled. --warm leaves out cold prompts and Lamina without
 the option: a minute beside one peer.
 
-    python perf/bench_prefix.py --model PATH --peers vllm,openvino,llama.cpp-server --write
+    python perf/bench_prefix.py --model PATH --peers vllm,openvino,llama.cpp-server,llama.cpp-slots --write
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any, Protocol
 from common import cpu_pressure, record, spread
 from peers.child import Child
 from peers.decode import ENVIRONMENT
-from peers.prefix import PEERS
+from peers.prefix import HOMES, PEERS
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -93,10 +93,9 @@ class PrefixPeer:
     """Another engine, in an environment and a process of its own."""
 
     def __init__(self, folder: Path, peer: str, path: Path, length: int) -> None:
-        script, python = str(Path(__file__).parent / "peers" / "prefix.py"), folder / peer / "bin" / "python"
-        self._child = Child(
-            str(python.absolute()), script, [peer, str(path), str(length)], None, **ENVIRONMENT.get(peer, {})
-        )
+        script, home = str(Path(__file__).parent / "peers" / "prefix.py"), folder / HOMES.get(peer, peer)
+        python, environment = str((home / "bin" / "python").absolute()), ENVIRONMENT.get(peer, {})
+        self._child = Child(python, script, [peer, str(path), str(length)], None, **environment)
 
     def first_s(self, prompt: list[int]) -> float:
         """Seconds until a prompt's first token."""

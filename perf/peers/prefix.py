@@ -4,9 +4,12 @@ process of its own (install.sh).
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +18,7 @@ from peers.child import Fields, serve
 from peers.decode import export_openvino, write_gguf
 
 KV_GIB = 2
+SAME = 128  # tokens: prompts that have so many in common begin alike
 First = Callable[[list[int]], None]  # serves a prompt until its first token
 
 
@@ -64,9 +68,10 @@ def openvino(path: Path, length: int) -> First:
         return begin("f32")
 
 
-def llama_cpp(path: Path, length: int) -> First:
+def llama_cpp(path: Path, length: int, slots: str = "") -> First:
     """llama.cpp's own server with one slot; what another prompt drives out of that goes to its memory (--cache-ram).
-    xllamacpp brings it compiled, for any CPU with AVX2, so without AVX-512.
+    xllamacpp brings it compiled, for any CPU with AVX2, so without AVX-512. ``slots``: a directory for saved slots, in
+    place of that memory.
     """
     import xllamacpp  # type: ignore[import-not-found]
 
@@ -74,21 +79,53 @@ def llama_cpp(path: Path, length: int) -> First:
     if not file.exists():
         write_gguf(path, file, half=True)
     params.model.path, params.n_ctx, params.n_parallel = str(file), length + 8, 1
-    params.cache_ram_mib = KV_GIB << 10
+    params.cache_ram_mib, params.slot_save_path = 0 if slots else KV_GIB << 10, slots
     for cpus in (params.cpuparams, params.cpuparams_batch):
         cpus.n_threads = len(os.sched_getaffinity(0))
     server = xllamacpp.Server(params)
     asked = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "cache_prompt": True}
+    known = list[int]()  # the prompt of the saved slot
 
     def first(prompt: list[int]) -> None:
+        restored = slots and known[:SAME] == prompt[:SAME]
+        if restored:
+            _slot(server.listening_address, "restore")
         answer = server.handle_completions({"prompt": prompt, **asked})
         if answer["usage"]["completion_tokens"] != 1:
             raise RuntimeError(f"llama.cpp's server: {answer}")
+        if restored and answer["timings"]["prompt_n"] > len(prompt) - SAME:
+            raise RuntimeError(f"llama.cpp's server has used nothing of the restored slot: {answer['timings']}")
+        if slots and not known:
+            _slot(server.listening_address, "save")
+            known.extend(prompt)
 
     return first
 
 
-PEERS = {"vllm": vllm, "openvino": openvino, "llama.cpp-server": llama_cpp}
+def _slot(address: str, action: str) -> None:
+    """Save or restore the only slot."""
+    headers, body = {"Content-Type": "application/json"}, json.dumps({"filename": "known"}).encode()
+    asked = urllib.request.Request(f"{address}/slots/0?action={action}", body, headers)
+    with urllib.request.urlopen(asked, timeout=60.0) as answer:
+        answer.read()
+
+
+def llama_cpp_slots(path: Path, length: int) -> First:
+    """The same, which saves the slot of its first prompt to a file, and restores it before each prompt that begins
+    alike.
+    """
+    folder = tempfile.TemporaryDirectory()
+    first = llama_cpp(path, length, f"{folder.name}/")
+
+    def begin(prompt: list[int]) -> None:
+        assert folder.name  # it lives as long as this
+        first(prompt)
+
+    return begin
+
+
+PEERS = {"vllm": vllm, "openvino": openvino, "llama.cpp-server": llama_cpp, "llama.cpp-slots": llama_cpp_slots}
+HOMES = {"llama.cpp-slots": "llama.cpp-server"}  # the environment of a peer, where another one has it
 
 
 def _begin(peer: str, path: str, length: str) -> Callable[[Fields], Fields]:
