@@ -1,0 +1,99 @@
+"""``lamina-launch check`` on KV that outlives its request: kept promises on five families, and broken ones that must
+turn it red.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import FAMILIES
+
+from lamina.cli.check.matrix import BASE, BASE_OPTIONS, FIXED, Setting, kept
+from lamina.cli.check.settings_run import Check
+from lamina.config import changed, make_config
+from lamina.engine.blocks import page_keys
+from lamina.engine.blocks.prefixes import Prefixes
+from lamina.kv.keys import page_key
+from lamina.kv.media.host import HostMedium
+from lamina.protocol.blocks.extents import Extents
+from lamina.protocol.options.engine import EngineConfig
+from lamina.protocol.placement import Place
+
+pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
+KEPT = ("prefix cache", "restore", "preemption")
+KEEPING = [
+    pytest.param("gpt2", 0, "auto", id="learned positions", marks=pytest.mark.slow),
+    pytest.param("gemma2", 250, "auto", id="a window that prompts fit in"),
+    pytest.param("falcon-alibi", 0, "auto", id="positions in the scores", marks=pytest.mark.slow),
+    pytest.param("falcon-mqa", 0, "auto", id="one KV head", marks=pytest.mark.slow),
+    pytest.param("llama-gqa", 0, "int8", id="8 bits", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "window", "dtype"), KEEPING)
+def test_families_keep_what_is_promised_of_kept_kv(name: str, window: int, dtype: str, tmp_path: Path) -> None:
+    (family,) = [f for f in FAMILIES if f.name == name]
+    more = {"sliding_window": window} if window else {}
+    replace(family, options={**family.options, **more}).build().save_pretrained(tmp_path)
+    config = changed(EngineConfig(), BASE_OPTIONS)
+    verdicts = list(Check(str(tmp_path), config, [], 16, 0).run([BASE, *kept(dtype)]))
+    assert all(v.held for v in verdicts), [(v.axis, v.setting, v.note) for v in verdicts if not v.held]
+    assert [v.exactness for v in verdicts if v.axis in KEPT] == ["bitwise"] * 5
+
+
+@pytest.fixture(scope="module")
+def keeping(llama_path: Path) -> tuple[Check, list[Setting]]:
+    """Two prompts whose second pages are alike, and whose first ones are not; and settings that load pages."""
+    pages = [[(7 * i + n) % 90 + 5 for i in range(128)] for n in (1, 40, 3)]
+    prompts: Any = [[*first, *pages[2], 9] for first in pages[:2]]
+    comparison = Check(str(llama_path), make_config(BASE_OPTIONS), prompts, max_tokens=8, seed=1)
+    restored = [s for s in kept("auto") if s.axis == "restore"]
+    assert [v.held for v in comparison.run([BASE, FIXED, *restored])] == [True] * 4
+    return comparison, restored
+
+
+def test_a_bit_that_flips_behind_its_checksum_is_found(
+    keeping: tuple[Check, list[Setting]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = HostMedium.read
+
+    def flip(self: HostMedium, key: bytes, into: Any) -> None:
+        read(self, key, into)
+        for atom in list(into)[:1]:
+            into[atom][3] ^= 0x10  # of an exponent
+
+    monkeypatch.setattr(HostMedium, "read", flip)
+    comparison, restored = keeping
+    assert [v.held for v in comparison.run(restored)] == [True, False]
+
+
+def test_keys_that_know_no_parent_are_found(
+    keeping: tuple[Check, list[Setting]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second page of the second prompt is taken for that of the first one."""
+    monkeypatch.setattr(page_keys, "page_key", lambda parent, number, tokens: page_key(b"p" * 32, number, tokens))
+    comparison, restored = keeping
+    assert [v.held for v in comparison.run(restored)] == [True, False]
+
+
+@pytest.mark.parametrize("partition", ["request", "token"])
+def test_a_fork_in_the_wrong_lane_is_found(
+    partition: str, keeping: tuple[Check, list[Setting]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows say that what it begins with lies in the lane next to its source's; and nobody refuses the plan."""
+    comparison, _ = keeping
+    split = {"memory_workers": 2, "partition": partition}
+    cached = [replace(s, options={**s.options, **split}) for s in kept("auto") if s.axis == "prefix cache"]
+    assert [(v.held, v.exactness) for v in comparison.run(cached)] == [(True, "bitwise")] * 2
+    match = Prefixes.match
+
+    def stray(self: Prefixes, beginnings: Any) -> Any:
+        hit = match(self, beginnings)
+        return hit and hit._replace(place=Place(1 - hit.place.lane))
+
+    monkeypatch.setattr(Prefixes, "match", stray)
+    monkeypatch.setattr(Extents, "alike", lambda *_: True)
+    assert [v.held for v in comparison.run(cached)] == [True, False]
