@@ -81,13 +81,13 @@ class Scheduler:
         self._ledger = ledger
         self._cuts = Cuts(prefill_chunk, aligned)
         self._room = Room(ledger, max_num_seqs + prefill_chunk, homes)
-        self.moves = StripeMoves(ledger, self._room, moving_ranks)
         self.closed = self._room.closed  # groups in which no sequence begins
         self.waiting: deque[Sequence] = deque()  # the next one first
         self.batches = [Batch(i) for i in range(num_batches)]
         self._num_layers, self.num_replicas = num_layers, num_replicas
         self.prefill = prefill or Prefill(0, prefill_chunk, num_batches)
         self.prefixes = prefixes or Prefixes(ledger, 0)
+        self.moves = StripeMoves(ledger, self._room, self.prefixes, moving_ranks)
         self.sessions, self.leaves = self.prefixes.sessions, Leaves(self.prefixes, ledger, tier)
         self.tier, self.swaps, self.evictions, self.shadows = tier, swaps, evictions, shadows
         self._newcomers = Newcomers(

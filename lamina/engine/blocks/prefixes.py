@@ -245,10 +245,14 @@ class Prefixes:
         the others that nobody waits for, each the least recently used first; then those of waiting turns, from the end
         of the queue on.
         """
-        now, until = self._clock(), self._retained
-        named = sorted(until, key=lambda n: self.sessions.owner(n) is not None or until[n] > now)
+        named = dict.fromkeys([*self.unasked(), *self._retained])
         queue = [s.leaf for s in self.awaited if s.leaf is not None]
-        return victims(queue, len(queue), named)  # more than the pool holds are not in it
+        return victims(queue, len(queue), list(named))  # more than the pool holds are not in it
+
+    def unasked(self) -> Iterator[int]:
+        """The retained sequences without a name that are not prolonged, the least recently used first."""
+        now = self._clock()
+        return (n for n, until in self._retained.items() if self.sessions.owner(n) is None and until <= now)
 
     def evict(self, number: int) -> Free:
         """Give up a retained sequence."""

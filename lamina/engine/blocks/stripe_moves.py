@@ -1,14 +1,16 @@
 """Which stripes go to another memory worker while their sequences decode, and when. Pure policy: no torch, no I/O, no
 clock.
 
-What lies on loan goes home once home has room for it and nobody waits. One copy is under way at a time, of few stripes:
-so no more than these lie twice. While it is, the sequence lies as it did; if anything fails, it goes on so.
+What lies on loan goes home once home has room for it and nobody waits; what is retained there gives way, unless it was
+asked to stay. One copy is under way at a time, of few stripes: so no more than these lie twice. While it is, the
+sequence lies as it did; if anything fails, it goes on so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Several
+from itertools import islice
 from typing import NamedTuple
 
 from lamina.engine.sequence import Sequence, Shadow
@@ -20,9 +22,11 @@ from lamina.protocol.plan import Free, Keep, StepPlan
 
 from .ledger import Ledger
 from .newcomers import Batch
+from .prefixes import Prefixes
 from .room import Room
 
 MOST_STRIPES = 8  # of a copy
+MOST_LOOKED_AT = 8  # of what is retained
 
 
 class _MovingStripes(NamedTuple):
@@ -36,9 +40,9 @@ class _MovingStripes(NamedTuple):
 class StripeMoves:
     """``ranks``: each copies what it has of the stripes; 0, or layers with a window: nothing moves."""
 
-    def __init__(self, ledger: Ledger, room: Room, ranks: int) -> None:
+    def __init__(self, ledger: Ledger, room: Room, prefixes: Prefixes, ranks: int) -> None:
         self.num_moved = 0  # KV blocks of each layer, that have gone home
-        self._ledger, self._room = ledger, room
+        self._ledger, self._room, self._prefixes = ledger, room, prefixes
         self._ranks = 0 if any(ledger.windows) else ranks  # of what a window has passed there is nothing to copy
         self._copy: _MovingStripes | None = None
         self._stored, self._failed = 0, False  # of it: ranks that have it
@@ -81,11 +85,12 @@ class StripeMoves:
         running = {s.id: (s, batch) for batch in batches for s in batch.running if not s.finished}
         if self._copy is not None:
             self._end(self._copy, batches[0], step, running.get(self._copy.of))
-        elif loans is not None and any(s.place.moved for s, _ in running.values()):
+        elif any(s.place.moved for s, _ in running.values()):
             sequences = [s for s, _ in running.values()]
-            room = loans.room(self._room.left(sequences, {}))
-            due = next(self._due(sequences, room), None)
-            if due is not None:
+            due = self._due(sequences, self._room.left(sequences, {}))
+            if due is None:
+                batches[0].ops += self._give_way(sequences)
+            else:
                 sequence, run = due
                 self._copy, self._stored, self._failed = _MovingStripes(number(), sequence.id, run), 0, False
                 op = MoveStripes(self._copy.number, sequence.id, run.start, run.stop - run.start, run.lane)
@@ -104,8 +109,12 @@ class StripeMoves:
             self.num_moved += (copy.run.stop - copy.run.start) * self._ledger.placement.stripe
             self._copy = None
 
-    def _due(self, running: list[Sequence], room: dict[int, int]) -> Iterator[tuple[Sequence, Run]]:
-        """What may be copied next: the last stripes of a run, as many as fit at home. What others share stays."""
+    def _due(self, running: list[Sequence], blocks: list[int]) -> tuple[Sequence, Run] | None:
+        """What may be copied next into so many ``blocks``: the last stripes of a run, as many as fit at home. What
+        others share stays.
+        """
+        assert self._room.loans is not None
+        room = self._room.loans.room(blocks)
         for sequence in filter(self._may_move, running):
             home = sequence.place.lane
             spare = room.get(home, 0) - sum(s.place.lane == home for s in running)
@@ -115,7 +124,18 @@ class StripeMoves:
                 part = Run(stop - count, stop, home)
                 alone = count > 0 and self._ledger.has_alone(sequence.id, part.start * self._stripe_tokens)
                 if alone and self._relocated(sequence, part) is not None:
-                    yield sequence, part
+                    return sequence, part
+        return None
+
+    def _give_way(self, running: list[Sequence]) -> list[Free]:
+        """The oldest of what is retained and was not asked to stay, where some could go home without the oldest few."""
+        few = [(n, self._ledger.own_blocks(n)) for n in islice(self._prefixes.unasked(), MOST_LOOKED_AT)]
+        blocks = [sum(each) for each in zip(self._room.left(running, {}), *(own for _, own in few), strict=True)]
+        if not few or (due := self._due(running, blocks)) is None:
+            return []
+        there = [group for group, lanes in enumerate(self._ledger.lanes) if due[1].lane in lanes]
+        oldest = next((n for n, own in few if any(own[group] for group in there)), None)
+        return [] if oldest is None else [self._prefixes.evict(oldest)]
 
     def _relocated(self, sequence: Sequence, run: Run) -> Place | None:
         return relocated(sequence.place, run, -(-sequence.num_scheduled // self._stripe_tokens))

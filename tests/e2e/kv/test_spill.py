@@ -106,7 +106,7 @@ def test_a_loan_goes_home_while_its_sequence_decodes(transport: str, path: str) 
 
     with LLM(path, transport="loopback", memory_workers=1, kv_memory="8MB", **TINY) as llm:
         wanted = said(llm)
-    with LLM(path, transport=transport, **SPILL, **TINY, enable_prefix_caching=False) as llm:
+    with LLM(path, transport=transport, **SPILL, **TINY) as llm:
         assert said(llm) == wanted
         assert llm.engine.scheduler.moves.num_moved > 0
         assert sum(w["moved_bytes"] for name, w in llm.stats().items() if name.startswith("memory")) > 0

@@ -249,3 +249,18 @@ def test_nothing_moves_where_nothing_may(options: dict[str, int]) -> None:
         still.step()
     assert not still.ops
     crowded()[0].until_moves()
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["unasked", "prolonged"])
+def test_what_is_retained_at_home_gives_way_unless_it_was_asked_to_stay(asked: bool) -> None:
+    """A pool that has served for a while is full of it."""
+    house = House([6 * STRIPE, 6 * STRIPE], page=STRIPE)
+    for _ in range(2):
+        house.add(4 * STRIPE - 3, 2).retention_s = 60.0 * asked
+    long = house.add(4 * STRIPE, 30)
+    for _ in range(3):
+        house.step()
+    assert long.place.moved
+    assert house.scheduler.prefixes.num_retained == 1 + asked, "one is in the way"
+    house.step()
+    assert any(isinstance(op, MoveStripes) for op in house.ops) is not asked
