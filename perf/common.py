@@ -49,12 +49,14 @@ def version(*names: str) -> str:
 
 
 def commit() -> str:
-    """The commit measured; "-dirty" when the tree differs from it."""
+    """The commit measured; "-dirty" when the tree differs from it, but for rows of results."""
     here = Path(__file__).parent
-    run = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=here, capture_output=True, text=True, check=False
-    )
-    return run.stdout.strip() or "unknown"
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False)
+
+    differs = git("diff", "--quiet", "HEAD", "--", ":/", ":(top,exclude)perf/results").returncode == 1
+    return git("rev-parse", "--short", "HEAD").stdout.strip() + "-dirty" * differs or "unknown"
 
 
 def cpu_pressure() -> float:
