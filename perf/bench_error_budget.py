@@ -1,8 +1,8 @@
 """Whether an error budget catches a policy that is broken on purpose, and leaves a good one in peace: over tokens of
 real shadows, on the demo's language model.
 
-An engine with a shadow for each completion goes on with texts whose KV has lost blocks. What its shadows see, in the
-order in which they see it, is cut into runs of so many tokens, and each run is watched as an engine watches it.
+An engine with a shadow for each completion goes on with texts whose KV has lost blocks. What its shadows see is cut
+into runs of completions of so many tokens together, and each run is watched as an engine watches it.
 `pooled` is the policy as it is; `unpooled` lets a block count for itself alone; `inverted` drops the best blocks. The
 budget is twice the true rate of the first policy, unless one is given. With --copy texts end in random tokens, half of
 which come once more, and the others are to be copied: what was dropped is missed there.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
@@ -66,14 +66,22 @@ def shadows_see(policy: str, prompts: list[list[int]], tokens: int, budget: int)
 
 
 def alarms(seen: Seen, budget: ErrorBudget, tokens: int, runs: int) -> tuple[int, int]:
-    """Runs with an alarm, and all that there are."""
+    """Runs with an alarm, and all that there are: each of the next completions, in the order of their first tokens,
+    that have so many tokens together at most.
+    """
+    lengths = Counter(by for by, *_ in seen)
+    parts = list[dict[Witness, Witness]]()
+    for by, length in lengths.items():
+        if not parts or sum(w.most for w in parts[-1].values()) + length > tokens:
+            parts.append({})
+        parts[-1][by] = Witness(length)
 
-    def caught(run: Seen) -> bool:
-        watch, witnesses = ErrorWatch(budget), defaultdict[int, Witness](Witness)
-        return any(watch.add(witnesses[id(by)], different=d, kl=k) for by, d, k in run)
+    def caught(part: dict[Witness, Witness]) -> bool:
+        watch = ErrorWatch(budget)
+        return any(watch.add(part[by], different=d, kl=k) for by, d, k in seen if by in part)
 
-    parts = [seen[at : at + tokens] for at in range(0, len(seen) - tokens + 1, tokens)][:runs]
-    return sum(map(caught, parts)), len(parts)
+    whole = parts[:-1][:runs]
+    return sum(map(caught, whole)), len(whole)
 
 
 def main() -> None:

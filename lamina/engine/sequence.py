@@ -186,12 +186,18 @@ class Shadow(Sequence):
         super().__init__(-1, params, 0, of.prompt, output, of.max_len, of.stop_tokens, of.salt)
         self.of, self.tokens, self.outlived, self.priority = of, of.tokens, True, of.priority
         self._attempt = of.num_preemptions
-        self.witness = Witness()  # of what the other one's tokens show
+        self.witness = Witness(of.max_len - len(of.prompt))  # of what the other one's tokens show
 
     @property
     def lost(self) -> bool:
         """Whether there is nothing left to go on beside."""
         return self.of.finished or self.of.num_preemptions != self._attempt
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """Whoever ends before the other one has not seen all of it."""
+        if not self.finished:
+            self.witness.end(whole=self.of.finished)
+        super().finish(reason, stop_reason)
 
     @property
     def num_promised(self) -> int:

@@ -1,4 +1,4 @@
-"""Whether answers with some of the KV left out are within a budget of errors: statistics of tokens. Pure policy: no
+"""Whether answers with some of the KV left out are within their budget of errors: statistics of tokens. Pure policy: no
 torch, no I/O, no clock.
 
 Of a token two things are measured against the same model with all KV: whether its most likely token is another one, and
@@ -6,15 +6,18 @@ how far the distributions lie apart (KL, in nats, clipped so that one token cann
 so the tokens of one completion are no independent witnesses, and each completion counts by its mean alone.
 
 Somebody bets that the mean is above half of the budget: of all that he has he stakes a share on the mean of each
-completion, and is paid what would be fair if the truth were half of the budget. While it is, or is less, he is n times
-as rich with a chance of 1/n at most behind any completion, ever, whatever distribution there is (Ville 1939;
-Waudby-Smith and Ramdas, arXiv 2010.09686). One looks in the midst of completions, too, which that does
-not cover: where completions begin worse than they go on, and many begin together, alarms are more.
+completion, in the order of their first tokens, and is paid what would be fair if the truth were half of the budget.
+While it is, or is less, he is ever n times as rich with a chance of 1/n at most, whatever distribution there is (Ville
+1939; Waudby-Smith and Ramdas, arXiv 2010.09686). A completion that goes on counts by the least that it can come to, as
+if all of its tokens to come were right. So a look in the midst sees no more than one at the ends would, and it matters
+neither where in completions wrong tokens lie, nor how long they are, nor how many go on at once.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lamina.protocol.options.sparsity import ErrorBudget
@@ -25,20 +28,28 @@ MOST_KL = 1.0  # nats of one token that count
 RISK = 0.01  # of an alarm, ever, where the truth is at most half of the budget
 
 
-@dataclass
+@dataclass(eq=False)
 class Witness:
     """A completion that has a shadow: what its tokens have shown."""
 
+    most: int  # tokens that it will have shown, at most
     tokens: int = 0
     different: float = 0.0  # tokens whose most likely one was another
     kl: float = 0.0  # nats, clipped
+
+    def end(self, *, whole: bool) -> None:
+        """No more tokens come. One that has not seen its completion's end counts for nothing."""
+        if not whole:
+            self.tokens, self.different, self.kl = 0, 0.0, 0.0
+        self.most = self.tokens
 
 
 class ErrorWatch:
     """Over all sequences that keep or attend as much. Once it is over budget it stays so."""
 
     def __init__(self, budget: ErrorBudget) -> None:
-        self._budget, self._seen = budget, Witness()
+        self._budget, self._seen = budget, Witness(0)
+        self._witnesses = deque[Witness]()  # in the order of their first tokens, from the first one that goes on
         self._top1, self._kl = Bet(budget.top1 / 2), Bet(budget.kl / 2)
         self.over = ""  # why; empty: it is not
 
@@ -60,19 +71,23 @@ class ErrorWatch:
     def add(self, by: Witness, *, different: bool, kl: float) -> bool:
         """One more token; whether it is over budget. A KL that is no number counts as the largest."""
         kl = min(max(kl, 0.0), MOST_KL) if math.isfinite(kl) else MOST_KL
-        self._top1.add(by.tokens, by.different, different)
-        self._kl.add(by.tokens, by.kl, kl)
+        if not by.tokens:
+            self._witnesses.append(by)
         for each in (by, self._seen):
             each.tokens, each.different, each.kl = each.tokens + 1, each.different + different, each.kl + kl
+        while self._witnesses and self._witnesses[0].tokens >= self._witnesses[0].most:
+            ended = self._witnesses.popleft()
+            self._top1.settle(ended.most, ended.different)
+            self._kl.settle(ended.most, ended.kl)
         self.over = self.over or self._look()
         return bool(self.over)
 
     def _look(self) -> str:
         """An alarm takes both: more was seen than the budget allows, and half of it is not to be believed."""
         budget, enough = self._budget, math.log(2.0 / RISK)  # half of the risk for each
-        if self.top1 > budget.top1 and self._top1.gain > enough:
+        if self.top1 > budget.top1 and self._top1.gain((w.most, w.different) for w in self._witnesses) > enough:
             return f"{self.top1:.1%} of {self.tokens} tokens would be others, {budget.top1:.1%} may be"
-        if self.kl > budget.kl and self._kl.gain > enough:
+        if self.kl > budget.kl and self._kl.gain((w.most, w.kl) for w in self._witnesses) > enough:
             return f"{self.kl:.3f} nats of KL over {self.tokens} tokens, {budget.kl:.3f} may be"
         return ""
 
@@ -83,18 +98,26 @@ class Bet:
     def __init__(self, mean: float) -> None:
         self._mean, self._gains = mean, [0.0] * len(STAKES)
 
-    @property
-    def gain(self) -> float:
-        """Logarithm of how many times as rich as at first one is."""
-        most = max(self._gains)
-        return most + math.log(sum(math.exp(gain - most) for gain in self._gains) / len(STAKES))
+    def settle(self, count: int, total: float) -> None:
+        """A completion has shown ``count`` numbers, ``total`` together."""
+        self._gains = self._behind(self._gains, count, total)
 
-    def add(self, count: int, total: float, number: float) -> None:
-        """One more number of a completion that had ``count``, ``total`` together."""
-        before, now = self._edge(count, total), self._edge(count + 1, total + number)
-        for at, stake in enumerate(STAKES):
-            self._gains[at] += math.log((1.0 + stake * now) / (1.0 + stake * before))
+    def gain(self, others: Iterable[tuple[int, float]]) -> float:
+        """Logarithm of how many times as rich as at first one is, behind as many of ``others``, in their order, as pay
+        best; of each the ``count`` and the ``total`` that it will have shown.
+        """
+        gains, best = self._gains, _together(self._gains)
+        for count, total in others:
+            gains = self._behind(gains, count, total)
+            best = max(best, _together(gains))
+        return best
 
-    def _edge(self, count: int, total: float) -> float:
-        """What a completion pays for a stake of 1, or takes of it."""
-        return (total - count * self._mean) / (max(count, CLUMP) * self._mean)
+    def _behind(self, gains: list[float], count: int, total: float) -> list[float]:
+        """By stake, once one more completion is paid for."""
+        edge = (total - count * self._mean) / (max(count, CLUMP) * self._mean)  # of a stake of 1
+        return [gain + math.log(1.0 + stake * edge) for gain, stake in zip(gains, STAKES, strict=True)]
+
+
+def _together(gains: list[float]) -> float:
+    most = max(gains)
+    return most + math.log(sum(math.exp(gain - most) for gain in gains) / len(STAKES))

@@ -15,6 +15,7 @@ from lamina.engine.rounds.steps import ScheduledStep
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence, Shadow
 from lamina.engine.shadows import RUNGS, Shadows
+from lamina.kv.error_budget import Witness
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.control import Drawn
 from lamina.protocol.options.sparsity import ErrorBudget, SparsityOptions
@@ -35,6 +36,7 @@ class Run:
         self.scheduler, self.apart = scheduler, apart
         self.before: dict[int, set[int]] = {}  # batch -> ids whose tokens its last step draws
         self.compared, self.said = 0, list[str]()
+        self.witnesses = dict[int, Witness]()  # by request
         self.plans: list[ScheduledStep] = []
         for sequence in sequences:
             scheduler.add(sequence)
@@ -77,6 +79,7 @@ class Run:
                 if isinstance(sequence, Shadow):
                     sequence.num_drawing -= 1
                     self.compared += not sequence.finished
+                    self.witnesses[sequence.of.request_id] = sequence.witness
                     assert self.scheduler.shadows
                     self.said += [self.scheduler.shadows.take(sequence, Drawn(sequence.id, 0, apart=self.apart))]
                 elif sequence.finished:
@@ -104,6 +107,7 @@ def test_a_shadow_has_the_same_tokens_in_the_same_steps(
     assert all(s.finished and s.output.finish_reason == "length" for s in sequences)
     assert scheduler.free_blocks == (blocks,)
     assert not any(s.output.kv_rebuilt for s in sequences)
+    assert all(by.tokens == by.most for by in run.witnesses.values()), "each has come to its end"
     if blocks > 3 * sum(a + b for a, b in lengths):  # room for all
         assert run.compared >= sum(b for _, b in lengths) - 3 * len(lengths)
 
@@ -144,6 +148,17 @@ def test_a_share_of_sequences_has_a_shadow() -> None:
     assert all(shadows.begin(dense) is None for _ in range(40)), "nothing is to be measured there"
 
 
+def test_an_answer_that_ends_early_counts_by_the_tokens_that_it_has() -> None:
+    scheduler = scheduler_of(100, Shadows(SELECT, ErrorBudget(shadow=1.0)))
+    sequence = make(0, 10, 200)
+    sequence.stop_tokens = frozenset([29])
+    run = Run(scheduler, [sequence], (True, 0.0))
+    run.to_the_end()
+    (by,) = run.witnesses.values()
+    assert sequence.output.finish_reason == "stop"
+    assert 15 <= by.tokens == by.most <= 20
+
+
 def test_where_blocks_run_out_a_shadow_goes_before_a_newer_request() -> None:
     shadows = Shadows(SELECT, ErrorBudget(shadow=0.5))  # the first one has a shadow, the second one none
     scheduler = scheduler_of(30, shadows)  # both need 26, all three 39
@@ -153,6 +168,7 @@ def test_where_blocks_run_out_a_shadow_goes_before_a_newer_request() -> None:
     run = Run(scheduler, sequences, (False, 0.0))
     run.to_the_end()
     assert run.compared > 5, "it was there at first"
+    assert [(by.tokens, by.most) for by in run.witnesses.values()] == [(0, 0)], "and counts for nothing"
     assert [s.num_preemptions for s in sequences] == [0, 0]
     counts = promises.counts()
     assert counts is not None

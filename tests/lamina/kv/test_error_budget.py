@@ -12,45 +12,72 @@ from lamina.kv.error_budget import CLUMP, MOST_KL, Bet, ErrorWatch, Witness
 from lamina.protocol.options.sparsity import ErrorBudget
 
 RUNS = 200
-ANSWER = 12  # tokens of each completion
-Token = Callable[[random.Random], tuple[bool, float]]
+ANSWER = 12  # tokens of a completion
+Shown = list[tuple[bool, float]]  # by the tokens of a completion
+Completion = Callable[[random.Random], Shown]
+
+
+class HastyWatch(ErrorWatch):
+    """Takes what it has seen of a completion for all that there will be."""
+
+    def _look(self) -> str:
+        rich = self._top1.gain((by.tokens, by.different) for by in self._witnesses) > math.log(200.0)
+        return "hasty" * (rich and self.top1 > self._budget.top1)
 
 
 def alarms(
     budget: ErrorBudget,
-    completion: Callable[[random.Random], Token],
+    completion: Completion,
     tokens: int,
-    answer: int = ANSWER,
-    together: int = 1000,
+    at_once: int = 1,
+    *,
+    part: int = 1000,
+    runs: int = RUNS,
+    kind: type[ErrorWatch] = ErrorWatch,
 ) -> int:
-    """Of RUNS runs of so many tokens, of completions of ``answer`` tokens, ``together`` of which are one witness."""
+    """Of so many runs of so many tokens, of ``at_once`` completions that begin together, and of whoever comes behind
+    them. ``part``: so many tokens of a completion are a witness by themselves.
+    """
     count = 0
-    for seed in range(RUNS):
-        draw, watch = random.Random(seed), ErrorWatch(budget)
+    for seed in range(runs):
+        draw, watch = random.Random(seed), kind(budget)
+        slots: list[tuple[Shown, Witness]] = [([], Witness(0)) for _ in range(at_once)]
         for number in range(tokens):
-            if not number % answer:
-                by, token = Witness(), completion(draw)
-            elif not number % answer % together:
-                by = Witness()
-            different, kl = token(draw)
+            left, by = slots[number % at_once]
+            if not left:
+                left = completion(draw)
+            if by.tokens == by.most:
+                by = Witness(min(part, len(left)))
+            slots[number % at_once] = left, by
+            different, kl = left.pop(0)
             if watch.add(by, different=different, kl=kl):
                 count += 1
                 break
     return count
 
 
-def alike(top1: float, kl: float = 0.0) -> Callable[[random.Random], Token]:
+def alike(top1: float, kl: float = 0.0, answer: int = ANSWER) -> Completion:
     """Each token by itself. KL as it is: mostly next to nothing, now and then a lot."""
 
     def token(draw: random.Random) -> tuple[bool, float]:
         return draw.random() < top1, min(MOST_KL, draw.expovariate(1.0)) * (draw.random() < kl / 0.632)
 
-    return lambda _: token
+    return lambda draw: [token(draw) for _ in range(answer)]
 
 
-def clumps(share: float, top1: float) -> Callable[[random.Random], Token]:
-    """A share of completions has wrong tokens, so many, the others none."""
-    return lambda draw: alike(top1 if draw.random() < share else 0.0)(draw)
+def clumps(share: float, top1: float) -> Completion:
+    """A share of completions, of 100 tokens, has wrong tokens, so many, the others none."""
+    return lambda draw: alike(top1 if draw.random() < share else 0.0, answer=100)(draw)
+
+
+def at_first(completion: Completion) -> Completion:
+    """The same with all wrong tokens before all others."""
+    return lambda draw: sorted(completion(draw), reverse=True)
+
+
+def short_ones(draw: random.Random) -> Shown:
+    """Half of all completions have CLUMP tokens, of which a tenth is wrong; none is in the others, which take long."""
+    return alike(0.1, answer=CLUMP)(draw) if draw.random() < 0.5 else [(False, 0.0)] * 400
 
 
 @pytest.mark.parametrize("top1", [0.02, 0.05, 0.1, 0.3])
@@ -72,9 +99,23 @@ def test_a_kl_that_is_too_large_is_caught_too() -> None:
 def test_half_of_the_budget_in_clumps_raises_no_alarm_either() -> None:
     """Where one completion in twelve is bad all along."""
     budget = ErrorBudget(top1=0.1)
-    assert alarms(budget, clumps(1 / 12, 0.6), 1000, 100) <= 0.01 * RUNS
-    assert alarms(budget, clumps(1 / 12, 0.6), 1000, 100, CLUMP) > 0.05 * RUNS, "parts of them are no witnesses"
-    assert alarms(budget, clumps(0.8, 0.6), 1000, 100) >= 0.9 * RUNS
+    assert alarms(budget, clumps(1 / 12, 0.6), 1000) <= 0.01 * RUNS
+    assert alarms(budget, clumps(1 / 12, 0.6), 1000, part=CLUMP) > 0.05 * RUNS, "parts of them are no witnesses"
+    assert alarms(budget, clumps(0.8, 0.6), 1000) >= 0.9 * RUNS
+
+
+FIRST = at_first(alike(0.05, answer=100))
+
+
+@pytest.mark.parametrize(
+    "completion", [FIRST, at_first(clumps(1 / 12, 0.6)), short_ones], ids=["alike", "clumps", "short"]
+)
+def test_half_of_the_budget_raises_none_wherever_it_lies_however_many_go_on_at_once(completion: Completion) -> None:
+    assert alarms(ErrorBudget(top1=0.1), completion, 1600, 8, runs=100) <= 1
+
+
+def test_who_took_what_is_seen_in_the_midst_for_all_would_raise_many() -> None:
+    assert alarms(ErrorBudget(top1=0.1), FIRST, 400, 8, runs=20, kind=HastyWatch) > 10
 
 
 def test_who_bets_is_rich_as_seldom_as_is_said() -> None:
@@ -83,28 +124,48 @@ def test_who_bets_is_rich_as_seldom_as_is_said() -> None:
     for seed in range(RUNS):
         draw, bet, most = random.Random(seed), Bet(0.2), 0.0
         for _ in range(100):
-            wrong = draw.random() < 0.2
-            for number in range(CLUMP):
-                bet.add(number, float(wrong * number), wrong)
-            most = max(most, bet.gain)
+            bet.settle(CLUMP, CLUMP * (draw.random() < 0.2))
+            most = max(most, bet.gain([]))
         rich += most > math.log(10.0)
     assert 0 < rich <= 0.1 * RUNS
+
+
+def test_one_that_goes_on_counts_by_the_least_that_it_can_come_to() -> None:
+    """So whatever its tokens to come are, one is no poorer at its end."""
+    bet = Bet(0.1)
+    bet.settle(50, 20.0)
+    before = bet.gain([])
+    assert bet.gain([(100, 5.0)]) == before, "who goes on with nothing to show takes nothing away"
+    assert bet.gain([(100, 5.0), (100, 90.0)]) > before, "nor does it hide who began behind it"
+    for count, total in ((100, 40.0), (60, 40.0), (41, 40.0), (100, 70.0)):
+        assert bet.gain([(count, total)]) >= bet.gain([(100, 40.0)]) > before
+
+
+def test_one_that_gave_way_counts_for_nothing_and_one_that_ended_early_for_what_it_was() -> None:
+    budget = ErrorBudget(top1=0.1)
+    for whole in (True, False):
+        watch, first, last = ErrorWatch(budget), [Witness(1000) for _ in range(3)], Witness(1)
+        for by in first:
+            assert not any(watch.add(by, different=True, kl=0.0) for _ in range(50)), "they may become right"
+        for by in first:
+            by.end(whole=whole)
+        assert watch.add(last, different=False, kl=0.0) == whole
 
 
 def test_one_token_cannot_decide_and_nonsense_counts_as_the_worst() -> None:
     watch = ErrorWatch(ErrorBudget(top1=0.5, kl=0.05))
     for number in range(24):
-        watch.add(Witness(), different=False, kl=0.0 if number else 1e9)
+        watch.add(Witness(1), different=False, kl=0.0 if number else 1e9)
     assert watch.kl == MOST_KL / 24
     assert not watch.over
-    for by in (Witness(), Witness(), Witness()):
+    for by in (Witness(CLUMP), Witness(CLUMP), Witness(CLUMP)):
         for _ in range(CLUMP):
             watch.add(by, different=False, kl=math.nan)
     assert "nats of KL" in watch.over
-    assert watch.add(Witness(), different=False, kl=0.0), "it stays so"
+    assert watch.add(Witness(1), different=False, kl=0.0), "it stays so"
 
 
 def test_one_completion_cannot_decide() -> None:
-    watch, by = ErrorWatch(ErrorBudget(top1=0.1, kl=0.1)), Witness()
+    watch, by = ErrorWatch(ErrorBudget(top1=0.1, kl=0.1)), Witness(1000)
     assert not any(watch.add(by, different=True, kl=9.0) for _ in range(1000))
     assert (watch.tokens, watch.top1, watch.kl) == (1000, 1.0, MOST_KL)
