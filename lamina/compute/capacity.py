@@ -50,12 +50,14 @@ def geometries(
 
 
 def kv_geometries(
-    layers: Sequence[LayerShape], partition: Partition, itemsize: int, *, max_rows: int
+    layers: Sequence[LayerShape], partition: Partition, itemsize: int, *, max_rows: int, stages: int = 1
 ) -> tuple[Geometry, Geometry]:
-    """The inboxes of a memory worker and of a prefill worker, for the K and V of up to ``max_rows`` rows."""
+    """The inboxes of a memory worker and of a prefill worker, for the K and V of up to ``max_rows`` rows. ``stages``:
+    of its group.
+    """
     most = most_bytes(layers, partition, itemsize, max_rows=max_rows, stripes=1)
     out_bytes = max(LEAST_SLOT_BYTES, most.kv)
-    inbound = Geometry(slots=STORED_SLOTS, slot_bytes=LEAST_SLOT_BYTES)
+    inbound = Geometry(slots=STORED_SLOTS + stages - 1, slot_bytes=LEAST_SLOT_BYTES)
     return _inbox(KV_SLOTS, out_bytes, max_rows), inbound
 
 

@@ -279,6 +279,7 @@ class ComputeServer(ModelServer):
             max_model_len=cut.max_len,
             replicas=self.replicas,
             prefill_workers=prefill_workers,
+            prefill_pipeline=start.topology.prefill_pipeline,
             direct=direct,
         )
 

@@ -133,6 +133,10 @@ class ModelServer:
         """Open channels to the other prefill workers. Raises ChannelError."""
         raise ProtocolError(f"a {self.role} is to meet prefill workers")
 
+    def own_part(self, program: Any, num_layers: int) -> Any:
+        """Of the cut program, what this worker runs. Raises ValueError."""
+        return program
+
     def run(self) -> None:
         """Serve until the driver's end of the link closes or says Stop."""
         try:
@@ -160,9 +164,8 @@ class ModelServer:
         start = self.start
         if start.threads and start.threads != torch.get_num_threads():
             torch.set_num_threads(start.threads)
-        source = self.module if self.module is not None else start.path
         loaded = load(
-            source,
+            self.module if self.module is not None else start.path,
             dtype=start.model.dtype,
             trust_remote_code=start.model.trust_remote_code,
             progress=self._progress,
@@ -184,13 +187,13 @@ class ModelServer:
         self._progress("cutting the model", 1, 1)
         self.clock.lap("convert_s")
         backend = gemm.get(linear(start.model.gemm, self.staging.device), torch.get_num_threads())
+        layers, dtype = layer_shapes(program), program.calls[0].q.dtype
+        whole, program = program, self.own_part(program, len(layers))
         if self.module is None and not here:
-            patience = start.deadlines.start_timeout_s / 2
-            packing.decide(program, backend, available_bytes, start.topology, start.devices, patience)
-        layers = layer_shapes(program)
-        program = self.staging.place(program)
-        partition = self._partition(layers, max_len)
-        return CutModel(program, loaded, layers, program.calls[0].q.dtype, max_len, partition, backend)
+            how = start.deadlines.start_timeout_s / 2, program is whole
+            packing.decide(program, backend, available_bytes, start.topology, start.devices, *how)
+        partition, placed = self._partition(layers, max_len), self.staging.place(program)
+        return CutModel(placed, loaded, layers, dtype, max_len, partition, backend)
 
     def _partition(self, layers: list[LayerShape], max_len: int) -> Partition:
         topology = self.start.topology

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lamina.buffers import tensor_over
-from lamina.netstack import Channel, Fabric, Geometry, Listener, PeerFault, Reception, Terms
+from lamina.netstack import Arrival, Channel, ChannelTimeout, Fabric, Geometry, Listener, PeerFault, Reception, Terms
 from lamina.protocol.plan import Key, Kind, ProtocolError, StepPlan
 from lamina.workers.view import ViewFabric, ViewListener
 
@@ -67,6 +68,11 @@ class Stay:
         self.wait_s = 0.0
         self._held: dict[int, tuple[Tensor, ...]] = {}  # by batch
 
+    @property
+    def holds(self) -> bool:
+        """Whether something was given and not taken."""
+        return bool(self._held)
+
     def give(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
         """Keep the results of slice ``index`` for this replica's own next slice."""
         self._held[plan.batch] = carry
@@ -77,27 +83,47 @@ class Stay:
 
 
 class Move:
-    """Several replicas: to the next one over a channel, from the one before over another."""
+    """Several replicas, or stages: to the next one over a channel, from the one before over another."""
 
-    def __init__(self, before: Channel, behind: Channel, cuts: Sequence[Sequence[RowShape]], timeout_s: float) -> None:
-        """``cuts[i]``: the tensors between slice i and slice i + 1, without the ids."""
+    def __init__(
+        self, before: Channel | None, behind: Channel | None, cuts: Sequence[Sequence[RowShape]], timeout_s: float
+    ) -> None:
+        """``cuts[i]``: the tensors between slice i and slice i + 1, without the ids. ``before``, ``behind``: None for
+        the first and the last stage.
+        """
         self.wait_s = 0.0
         self._before, self._behind = before, behind
+        self._come: Arrival | None = None  # seen, and not taken
         self._cuts = [(_Ids(), *cut) for cut in cuts]
         self._timeout_s = timeout_s
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is somebody behind."""
+        return self._behind is not None
+
+    def sees(self, view: int, timeout_s: float) -> bool:
+        """Whether something has come to be taken, within so long. Raises ChannelError."""
+        if self._come is None:
+            begun = time.perf_counter()
+            with suppress(ChannelTimeout):
+                self._come = next_of_view(_there(self._before), view, timeout_s)
+            self.wait_s += time.perf_counter() - begun
+        return self._come is not None
 
     def give(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
         """Send the results of slice ``index`` to the replica that runs the next slice. Raises ChannelError."""
         places, total = layout(self._cuts[index], plan.num_rows)
-        slot = self._behind.reserve(total, timeout_s=self._timeout_s)
+        behind = _there(self._behind)
+        slot = behind.reserve(total, timeout_s=self._timeout_s)
         for (start, stop), x in zip(places, carry, strict=True):
             tensor_over(slot.data[start:stop], x.dtype).view(x.shape).copy_(x)
-        self._behind.put_signal(slot, Key.of(Kind.CARRY, plan, index).pack())
+        behind.put_signal(slot, Key.of(Kind.CARRY, plan, index).pack())
 
     def take(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
         """Receive the results of slice ``index`` from the replica that ran it. Raises ChannelError, ProtocolError."""
-        begun = time.perf_counter()
-        arrival = next_of_view(self._before, plan.view, self._timeout_s)
+        before, begun = _there(self._before), time.perf_counter()
+        arrival, self._come = self._come or next_of_view(before, plan.view, self._timeout_s), None
         self.wait_s += time.perf_counter() - begun
         try:
             got, key = Key.unpack(arrival.tag), Key.of(Kind.CARRY, plan, index)
@@ -109,7 +135,12 @@ class Move:
                 for (start, stop), x in zip(places, self._cuts[index], strict=True)
             )
         finally:
-            self._before.release(arrival)
+            before.release(arrival)
+
+
+def _there(channel: Channel | None) -> Channel:
+    assert channel is not None, "the first stage takes from nobody, and the last one gives to nobody"
+    return channel
 
 
 class RingEnds:
@@ -157,7 +188,7 @@ class RingEnds:
 
 
 def ring_inbox(cuts: Sequence[Sequence[RowShape]], *, max_rows: int, num_batches: int) -> Geometry:
-    """The inbox of a replica for the cuts that the replica before it sends: one cut of every batch."""
+    """The inbox of a replica, or stage, for the cuts that the one before it sends: one cut of every batch."""
     most = max(layout((_Ids(), *cut), max_rows)[1] for cut in cuts)
     return Geometry(slots=num_batches + 1, slot_bytes=max(LEAST_SLOT_BYTES, most))
 

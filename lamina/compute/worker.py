@@ -32,7 +32,7 @@ class Program(Protocol):
 
     @property
     def slices(self) -> Sequence[Any]:
-        """L + 1 callables; see converter.slices.Slice."""
+        """L + 1 callables; see converter.slices.Slice. None: another stage has it."""
         ...
 
 
@@ -150,16 +150,19 @@ class ComputeWorker:
             if step.plan.view < self._view:
                 continue
             due = self._histories.learn(step.plan.ops, step.draws)
-            if due and step.plan.replica_of(last) == self._replica:
+            if due and self._runs(step.plan, last):
                 self._due[step.plan.batch, step.plan.step] = due
             if self._replica == 0:
                 self._pool.announce(step.plan)
-            turns = [i for i in range(last + 1 if step.tokens else 1) if step.plan.replica_of(i) == self._replica]
+            turns = [i for i in range(last + 1 if step.tokens else 1) if self._runs(step.plan, i)]
             if step.tokens and turns:
                 self._pool.prepare(step.plan)
             for index in turns:
                 ahead = (new.round, index) if index < last else (new.round + 1, 0)
                 heapq.heappush(self._turns, (Turn(*ahead, step.plan.batch, begins=index == 0), step))
+
+    def _runs(self, plan: StepPlan, index: int) -> bool:
+        return plan.replica_of(index) == self._replica and self._slices[index] is not None
 
     @torch.inference_mode()
     def turn(self) -> StepDone | None:

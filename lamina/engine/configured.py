@@ -15,6 +15,7 @@ from lamina.protocol.groups import Capacity, usable_blocks
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.options.sparsity import parse_error_budget
 from lamina.protocol.plan import Bound
+from lamina.protocol.stages import grants_ahead
 
 from .blocks.evictions import Evictions
 from .blocks.prefixes import Prefixes
@@ -93,7 +94,14 @@ def scheduler_of(
         num_batches=num_batches,
         num_layers=info.num_layers,
         num_replicas=topology.replicas,
-        prefill=Prefill(topology.prefill_workers, batching.prefill_chunk, topology.most_batches, promises, stores),
+        prefill=Prefill(
+            topology.prefill_groups,
+            batching.prefill_chunk,
+            topology.most_batches,
+            promises,
+            stores,
+            grants_ahead(topology.prefill_pipeline, info.windows),
+        ),
         prefixes=prefixes,
         tier=tier,
         swaps=_swaps(config, tier),
@@ -149,7 +157,7 @@ def renew_stores(scheduler: Scheduler, config: EngineConfig, info: ComputeReady,
 
 def promises_of(config: EngineConfig, clock: Callable[[], float]) -> Promises:
     """Nothing is promised at first. ``clock``: seconds, for what prompts take."""
-    return Promises(config.topology.prefill_workers, config.batching.max_num_seqs, clock)
+    return Promises(config.topology.prefill_groups, config.batching.max_num_seqs, clock)
 
 
 def _prefixes(config: EngineConfig, ledger: BlockTables, clock: Callable[[], float]) -> Prefixes:

@@ -39,6 +39,9 @@ class Prefill:
     the batch in which the sequence will decode; so blocks for a chunk are held from then on. GRANTS_AHEAD chunks of
     a worker at most are computed or stored at a time: where attention has a window, the blocks of a chunk may be given
     back only once the next but one is granted, and then it has been stored.
+
+    A worker may be a group of them, each with some of the layers (--prefill-pipeline): all have the same chunks, which
+    go from one to the next, and more of them at a time (protocol.stages).
     """
 
     PROMPTS = 2  # of a worker: the one that it computes, and one so that it need not wait
@@ -50,14 +53,15 @@ class Prefill:
         first_batch: int,
         promises: Promises | None = None,
         stores: Several[PromptStore] = (),
+        ahead: int = GRANTS_AHEAD,
     ) -> None:
         """``first_batch``: the number of the first worker's batch; those of the others follow. ``stores``: what they
-        keep of prompts; none of them: nothing.
+        keep of prompts; none of them: nothing. ``ahead``: chunks of a worker in flight.
         """
         self._workers = [_PrefillLoad(i, store=stores[i] if stores else None) for i in range(num_workers)]
         self._lenders = dict[Sequence, tuple[PromptStore, int]]()  # who has so much of how a prompt begins
         self._chunk = chunk
-        self._first_batch = first_batch
+        self._first_batch, self._ahead = first_batch, ahead
         self.promises = promises or Promises(num_workers)
 
     def wants(self, sequence: Sequence, known: int = 0) -> bool:
@@ -174,7 +178,7 @@ class Prefill:
         if sequence.prefill_worker is None:
             return None
         worker = self._workers[sequence.prefill_worker]
-        if len(worker.in_flight) >= GRANTS_AHEAD or not worker.prompts or worker.prompts[0] is not sequence:
+        if len(worker.in_flight) >= self._ahead or not worker.prompts or worker.prompts[0] is not sequence:
             return None
         count = min(self._chunk, sequence.num_promised - sequence.num_scheduled)
         return Grant(sequence.id, sequence.num_scheduled, count, worker.index, worker.next_step, sequence.place)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from typing import TypeVar
 
 from lamina.protocol.control import RunRound, StepDone
+
+_T = TypeVar("_T")
 
 
 class Arrivals:
@@ -38,3 +42,39 @@ class Arrivals:
                 steps.popleft()
                 return done
         return None
+
+
+class ChunksDue:
+    """Chunks of prompts in flight, by group of ``stages`` prefill workers, of which the last one says what is done."""
+
+    def __init__(self, groups: int, stages: int) -> None:
+        self._stages = stages
+        self._counts = [0] * groups
+        self._since = [0.0] * groups  # when the first of them began to be the next one that is done
+
+    def __bool__(self) -> bool:
+        return any(self._counts)
+
+    def sent(self, group: int, now_s: float) -> None:
+        """A chunk was sent to all of a group."""
+        if not self._counts[group]:
+            self._since[group] = now_s
+        self._counts[group] += 1
+
+    def done(self, group: int, now_s: float) -> None:
+        """The first of a group's is."""
+        self._counts[group] -= 1
+        self._since[group] = now_s
+
+    def of(self, group: int, workers: Sequence[_T]) -> Sequence[_T]:
+        """The workers of a group, from those of all; the last one reports. None, where there are none yet."""
+        return workers[group * self._stages : (group + 1) * self._stages]
+
+    def owing(self, workers: Sequence[_T]) -> list[_T]:
+        """Of all workers, those of groups that have something to do."""
+        return [w for group, count in enumerate(self._counts) if count for w in self.of(group, workers)]
+
+    def late(self, workers: Sequence[_T], now_s: float, limit_s: float) -> list[Sequence[_T]]:
+        """The groups whose next chunk has taken longer than the limit."""
+        counts = enumerate(zip(self._counts, self._since, strict=True))
+        return [self.of(group, workers) for group, (count, since) in counts if count and now_s - since > limit_s]

@@ -19,7 +19,7 @@ import msgspec
 from lamina import netstack
 from lamina.engine.wire import Clock
 from lamina.env import cluster_key
-from lamina.protocol.beginnings import MeetPrefill, can_fetch
+from lamina.protocol.beginnings import can_fetch
 from lamina.protocol.control import (
     Address,
     AskRate,
@@ -41,7 +41,7 @@ from lamina.protocol.tiers import StoredPages
 from .absent import Absent
 from .launchers import Launcher, WorkerHandle, open_launcher
 from .launchers.local import ThreadWorker
-from .meetings import Present
+from .meetings import Present, copies_of, prefill_meetings
 from .members import Member, Members
 from .rates import shared_weights
 from .same_model import as_one, check_alike
@@ -309,11 +309,11 @@ class Cohort:
             meeting = Connect(view=self.view, replicas=replicas, memory=memory, topology=self.topology, keep=keep)
             self._members.send(member, meeting)
             readies[member.label] = self._answer(member, ComputeReady)
-        there = self._members.prefill
-        peers = [Address(self._loaded[m].prompts_url, self._name(m.handle)) for m in there]
-        meets = self._config.keeps_prefixes and can_fetch([readies[m.label] for m in there], self._config.batching)
-        for me, member in enumerate(there if meets else []):
-            self._members.send(member, MeetPrefill(peers=peers, me=me))
+        there, topology, config = self._members.prefill, self.topology, self._config
+        said, names = [readies[m.label] for m in there], [self._name(m.handle) for m in there]
+        fetches = config.keeps_prefixes and can_fetch(said, config.batching, topology.prefill_groups)
+        for place, order in prefill_meetings(topology, names, [self._loaded[m] for m in there], fetches=fetches):
+            self._members.send(there[place], order)
 
     @property
     def _present(self) -> Present:
@@ -392,7 +392,7 @@ class Cohort:
         if self.kv_bytes:
             return 0
         here = [m.handle for m in self._members.compute + self._members.prefill if m.handle.place == handle.place]
-        return -(-len(here) // self._size) if here[0] is handle else 0
+        return copies_of([h.role for h in here], self.topology) if here[0] is handle else 0
 
     def _name(self, handle: WorkerHandle) -> str:
         """Which a worker proves to its peers: no other one has had it, nor will."""

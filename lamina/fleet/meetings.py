@@ -1,10 +1,11 @@
-"""Whom a compute worker is told to meet under a view. Policy: no I/O."""
+"""Whom workers that have the model are told to meet under a view. Policy: no I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lamina.protocol.beginnings import MeetPrefill
 from lamina.protocol.control import Address, Connect, Loaded
 from lamina.protocol.options.topology import TopologyOptions
 
@@ -43,3 +44,24 @@ class Present(NamedTuple):
 
     def _at(self, place: int, url: str) -> Address:
         return Address(url, self.names[place])
+
+
+def prefill_meetings(
+    topology: TopologyOptions, names: Sequence[str], loaded: Sequence[Loaded], *, fetches: bool
+) -> Iterator[tuple[int, MeetPrefill]]:
+    """The place of each prefill worker that meets others, and whom: those of its stage in all groups, where they fetch
+    from each other, and of its own group the stages before and behind it.
+    """
+    stages = topology.prefill_pipeline
+    for place in range(len(names) if stages > 1 or fetches else 0):
+        group, stage = divmod(place, stages)
+        peers = [Address(loaded[i].prompts_url, names[i]) for i in range(stage, len(names), stages)] if fetches else []
+        last = stage + 1 == stages
+        behind = None if last else Address(loaded[place + 1].ring_url, names[place + 1])
+        yield place, MeetPrefill(peers=peers, me=group, before=names[place - 1] if stage else "", behind=behind)
+
+
+def copies_of(roles: Sequence[str], topology: TopologyOptions) -> int:
+    """Of the weights, that compute and prefill workers of such roles have together."""
+    parts = {"compute": topology.tensor_parallel_size, "prefill": topology.prefill_pipeline}
+    return sum(-(-roles.count(role) // workers) for role, workers in parts.items())

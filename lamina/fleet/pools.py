@@ -19,7 +19,7 @@ from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.plan import Keep
 from lamina.protocol.tiers import GateOpened
 
-from .arrivals import Arrivals
+from .arrivals import Arrivals, ChunksDue
 from .cohort import Cohort
 from .counters import Counters
 from .elastic import Elastic
@@ -94,7 +94,7 @@ class Pools:
         """Have all workers meet anew, under the next view, with all that they have loaded and stored. No step may be in
         flight. Raises WorkerError, ValueError.
         """
-        if len(self._arrivals) or any(self._chunks):
+        if len(self._arrivals) or self._chunks:
             raise ValueError("workers cannot be connected anew while steps are in flight: wait for them first")
         with self._lock, self._or_end():
             self.ready = self._cohort.connect()
@@ -105,8 +105,8 @@ class Pools:
         self._counters = Counters(self._members, self._clock)
         self._arrivals = Arrivals()
         self._reports, self._moved_at = 0, 0.0  # reports of memory workers that are to come, and the last one's time
-        self._chunks = [0] * self._config.topology.prefill_workers  # in flight, by prefill worker
-        self._since = [0.0 for _ in self._chunks]  # when the first of them began to be the next one that is done
+        topology = self._config.topology
+        self._chunks = ChunksDue(topology.prefill_groups, topology.prefill_pipeline)
 
     @contextmanager
     def _or_end(self) -> Iterator[None]:
@@ -152,12 +152,13 @@ class Pools:
                 self._members.send(member, new)
 
     def prefill(self, worker: int, new: RunRound) -> None:
-        """Queue a chunk of a prompt, a round of one step, for a prefill worker. Where it is lost, ``wait`` says so."""
-        if not self._chunks[worker]:
-            self._since[worker] = self._clock()
-        self._chunks[worker] += 1
+        """Queue a chunk of a prompt, a round of one step, for a prefill worker, or all of the group of that number.
+        Where one is lost, ``wait`` says so.
+        """
+        self._chunks.sent(worker, self._clock())
         with self._or_note():
-            self._members.send(self._members.prefill[worker], new)
+            for member in self._chunks.of(worker, self._members.prefill):
+                self._members.send(member, new)
 
     def _expect_reports(self, reports: int) -> None:
         if reports and not self._reports:
@@ -271,7 +272,7 @@ class Pools:
 
     def _receive(self) -> Any:
         limit, steps = self._config.deadlines.step_timeout_s, len(self._arrivals)
-        owing = self._prefilling
+        owing = self._chunks.owing(self._members.prefill)
         what = "a step" if steps else "a chunk of a prompt" if owing else "KV to be saved, loaded, scored or moved"
         if steps or not (owing or self._reports):
             owing = self._members.compute + owing
@@ -289,12 +290,10 @@ class Pools:
             if silent:
                 raise self._members.late(silent, f"to save, load, score or move KV (--step-timeout-s {limit:g})")
         if done.batch >= first:
-            self._chunks[done.batch - first] -= 1
-            self._since[done.batch - first] = now
-        for worker, member in enumerate(self._members.prefill):
-            late = self._chunks[worker] and now - self._since[worker] > limit + GRACE_S
-            if late and not self._members.has_news(member):
-                raise self._members.late([member], f"for a chunk of a prompt (--step-timeout-s {limit:g})")
+            self._chunks.done(done.batch - first, now)
+        for group in self._chunks.late(self._members.prefill, now, limit + GRACE_S):
+            if not self._members.has_news(group[-1]):
+                raise self._members.late(group, f"for a chunk of a prompt (--step-timeout-s {limit:g})")
 
     def stats(self) -> dict[str, dict[str, float]]:
         """The counters of every worker, by the names of ``pids``; of one that is lost there are none."""
@@ -343,13 +342,9 @@ class Pools:
         if self.recovering:
             return list(self._members)
         steps = len(self._arrivals) > 0
-        lending = self._members.prefill if self._prefilling else []  # one may wait for what another one has
+        lending = self._members.prefill if self._chunks else []  # one may wait for what another one has
         computing = self._members.compute * steps + lending
         return self._members.memory + computing if computing or self._reports else computing
-
-    @property
-    def _prefilling(self) -> list[Member]:
-        return [m for m, chunks in zip(self._members.prefill, self._chunks, strict=False) if chunks]  # or none yet
 
     def ask_stats(self) -> None:
         """Ask every worker for its counters, unless some have yet to answer; for the thread that calls ``wait``."""

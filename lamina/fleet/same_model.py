@@ -10,7 +10,7 @@ import msgspec
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.groups import Capacity, of_all_ranks
 from lamina.protocol.options.topology import TopologyOptions
-from lamina.protocol.plan import ProtocolError
+from lamina.protocol.plan import Bound, ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -55,5 +55,17 @@ def as_one(readies: Sequence[ComputeReady], topology: TopologyOptions) -> Comput
     prefill = readies[len(readies) - topology.prefill_workers :]
     if (numbers := [len(ready.stores) for ready in prefill]) != [1] * len(prefill):
         raise ProtocolError(f"prefill workers have {numbers} stores of prompts, and not one each")
-    stores = [bound for ready in prefill for bound in ready.stores]
-    return msgspec.structs.replace(ranks[0], **of_all_ranks(capacities)._asdict(), stores=stores)
+    stores, stages = [ready.stores[0] for ready in prefill], topology.prefill_pipeline
+    groups = [_as_one_store(stores[at : at + stages]) for at in range(0, len(stores), stages)]
+    return msgspec.structs.replace(ranks[0], **of_all_ranks(capacities)._asdict(), stores=groups)
+
+
+def _as_one_store(stages: Sequence[Bound]) -> Bound:
+    """Those of a group, whose workers hold layers of the same prompts: all of their groups of layers."""
+    return msgspec.structs.replace(
+        stages[0],
+        windows=[window for bound in stages for window in bound.windows],
+        lanes=[lanes for bound in stages for lanes in bound.lanes],
+        num_blocks=[count for bound in stages for count in bound.num_blocks],
+        kv_bytes=sum(bound.kv_bytes for bound in stages),
+    )

@@ -60,15 +60,17 @@ def decide(
     topology: TopologyOptions,
     devices: DeviceOptions,
     timeout_s: float,
+    whole: bool,
 ) -> None:
     """Have ``backend`` pack the weights of ``program``, where the host has room: in a file that the launcher has given
-    to the workers of this host, or in pages of the worker's own. Whoever binds the program says when it is done.
+    to the workers of this host, or in pages of the worker's own, as one has who has not the ``whole`` model. Whoever
+    binds the program says when it is done.
 
     Waits up to ``timeout_s`` for another worker that packs the same.
     """
     weights = packed_weights(program, backend)
     needed = sum(size for _, size in weights)
-    pages = _shared_pages(timeout_s) if needed and may_share(topology) else None
+    pages = _shared_pages(timeout_s) if needed and whole and may_share(topology) else None
     if pages is None:
         backend.packs = needed > 0 and has_room(needed, 0, free(), topology, devices)
         return

@@ -1,9 +1,9 @@
 """K and V on their way from prefill workers to a memory worker, which takes them while decoding leaves it idle.
 
-A grant of a plan says what will come: the K and V of some tokens of a sequence, a message for each layer. Until a
-memory worker takes them they lie in the slots of the prefill worker's channel, which thus stops when those are full. So
-prompts never push decoding aside; and as a message is taken before a layer once STARVED_S have gone by without a look,
-they are never stopped by it.
+A grant of a plan says what will come: the K and V of some tokens of a sequence, a message for each layer, from a
+prefill worker, or of some layers from each of a group. Until a memory worker takes them they lie in the slots of the
+prefill worker's channel, which thus stops when those are full. So prompts never push decoding aside; and as a message
+is taken before a layer once STARVED_S have gone by without a look, they are never stopped by it.
 (The paper's pull in the idle periods between messages of decoding: arXiv 2405.01814 section 5.)
 """
 
@@ -17,7 +17,6 @@ from lamina.netstack import Channel, ChannelTimeout
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.blocks.tables import PlanError
 from lamina.protocol.plan import (
-    GRANTS_AHEAD,
     Fetch,
     Fork,
     Free,
@@ -29,6 +28,7 @@ from lamina.protocol.plan import (
     StepPlan,
     Truncate,
 )
+from lamina.protocol.stages import grants_ahead, stage_layers
 
 from .meter import Meter
 from .store import Store
@@ -46,19 +46,30 @@ class Grants:
         self, meter: Meter, trace: Recorder = OFF, clock: Callable[[], float] = time.monotonic, view: int = 0
     ) -> None:
         self._meter, self._trace, self._clock, self._view = meter, trace, clock, view
-        self._inlets: list[_Inlet] = []  # by prefill worker
+        self._inlets: list[_Inlet] = []  # by prefill worker, a group's one behind the other
+        self._stages, self._ahead = 1, grants_ahead(1, [])  # of a group; its grants at a time
+        self._last_steps: list[int] = []  # by group, the last one that was granted
         self._looked = 0.0
         self._found = False  # by the last look
         self._next = 0  # whose turn it is to be looked at first
 
+    def serve(self, store: Store) -> None:
+        """Grants are of this store, and of the prefill workers that its bind names."""
+        self._stages = store.bind.prefill_pipeline
+        self._ahead = grants_ahead(self._stages, store.tables.windows)
+        self._last_steps = [-1] * (store.bind.prefill_workers // self._stages)
+
     def join(self, channel: Channel) -> None:
         """The next prefill worker."""
-        self._inlets.append(_Inlet(channel))
+        self._inlets.append(_Inlet(channel, len(self._inlets) % self._stages))
 
     @property
     def open(self) -> bool:
         """Whether something is still to come."""
         return any(x.deliveries for x in self._inlets)
+
+    def _group(self, worker: int) -> list[_Inlet]:
+        return self._inlets[worker * self._stages : (worker + 1) * self._stages]
 
     @property
     def patience_s(self) -> float:
@@ -76,15 +87,15 @@ class Grants:
         """Raises PlanError where the plan touches a sequence whose K and V are still to come, ProtocolError where it
         grants what cannot be.
         """
-        waiting = [d.sequence for x in self._inlets for d in x.deliveries]
+        waiting = [d.sequence for d in {d: None for x in self._inlets for d in x.deliveries}]
         for op in plan.ops:
             if isinstance(op, Grant):
-                if not 0 <= op.worker < len(self._inlets):
-                    raise ProtocolError(f"step {plan.step} grants to prefill worker {op.worker} of {len(self._inlets)}")
+                if not 0 <= op.worker < (groups := len(self._last_steps)):
+                    raise ProtocolError(f"step {plan.step} grants to prefill worker {op.worker} of {groups}")
                 waiting.append(op.sequence)
-                if waiting.count(op.sequence) > GRANTS_AHEAD and self._is_new(op):
+                if waiting.count(op.sequence) > self._ahead and self._is_new(op):
                     raise PlanError(
-                        f"sequence {op.sequence}: more than {GRANTS_AHEAD} grants whose K and V are still to come"
+                        f"sequence {op.sequence}: more than {self._ahead} grants whose K and V are still to come"
                     )
             elif isinstance(op, Fetch):
                 raise ProtocolError(f"step {plan.step}: only prefill workers fetch what others have computed")
@@ -104,14 +115,16 @@ class Grants:
         """Expect what a plan grants that ``store`` has begun."""
         for op in plan.ops:
             if isinstance(op, Grant) and self._is_new(op):
-                inlet = self._inlets[op.worker]
-                inlet.deliveries.append(_Delivery(store, op))
-                inlet.last_step = op.step
-                self._close_done(inlet)
+                delivery = _Delivery(store, op, self._stages)
+                self._last_steps[op.worker] = op.step
+                for inlet in self._group(op.worker):
+                    inlet.deliveries.append(delivery)
+                for inlet in self._group(op.worker):
+                    self._close_done(inlet)
 
     def _is_new(self, grant: Grant) -> bool:
         """Whether a grant is new: not of a plan that is sent again."""
-        return grant.step > self._inlets[grant.worker].last_step
+        return grant.step > self._last_steps[grant.worker]
 
     def take_overdue(self) -> None:
         """``take``, if that was not done for STARVED_S."""
@@ -136,7 +149,7 @@ class Grants:
         except ChannelTimeout:
             return False
         delivery, start = inlet.deliveries[0], self._trace.now()
-        layer = delivery.layers[0]
+        layer = delivery.layers[inlet.stage][0]
         key, got = Key(Kind.KV, delivery.step, view=self._view, layer=layer), Key.unpack(arrival.tag)
         due = delivery.num_bytes(layer)
         if got._replace(batch=0) != key or arrival.data.nbytes != due:
@@ -148,34 +161,42 @@ class Grants:
         self._meter.add("bytes_received", due)
         inlet.channel.release(arrival)
         self._trace.add(Event.GRANT, start, got, layer, worker, due)
-        delivery.layers.popleft()
+        delivery.layers[inlet.stage].popleft()
         self._close_done(inlet)
         return True
 
     def _close_done(self, inlet: _Inlet) -> None:
-        """Tell the prefill worker of what has come whole; of some grants this worker keeps nothing."""
-        while inlet.deliveries and not inlet.deliveries[0].layers:
+        """Tell the prefill worker, the last one of a group, of what has come whole from all; of some grants this worker
+        keeps nothing.
+        """
+        while inlet.deliveries and not inlet.deliveries[0].layers[inlet.stage]:
             done = inlet.deliveries.popleft()
+            done.senders -= 1
+            if done.senders:
+                continue
             done.finish()
-            slot = inlet.channel.reserve(0, timeout_s=0.0)  # there is one: few grants are given at a time
-            inlet.channel.put_signal(slot, Key(Kind.STORED, done.step, view=self._view).pack())
+            teller = self._group(done.worker)[-1].channel
+            slot = teller.reserve(0, timeout_s=0.0)  # there is one: few grants are given at a time
+            teller.put_signal(slot, Key(Kind.STORED, done.step, view=self._view).pack())
 
 
 class _Inlet:
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
+    """``stage``: of a group."""
+
+    def __init__(self, channel: Channel, stage: int) -> None:
+        self.channel, self.stage = channel, stage
         self.deliveries: deque[_Delivery] = deque()
-        self.last_step = -1  # the last one that was granted
 
 
 class _Delivery:
-    """The messages that one grant still brings."""
+    """The messages that one grant still brings, from each stage; ``senders``: stages that are not done."""
 
-    def __init__(self, store: Store, grant: Grant) -> None:
-        self.sequence, self.step = grant.sequence, grant.step
+    def __init__(self, store: Store, grant: Grant, stages: int) -> None:
+        self.sequence, self.step, self.worker, self.senders = grant.sequence, grant.step, grant.worker, stages
         self._store, self._rows = store, grant.rows
         self._writes = Writes(store, layouts_of(store, [grant.rows]))
-        self.layers = deque(x for x in range(len(store.layers)) if self.num_bytes(x))
+        each = (stage_layers(len(store.layers), stages, stage) for stage in range(stages))
+        self.layers = [deque(x for x in own if self.num_bytes(x)) for own in each]
 
     def num_bytes(self, layer: int) -> int:
         return self._writes.messages(layer).kv_bytes

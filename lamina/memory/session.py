@@ -89,6 +89,7 @@ class Session:
         self._inbox = RoundInbox(self._channels, self._grants, meter, view)
         self._direct_due = False  # whether a channel for kernels is still to come
         self._store = self._bind(open_store)
+        self._grants.serve(self._store)
         self._device_layers: DeviceLayers | None = None
         self.transfers: Transfers | None = None  # set before ``run``, where pages are kept beside the pool
         self.copies: StripeCopies | None = None  # set before ``run``, where stripes may move

@@ -317,7 +317,8 @@ def layer_window(shape: LayerShape) -> int:
 
 def _shape(bind: Bind) -> Bind:
     """The part of a Bind that the tensors and tables of a store follow from."""
-    return structs.replace(bind, view=0, kv_bytes=0, kv_most=0, replicas=1, prefill_workers=0, direct=False)
+    alone = structs.replace(bind, view=0, replicas=1, prefill_workers=0, prefill_pipeline=1, direct=False)
+    return structs.replace(alone, kv_bytes=0, kv_most=0)
 
 
 def check_bind(bind: Bind) -> None:
@@ -326,6 +327,8 @@ def check_bind(bind: Bind) -> None:
         raise ValueError(f"--dtype {bind.dtype}: it must be one of {', '.join(DTYPES)}")
     if bind.replicas < 1 or bind.prefill_workers < 0:
         raise ProtocolError(f"bind of {bind.replicas} replicas and {bind.prefill_workers} prefill workers")
+    if not 1 <= bind.prefill_pipeline <= len(bind.layers) or bind.prefill_workers % bind.prefill_pipeline:
+        raise ProtocolError(f"bind of {bind.prefill_workers} prefill workers in groups of {bind.prefill_pipeline}")
     if bind.max_rows < 1 or bind.max_model_len < 1:
         raise ProtocolError(f"bind of {bind.max_rows} rows a step, {bind.max_model_len} tokens a sequence")
     if not bind.layers:

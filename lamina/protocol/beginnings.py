@@ -1,4 +1,6 @@
-"""How prefill workers have beginnings of prompts from each other: who has some, whom each meets, and what it asks."""
+"""How prefill workers have beginnings of prompts from each other: who has some, whom each meets, and what it asks.
+Those of a stage have them from each other where several compute a prompt together.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,22 @@ def has_beginnings(
     return not any(windows) and prompt_room(windows, num_blocks, block_size, longest, batching) is not None
 
 
-def can_fetch(prefill: Sequence[ComputeReady], batching: BatchingOptions) -> bool:
+def can_fetch(prefill: Sequence[ComputeReady], batching: BatchingOptions, groups: int) -> bool:
     """Whether prefill workers can have beginnings of prompts from each other, where prompts are kept at all."""
     each = [(s.windows, s.num_blocks, r.block_size, r.max_model_len) for r in prefill for s in r.stores]
-    return len(prefill) > 1 and all(has_beginnings(*store, batching) for store in each)
+    return groups > 1 and all(has_beginnings(*store, batching) for store in each)
 
 
 class MeetPrefill(msgspec.Struct, frozen=True, kw_only=True, tag="meet-prefill"):
     """Driver -> prefill worker, once all of them have answered their Connect: each opens a channel to each other one of
-    ``peers``, of which it is number ``me``, under the same view. No answer: what is to be fetched comes behind it.
+    ``peers``, of which it is number ``me``, and to the stages before and behind it, under the same view. No answer:
+    what is to be computed and fetched comes behind it.
     """
 
-    peers: list[Address]
-    me: int
+    peers: list[Address] = []  # empty: nobody fetches
+    me: int = 0
+    before: str = ""  # the name of the stage before it; empty: it is the first
+    behind: Address | None = None  # None: it is the last
 
 
 class BeginningAsk(msgspec.Struct, frozen=True, array_like=True):

@@ -125,7 +125,7 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
     """Compute or prefill worker -> driver: the model is cut, and a Connect may come. Where other workers find it."""
 
-    ring_url: str = ""  # for the replica before it; empty: there is one replica
+    ring_url: str = ""  # for the replica, or the stage of prefill workers, before it; empty: there is none
     rank_url: str = ""  # for the other ranks of its replica; empty: there is one rank
     prompts_url: str = ""  # for the other prefill workers; empty: it is none, or the only one
     identity: bytes = b""  # of the model, as kv.keys has it; empty: nobody keeps its KV beside the pool

@@ -52,7 +52,7 @@ from .placement import FIRST, Place
 from .sparse_ops import Prune as Prune
 from .sparse_ops import RowOp as RowOp
 
-VERSION = 15
+VERSION = 16
 # Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
 GRANTS_AHEAD = 2
 MOST_PAGES = 64  # of a transfer
@@ -136,8 +136,8 @@ class Fork(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
-    """Hold blocks as Rows do, for K and V that prefill worker ``worker`` sends as its step ``step``. Until they are
-    stored, the sequence must have no rows and must not be freed or truncated.
+    """Hold blocks as Rows do, for K and V that prefill worker ``worker``, or the group of that number, sends as
+    its step ``step``. Until they are stored, the sequence must have no rows and must not be freed or truncated.
     """
 
     sequence: int
@@ -286,6 +286,7 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int  # tokens in a sequence at most
     replicas: int = 1  # compute workers: this one and those that will join
     prefill_workers: int = 0  # that will join behind them
+    prefill_pipeline: int = 1  # of these, one behind the other, that send a grant's K and V together, each some layers
     direct: bool = False  # the devices of this side could send and receive what is of a layer
     parity: bool = False  # K and V are to be stored alone: no Q comes, and nobody waits for O
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lamina.buffers import part_of
 from lamina.compute.links import MemoryLink
+from lamina.compute.ring import Ring
 from lamina.compute.worker import Attention, ComputeWorker
 from lamina.memory.step import Step, Stored
 from lamina.memory.store import Store
@@ -30,6 +31,7 @@ from lamina.workers.staging import NOTHING
 
 from .beginnings import Beginnings
 
+PATIENCE_S = 0.02  # for the stage before, before the driver's news are looked at again
 GLANCE_S = 0.002  # for news of memory workers, before the driver's are looked at again
 
 
@@ -38,9 +40,12 @@ class OwnAttention:
     V go on to ``pool`` too.
     """
 
-    def __init__(self, store: Store, pool: Attention, trace: Recorder = OFF) -> None:
-        """``store``: of all heads, for prompts one after the other. Tensors are on its device; ``pool`` takes them."""
-        self._store = store
+    def __init__(self, store: Store, pool: Attention, trace: Recorder = OFF, first: int = 0) -> None:
+        """``store``: of all heads, for prompts one after the other, of the layers from ``first`` on. Tensors are on its
+        device; ``pool``, of all layers, takes them.
+        """
+        self._store, self._first = store, first
+        self._before = NOTHING  # what a stage before has attended
         self._pool = pool
         self._beginnings: Beginnings | None = None  # those of others; None: they are not met
         self._trace = trace
@@ -95,15 +100,19 @@ class OwnAttention:
                 self._beginnings.begin(plan)
             self._pool.select(plan)
 
+    def take_over(self, o: Tensor) -> None:
+        """``o`` [R, 1, Hq, Dv], of the layer in front of the first one here, comes from the stage before."""
+        self._before = o
+
     def q(self, layer: int, q: Tensor) -> None:
         """q [R, Hq, 1, D]."""
-        begun = time.perf_counter()
-        if self._beginnings and (nbytes := self._beginnings.take(layer)):
+        begun, own = time.perf_counter(), layer - self._first
+        if self._beginnings and (nbytes := self._beginnings.take(own)):
             self.fetched_bytes += nbytes
             self.fetch_s += time.perf_counter() - begun
         start, step, fetched = self._trace.now(), self._now, time.perf_counter()
         self._q = _flat(q)
-        self._stored = step.attend_stored(layer, self._q)
+        self._stored = step.attend_stored(own, self._q)
         done = time.perf_counter()
         self._in_slices_s += done - begun
         self.attend_s += done - fetched
@@ -112,21 +121,24 @@ class OwnAttention:
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
         """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]."""
         self._pool.kv(layer, k, v)
-        begun = time.perf_counter()
-        (both,), data = self._now.messages(layer).kv, torch.empty(k.numel() + v.numel(), dtype=k.dtype, device=k.device)
+        begun, own = time.perf_counter(), layer - self._first
+        (both,), data = self._now.messages(own).kv, torch.empty(k.numel() + v.numel(), dtype=k.dtype, device=k.device)
         for x, part in zip((k, v), both[:2], strict=True):
             part_of(data, *part).copy_(x[:, :, 0])
-        self._written = self._now.rows(layer, _flat(data))
-        self._now.write(layer, self._written)
+        self._written = self._now.rows(own, _flat(data))
+        self._now.write(own, self._written)
         self._in_slices_s += time.perf_counter() - begun
 
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
-        """[R, 1, Hq, Dv] of the layer whose Q, K and V came last."""
+        """[R, 1, Hq, Dv] of the layer whose Q, K and V came last, or of the one in front of all here."""
+        own = layer - self._first
+        if own < 0:
+            return self._before
         start, step, begun = self._trace.now(), self._now, time.perf_counter()
-        (piece,) = self._store.layers[layer]
+        (piece,) = self._store.layers[own]
         shape = num_rows, 1, piece.operator.q_heads, piece.operator.v_dim
         out = torch.empty(shape, dtype=dtype, device=self._store.device)
-        step.finish(layer, self._stored, self._q, self._written, NOTHING, _flat(out))
+        step.finish(own, self._stored, self._q, self._written, NOTHING, _flat(out))
         self.attend_s += time.perf_counter() - begun
         self._trace.add(Event.NEW, start, step.plan, layer)
         return out
@@ -142,7 +154,9 @@ class OwnAttention:
 
 
 class PrefillWorker:
-    """Serves one prompt after the other. A step is done once every memory worker has stored its K and V."""
+    """Serves one prompt after the other. A step is done once every memory worker has stored its K and V; of several
+    stages the last one says so, for all.
+    """
 
     def __init__(
         self,
@@ -159,6 +173,7 @@ class PrefillWorker:
         self._attention = attention
         self._trace = trace
         self._links, self._view = links, view
+        self._comes: Callable[[float], bool] = _is_here
         self._timeout_s = timeout_s
         self._clock = clock
         self._computed: deque[StepDone] = deque()  # not stored everywhere yet
@@ -173,9 +188,16 @@ class PrefillWorker:
         """
         self._attention.connect(pool, keep)
         self._worker.connect(self._attention, view)
-        self._links, self._view = links, view
+        self._links, self._view, self._comes = links, view, _is_here
         self._computed.clear()
         self._stored, self._fetch_s = [-1] * len(links), self._attention.fetch_s
+
+    def line_up(self, ring: Ring, comes: Callable[[float], bool]) -> None:
+        """The stages before and behind are met under this view. ``comes``: whether what the next slice needs is there,
+        or comes within so many seconds.
+        """
+        self._worker.connect(self._attention, self._view, ring)
+        self._comes = comes
 
     @property
     def has_work(self) -> bool:
@@ -188,7 +210,7 @@ class PrefillWorker:
 
     def turn(self) -> StepDone | None:
         """A slice of the chunk; returns the oldest step if that is done now. Raises ChannelError, ProtocolError."""
-        busy = self._worker.has_work
+        busy = self._worker.has_work and self._comes(0.0 if self._computed else PATIENCE_S)
         done = self._worker.turn() if busy else None
         if done is not None:
             if not self._computed:
@@ -238,3 +260,7 @@ class PrefillWorker:
 def _flat(x: Tensor) -> Tensor:
     """The bytes of a tensor, shared where it is contiguous."""
     return x.contiguous().view(-1).view(torch.uint8)
+
+
+def _is_here(timeout_s: float) -> bool:
+    return True

@@ -24,11 +24,13 @@ from lamina.protocol.beginnings import MeetPrefill
 from lamina.protocol.control import ComputeReady, Connect, Loaded
 from lamina.protocol.partition import by_head
 from lamina.protocol.plan import Bind, Bound, Join
+from lamina.protocol.stages import stage_layers
 from lamina.workers.devices import CPU
 from lamina.workers.view import ViewDoor, ViewFabric
 
 from . import OwnAttention, PrefillWorker
 from .beginnings import Beginnings, prompts_reception
+from .stages import StageProgram, StageRing, line_up, program_of, stage_reception, without_model
 
 
 def serve_prefill(sock: socket.socket, module: Any = None) -> None:
@@ -42,16 +44,29 @@ class PrefillServer(ModelServer):
     _program: Any = None
     _serving: PrefillWorker | None = None
     _store: Store  # once it serves
-    _own: OwnAttention  # the same
-    _door: ViewDoor | None = None  # where the others come; None: there are none
+    _attention: OwnAttention  # the same
+    _own: range  # the layers that it has
+    _door: ViewDoor | None = None  # where the others of this stage come; None: there are none
+    _stage_door: ViewDoor | None = None  # where the stage before comes; None: there is one stage
 
     def load(self) -> Loaded:
-        if (workers := self.start.topology.prefill_workers) > 1:
-            reception = prompts_reception(self.start.name, workers)
-            self._door = ViewDoor(self.fabric.listen(self.start.address, reception))
+        start, topology = self.start, self.start.topology
+        if topology.prefill_groups > 1:
+            reception = prompts_reception(start.name, topology.prefill_groups)
+            self._door = ViewDoor(self.fabric.listen(start.address, reception))
+        if topology.prefill_pipeline > 1:
+            self._stage_door = ViewDoor(self.fabric.listen(start.address, stage_reception(start.name)))
         self._cut = self.cut()
-        self._program = self.runnable(self._cut)
-        return Loaded(prompts_url=self._door.url if self._door else "")
+        program = self.runnable(self._cut)
+        if topology.prefill_pipeline > 1:
+            program, self._cut = StageProgram(program, self._own, len(self._cut.layers)), without_model(self._cut)
+        self._program = program
+        return Loaded(prompts_url=_url(self._door), ring_url=_url(self._stage_door))
+
+    def own_part(self, program: Any, num_layers: int) -> Any:
+        stages = self.start.topology.prefill_pipeline
+        self._own = stage_layers(num_layers, stages, self.start.number % stages)
+        return program if stages == 1 else program_of(program, self._own, num_layers)
 
     def connect(self, meeting: Connect, fabric: ViewFabric) -> tuple[PrefillWorker, ComputeReady]:
         start, cut = self.start, self._cut
@@ -63,7 +78,7 @@ class PrefillServer(ModelServer):
             self._serving.connect(links, pool, meeting.view, meeting.keep)
             return self._serving, self._ready(bounds, meeting.view)
         self._store = self._open_store(cut, bounds[0].backend)
-        own = self._own = OwnAttention(self._store, pool, self.trace)
+        own = self._attention = OwnAttention(self._store, pool, self.trace, self._own.start)
         self.clock.lap("bind_s")
         worker = ComputeWorker(
             self._program,
@@ -80,12 +95,17 @@ class PrefillServer(ModelServer):
         return self._serving, self._ready(bounds, meeting.view)
 
     def meet(self, order: MeetPrefill, fabric: ViewFabric) -> None:
-        assert self._door is not None
-        deadlines = self.start.deadlines
-        timeout_s, start = deadlines.step_timeout_s, self.around.start
-        beginnings = Beginnings(self._store, self.staging, timeout_s, start, self.trace)
-        beginnings.meet(order, fabric, self._door, deadlines.start_timeout_s)
-        self._own.meet(beginnings)
+        deadlines, cut = self.start.deadlines, self._cut
+        if self._stage_door is not None and self._serving is not None:
+            max_rows, name = self.start.batching.max_rows, self.start.name
+            move = line_up(cut, order, fabric, self._stage_door, name, deadlines, max_rows)
+            ring = StageRing(self._own, self._attention, move, self.staging, cut.dtype, fabric.view)
+            self._serving.line_up(ring, ring.comes)
+        if order.peers and self._door is not None:
+            timeout_s, start = deadlines.step_timeout_s, self.around.start
+            beginnings = Beginnings(self._store, self.staging, timeout_s, start, self.trace)
+            beginnings.meet(order, fabric, self._door, deadlines.start_timeout_s)
+            self._attention.meet(beginnings)
 
     def _ready(self, bounds: list[Bound], view: int) -> ComputeReady:
         return structs.replace(self.ready(self._cut, bounds, view), stores=[self._store.bound])
@@ -93,7 +113,11 @@ class PrefillServer(ModelServer):
     def _join(self, meeting: Connect, fabric: ViewFabric) -> tuple[list[MemoryLink], list[Bound]]:
         start, cut, links, bounds = self.start, self._cut, list[MemoryLink](), list[Bound]()
         outbound, inbound = kv_geometries(
-            cut.layers, cut.partition, cut.dtype.itemsize, max_rows=start.batching.max_rows
+            cut.layers,
+            cut.partition,
+            cut.dtype.itemsize,
+            max_rows=start.batching.max_rows,
+            stages=start.topology.prefill_pipeline,
         )
         terms = Terms(outbound=outbound, inbound=inbound, name=start.name)
         join = Join(view=meeting.view, number=self.replicas + start.number, layers=cut.layers)
@@ -111,11 +135,9 @@ class PrefillServer(ModelServer):
 
     def _open_store(self, cut: CutModel, backend: str) -> Store:
         """A store for all heads of prompts, one at least. Raises ValueError where there is no room for it."""
-        start, device = self.start, self.staging.device
+        start, device, layers = self.start, self.staging.device, cut.layers[self._own.start : self._own.stop]
         free, asked = available_bytes(device), start.devices.prefill_kv_bytes()
-        needed = store_bytes(
-            cut.layers, stored_dtype(start.kv.kv_cache_dtype, cut.dtype), cut.max_len, start.kv.block_size
-        )
+        needed = store_bytes(layers, stored_dtype(start.kv.kv_cache_dtype, cut.dtype), cut.max_len, start.kv.block_size)
         if asked and not needed <= asked <= free:
             raise ValueError(
                 f"--prefill-kv-memory {start.devices.prefill_kv_memory}: a prompt of up to {cut.max_len} tokens takes "
@@ -129,8 +151,8 @@ class PrefillServer(ModelServer):
         own = self._backend(backend, device, cut)
         bind = Bind(
             worker=0,
-            partition=by_head([s.kv_heads for s in cut.layers], [1.0], 0),
-            layers=cut.layers,
+            partition=by_head([s.kv_heads for s in layers], [1.0], 0),
+            layers=layers,
             dtype=str(cut.dtype).removeprefix("torch."),
             kv=structs.replace(start.kv, attention=own),
             kv_bytes=asked or prompt_bytes(needed, free, start.topology.prefill_workers),
@@ -145,3 +167,7 @@ class PrefillServer(ModelServer):
             return name_of(attention.get_alike(name, device, cut.dtype, "auto"))
         except ValueError as e:
             raise ValueError(f"{self.role}: {e}") from e
+
+
+def _url(door: ViewDoor | None) -> str:
+    return door.url if door else ""

@@ -29,6 +29,7 @@ def check_together(config: EngineConfig) -> None:
     _check_addresses(config)
     _check_weights(config)
     _check_ranks(config)
+    _check_stages(config)
     _check_prefixes(config)
     _check_sparsity(config)
     _check_devices(config)
@@ -308,6 +309,15 @@ def _check_ranks(config: EngineConfig) -> None:
         raise ValueError(
             f"--memory-weights {','.join(f'{w:g}' for w in weights)}: memory worker w is rank w mod {size}'s "
             f"(--tensor-parallel-size), and every rank must have the same weights in the same order"
+        )
+
+
+def _check_stages(config: EngineConfig) -> None:
+    stages, workers = config.topology.prefill_pipeline, config.topology.prefill_workers
+    if stages > 1 and (not workers or workers % stages):
+        raise ValueError(
+            f"--prefill-pipeline {stages} does not divide --prefill-workers {workers}: use {stages} or {2 * stages} of "
+            f"them, or leave it out"
         )
 
 

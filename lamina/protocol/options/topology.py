@@ -68,7 +68,12 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
         Meta(ge=0, le=MOST_WORKERS),
         "workers of their own for prompts, which then do not slow decoding; 0 = the compute workers do them",
     ] = 0
-
+    prefill_pipeline: Annotated[
+        int,
+        Meta(ge=1, le=MOST_WORKERS),
+        "prefill workers that compute a prompt together: each has a run of the model's layers, and chunks go from one "
+        "to the next; must divide --prefill-workers",
+    ] = 1
     borrow: Annotated[
         str,
         "KV memory that may be borrowed from other deployments while there is too little here, at most, such as 8GiB; "
@@ -153,6 +158,11 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     def at_once(self) -> bool:
         """Whether both pools work at the same time, and not in turns."""
         return self.most_batches > 1 or self.prefill_workers > 0
+
+    @property
+    def prefill_groups(self) -> int:
+        """How many prompts prefill workers compute at a time: each by a group of ``prefill_pipeline`` of them."""
+        return self.prefill_workers // self.prefill_pipeline
 
     @property
     def num_compute(self) -> int:

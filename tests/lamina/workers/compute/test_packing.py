@@ -152,7 +152,7 @@ TWO = TopologyOptions(pipeline=3)
 
 
 def decided(weight: Tensor, free: Callable[[], int], topology: TopologyOptions = TWO) -> Backend:
-    decide(program(weight), backend := Backend(), free, topology, DeviceOptions(), 0.0)
+    decide(program(weight), backend := Backend(), free, topology, DeviceOptions(), 0.0, True)
     return backend
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from memory_peer import LAYERS, SCHEMES, WAIT_S, Model, Peer, Pool, RefusedError, bind, model, placed, pools
+from msgspec import structs
 
 from lamina.compute.links import MemoryLink
 from lamina.compute.memory_pool import MemoryPool
@@ -189,8 +190,9 @@ class FakeChannel:
 
 def granted(counts: Sequence[int]) -> tuple[Grants, list[FakeChannel], list[float]]:
     """One grant of ``counts[i]`` tokens for prefill worker i, whose messages are all there; and the clock's time."""
-    store, now = Store(bind(LAYERS), CPU), [100.0]
+    store, now = Store(structs.replace(bind(LAYERS), prefill_workers=len(counts)), CPU), [100.0]
     grants = Grants(Meter(), clock=lambda: now[0])
+    grants.serve(store)
     channels = []
     ops = [New(i) for i in range(len(counts))] + [Grant(i, 0, n, i, 3) for i, n in enumerate(counts)]
     for n in counts:
