@@ -58,15 +58,16 @@ def main() -> None:
         occupied = {x: [s["occupied_byte_s"] for w, s in llm.stats().items() if w.startswith("prefill")]
                     for x, llm in llms.items()}  # fmt: skip
     for x in stages:
+        rows = {n: row(n, x, seconds, args) for n in lengths}
         figures = {
             "tokens_equal": same,
             "occupied_byte_s": occupied[x],
-            "prompts": {n: row(n, x, seconds, args) for n in lengths},
+            "prompts": rows,
             "cpu_pressure_avg10": cpu_pressure(),
         }
         print(record("bench_stages", {**vars(args), "stages": x}, figures, write=args.write))
         for n in lengths:
-            print(f"{x} stages, {n:5} tokens: " + ", ".join(f"{k} {v}" for k, v in figures["prompts"][n].items()))
+            print(f"{x} stages, {n:5} tokens: " + ", ".join(f"{k} {v}" for k, v in rows[n].items()))
 
 
 def engine_of(path: Path, stages: int, args: argparse.Namespace) -> LLM:
@@ -83,7 +84,9 @@ def engine_of(path: Path, stages: int, args: argparse.Namespace) -> LLM:
     )
 
 
-def measure(llms: dict[int, LLM], lengths: list[int], args: argparse.Namespace) -> tuple[dict[Any, Any], dict[Any, Any]]:
+def measure(
+    llms: dict[int, LLM], lengths: list[int], args: argparse.Namespace
+) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Seconds to the first token, by stages and length; and the tokens, by stages."""
     seconds: dict[Any, list[float]] = {(x, n): [] for x in llms for n in lengths}
     tokens: dict[int, list[int]] = {x: [] for x in llms}

@@ -30,6 +30,7 @@ from lamina.protocol.plan import Fetch, Keep, Key, Kind, ProtocolError, StepPlan
 from lamina.workers.staging import NOTHING
 
 from .beginnings import Beginnings
+from .occupied import OccupiedStore
 
 PATIENCE_S = 0.02  # for the stage before, before the driver's news are looked at again
 GLANCE_S = 0.002  # for news of memory workers, before the driver's are looked at again
@@ -45,6 +46,8 @@ class OwnAttention:
         device; ``pool``, of all layers, takes them.
         """
         self._store, self._first = store, first
+        token_bytes = sum(piece.kv.token_bytes for layer in store.layers for piece in layer)
+        self.occupied = OccupiedStore(token_bytes)
         self._before = NOTHING  # what a stage before has attended
         self._pool = pool
         self._beginnings: Beginnings | None = None  # those of others; None: they are not met
@@ -96,6 +99,7 @@ class OwnAttention:
             self._store.begin(plan)
             self._store.make_ready()
             self._step = Step(self._store, plan)
+            self.occupied.begin(plan)
             if self._beginnings:
                 self._beginnings.begin(plan)
             self._pool.select(plan)
@@ -140,6 +144,8 @@ class OwnAttention:
         out = torch.empty(shape, dtype=dtype, device=self._store.device)
         step.finish(own, self._stored, self._q, self._written, NOTHING, _flat(out))
         self.attend_s += time.perf_counter() - begun
+        if own + 1 == len(self._store.layers):
+            self.occupied.end()
         self._trace.add(Event.NEW, start, step.plan, layer)
         return out
 
@@ -236,7 +242,8 @@ class PrefillWorker:
         names = ("slice_s", "sample_s", "steps", "rows")
         own = {"attend_s": attention.attend_s, "send_s": attention.sending_s, "stored_wait_s": self.stored_wait_s}
         fetched = {"fetch_s": attention.fetch_s, "fetched_bytes": float(attention.fetched_bytes)}
-        return {**{name: worker[name] for name in names}, **own, **fetched}
+        took = {"occupied_byte_s": attention.occupied.byte_s, "carry_s": worker["carry_s"]}
+        return {**{name: worker[name] for name in names}, **own, **fetched, **took}
 
     def _is_stored(self, step: int, timeout_s: float) -> bool:
         for at, link in enumerate(self._links):

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from lamina.compute.prefill import GLANCE_S, PrefillWorker
+from lamina.compute.prefill.occupied import OccupiedStore
 from lamina.netstack import ChannelTimeout
 from lamina.protocol.control import StepDone
-from lamina.protocol.plan import Key, Kind, ProtocolError
+from lamina.protocol.plan import Key, Kind, ProtocolError, Rows, StepPlan
 
 
 class FakeWorker:
@@ -45,7 +46,7 @@ class FakeLink:
 def make(steps: int, links: int = 2, timeout_s: float = 1.0) -> tuple[PrefillWorker, list[FakeLink], list[float]]:
     now = [100.0]
     fakes = [FakeLink(i, now) for i in range(links)]
-    own = SimpleNamespace(attend_s=2.0, sending_s=3.0, fetch_s=0.0, fetched_bytes=0)
+    own = SimpleNamespace(attend_s=2.0, sending_s=3.0, fetch_s=0.0, fetched_bytes=0, occupied=OccupiedStore(0))
     worker = PrefillWorker(FakeWorker(steps), own, fakes, timeout_s, clock=lambda: now[0])  # type: ignore[arg-type]
     return worker, fakes, now
 
@@ -84,7 +85,7 @@ def test_time_with_nothing_else_to_do_counts_also_when_the_answer_comes_in_it() 
     assert worker.turn() is not None
     assert worker.stats()["stored_wait_s"] == pytest.approx(2 * GLANCE_S)
     assert (worker.stats()["attend_s"], worker.stats()["send_s"]) == (2.0, 3.0)
-    assert not worker.stats().keys() & {"wait_s", "carry_s"}, "nobody is waited for there"
+    assert "wait_s" not in worker.stats(), "no O is waited for there"
 
 
 def test_a_memory_worker_that_never_stores_is_named() -> None:
@@ -94,3 +95,20 @@ def test_a_memory_worker_that_never_stores_is_named() -> None:
     now[0] += 2.0
     with pytest.raises(ChannelTimeout, match="memory worker 1 did not store K and V in 1 s"):
         worker.turn()
+
+
+def test_a_prompt_occupies_what_it_has_so_far_for_as_long_as_it_is_computed() -> None:
+    now = [0.0]
+    occupied = OccupiedStore(10, clock=lambda: now[0])
+
+    def chunk(sequence: int, first: int, seconds: float, idle: float) -> None:
+        occupied.begin(StepPlan(step=0, ops=[], rows=[Rows(sequence, first, 4)]))
+        now[0] += seconds
+        occupied.end()
+        now[0] += idle
+
+    chunk(1, 0, 1.0, 0.5)
+    chunk(1, 4, 2.0, 100.0)
+    assert occupied.byte_s == 40 * 1.5 + 80 * 2.0, "between its chunks too"
+    chunk(2, 0, 1.0, 0.0)
+    assert occupied.byte_s == 40 * 1.5 + 80 * 2.0 + 40, "and not when nothing is computed"

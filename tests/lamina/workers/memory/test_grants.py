@@ -27,6 +27,7 @@ from lamina.protocol.plan import (
     StepPlan,
     Truncate,
 )
+from lamina.protocol.stages import grants_ahead, stage_layers
 
 CPU = torch.device("cpu")
 pool = pools(*SCHEMES)
@@ -188,9 +189,12 @@ class FakeChannel:
         self.told.append(tag)
 
 
-def granted(counts: Sequence[int]) -> tuple[Grants, list[FakeChannel], list[float]]:
-    """One grant of ``counts[i]`` tokens for prefill worker i, whose messages are all there; and the clock's time."""
-    store, now = Store(structs.replace(bind(LAYERS), prefill_workers=len(counts)), CPU), [100.0]
+def granted(counts: Sequence[int], stages: int = 1) -> tuple[Grants, list[FakeChannel], list[float]]:
+    """One grant of ``counts[i]`` tokens for prefill worker i, or for that group of so many, whose messages are all
+    there; and the clock's time.
+    """
+    told = structs.replace(bind(LAYERS), prefill_workers=len(counts) * stages, prefill_pipeline=stages)
+    store, now = Store(told, CPU), [100.0]
     grants = Grants(Meter(), clock=lambda: now[0])
     grants.serve(store)
     channels = []
@@ -200,8 +204,10 @@ def granted(counts: Sequence[int]) -> tuple[Grants, list[FakeChannel], list[floa
         arrivals = [
             Arrival(0, Key(Kind.KV, 3, layer=i).pack(), memoryview(bytes(size))) for i, size in enumerate(sizes)
         ]
-        channels.append(FakeChannel(arrivals))
-        grants.join(channels[-1])  # type: ignore[arg-type]
+        for stage in range(stages):
+            own = stage_layers(len(LAYERS), stages, stage)
+            channels.append(FakeChannel(arrivals[own.start : own.stop]))
+            grants.join(channels[-1])  # type: ignore[arg-type]
     plan = StepPlan(step=0, ops=[*ops], rows=[])
     grants.check(plan)
     store.begin(plan)
@@ -227,6 +233,31 @@ def test_who_is_idle_takes_what_is_there_and_who_is_busy_a_message_now_and_then(
     assert not grants.open
     assert grants.patience_s == IDLE_S
     assert [Key.unpack(t) for t in channel.told] == [Key(Kind.STORED, 3)]
+
+
+def test_of_several_stages_the_last_one_hears_when_all_have_sent_their_layers() -> None:
+    grants, channels, _ = granted([5], stages=2)
+    first, last = channels
+    held, first.arrivals = first.arrivals, []
+    while last.arrivals:
+        grants.take()
+    assert (first.told, last.told, grants.open) == ([], [], True), "the first one has sent nothing yet"
+    first.arrivals = held
+    while first.arrivals:
+        grants.take()
+    assert not grants.open
+    assert (first.told, [Key.unpack(t) for t in last.told]) == ([], [Key(Kind.STORED, 3)])
+
+
+def test_stages_share_all_layers_and_more_chunks_are_under_way() -> None:
+    for layers, stages in ((8, 3), (4, 4), (5, 2), (1, 1)):
+        each = [stage_layers(layers, stages, s) for s in range(stages)]
+        assert [layer for own in each for layer in own] == list(range(layers))
+        assert max(map(len, each)) - min(map(len, each)) <= 1
+    with pytest.raises(ValueError, match="--prefill-pipeline 5: the model has 4 layers of attention"):
+        stage_layers(4, 5, 0)
+    assert [grants_ahead(stages, [0]) for stages in (1, 2, 4)] == [2, 3, 5]
+    assert grants_ahead(4, [0, 16]) == 2, "behind a window, a third chunk may give blocks back that the first fills"
 
 
 def test_an_empty_look_waits_for_decoding_again() -> None:
