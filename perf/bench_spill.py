@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import random
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -60,6 +61,7 @@ def loans(length: int, turns: int, transport: str, slow: float) -> dict[str, Any
         "partition": "spill",
         "transport": emulated(slow) if slow else transport,
         "attention": "emulate" if slow else "auto",
+        "prefill_workers": int(bool(slow)),  # else prompts, too, cross the slow links again and again
     }
     with tempfile.TemporaryDirectory() as folder:
         path = make(Path(folder) / "model", "bfloat16", SHAPE, 2 * length)
@@ -70,6 +72,7 @@ def loans(length: int, turns: int, transport: str, slow: float) -> dict[str, Any
             for name, held in sizes.items()
         }
         try:
+            print("prompts are read: turns begin", file=sys.stderr, flush=True)
             line = alternate(players, turns)
             half, home = (line["step_s"][name]["median"] for name in ("half", "home"))
             lends = {name: lent(p.llm) for name, p in players.items()}
