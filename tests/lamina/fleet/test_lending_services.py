@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -121,20 +122,28 @@ def test_a_guest_is_a_memory_worker_with_a_key_of_its_own_and_none_of_the_cluste
         link.recv(SOON_S)
 
 
-def test_two_debtors_race_for_one_creditor_and_one_is_refused(street: Street) -> None:
-    """The ledger has said the same to both, and stands still from then on."""
+def test_two_debtors_race_by_old_heartbeats_and_one_is_refused(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger has said the same to both, by a heartbeat ten periods old, and is gone from then on."""
+    monkeypatch.setattr(lend_service, "BEAT_S", 0.05)
     service, first, second = street.creditor("c", 8), street.debtor("d1"), street.debtor("d2")
-    monkey = street.ledger._ledger
-    right = monkey.answer
-    monkey.answer = lambda query, now: (setattr(monkey.entries["c"], "promised", 0), right(query, now))[1]
+    ledger = street.ledger._ledger
+    service._beat_at, ledger._silent_s = math.inf, SOON_S
+    until(lambda: street.shown()["c"].silent_s > 10 * lend_service.BEAT_S, "it goes on with heartbeats")
+    right = ledger.answer
+    ledger.answer = lambda query, now: (setattr(ledger.entries["c"], "promised", 0), right(query, now))[1]  # type: ignore[method-assign]
     for debtor in (first, second):
         debtor.want(6)
-    lent = until(lambda: first.arrived or second.arrived, "nobody gets anything")
+    until(lambda: len(service.creditor._answered) == 2, "not both ask it")
+    street.ledger.close()
     until(lambda: first.refusals + second.refusals, "nobody is refused")
+    lent = until(lambda: first.arrived or second.arrived, "nobody gets anything")
     assert service.creditor.lent == 6
-    winner = first if lent is first.arrived else second
+    winner, loser = (first, second) if lent is first.arrived else (second, first)
     winner.give_back(winner.arrived.popleft())
-    loser = second if winner is first else first
+    until(lambda: service.creditor.free == 8, "the blocks do not come back")
+    assert not loser.arrived
+    service._beat_at = 0.0
+    street.open_ledger()
     until(lambda: loser.borrowed == 6, "the other one gets nothing, at once or in parts")
 
 
