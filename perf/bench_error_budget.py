@@ -4,11 +4,11 @@ real shadows, on the demo's language model.
 An engine with a shadow for each completion goes on with texts whose KV has lost blocks. What its shadows see is cut
 into runs of completions of so many tokens together, and each run is watched as an engine watches it.
 `pooled` is the policy as it is; `unpooled` lets a block count for itself alone; `inverted` drops the best blocks. The
-budget is twice the true rate of the first policy, unless one is given. With --copy texts end in random tokens, half of
-which come once more, and the others are to be copied: what was dropped is missed there.
+budget is twice the true rate of the first policy, unless one is given. With --recall so many pairs of key and value
+stand before each text and one is asked for behind it: what was dropped is missed there.
 
     python perf/bench_error_budget.py --write
-    python perf/bench_error_budget.py --copy --prompt 512 --budget 128 --answer 28 --runs 25 --top1 .041 --kl .026
+    python perf/bench_error_budget.py --recall 4 --prompt 128 --budget 80 --answer 3 --top1 .1 --kl .1 --write
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from bench_kv_sparsity import MODEL, RECENT, SIZE, held_out_tokens
+from bench_kv_sparsity import MODEL, RECENT, SIZE, held_out_tokens, recall_prompts
 from common import record
 
 from lamina import LLM, SamplingParams
@@ -31,7 +31,6 @@ from lamina.models.tokens import load_tokenizer
 from lamina.protocol.options.sparsity import ErrorBudget
 
 Seen = list[tuple[Witness, bool, float]]  # by whom, whether a token would have been another, and nats of KL
-COPIED = 48, 80  # random tokens, at least and at most
 POLICIES: dict[str, Callable[[Mapping[int, int]], dict[int, int]]] = {
     "pooled": sparsity.pool,
     "unpooled": dict,
@@ -55,8 +54,8 @@ class RecordingWatch(ErrorWatch):
 def shadows_see(policy: str, prompts: list[list[int]], tokens: int, budget: int) -> Seen:
     """Of completions of ``tokens`` tokens."""
     sparsity.pool = POLICIES[policy]  # type: ignore[assignment]
-    options: dict[str, Any] = {"kv_budget": budget, "kv_recent": RECENT, "block_size": SIZE, "max_num_seqs": 16}
-    options |= {"memory_workers": 1, "compute_threads": 1, "memory_threads": 1}
+    options: dict[str, Any] = {"kv_budget": budget, "kv_recent": RECENT, "block_size": SIZE, "max_num_seqs": 64}
+    options |= {"prefill_chunk": 1024, "memory_workers": 1, "compute_threads": 1, "memory_threads": 1}
     with LLM(str(MODEL), transport="loopback", kv_sparsity="evict", kv_error_budget="shadow=1", **options) as llm:
         shadows, watch = llm.engine.scheduler.shadows, RecordingWatch()
         assert shadows is not None
@@ -92,20 +91,19 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=64, help="tokens")
     parser.add_argument("--budget", type=int, default=256, help="--kv-budget")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
-    parser.add_argument("--copy", action="store_true", help="texts end in what is to be copied")
+    parser.add_argument("--recall", type=int, default=0, help="pairs before each text, one of which is asked for")
     parser.add_argument("--top1", type=float, default=0.0, help="budget of errors; 0: twice that of the first policy")
     parser.add_argument("--kl", type=float, default=1.0, help="the same in nats, with --top1")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     tokenizer = load_tokenizer(str(MODEL), trust_remote_code=False)
     text = held_out_tokens(tokenizer)
-    count = -(-args.runs * args.tokens // (args.answer - 4))
-    rng = np.random.default_rng(0)
-    prompts = [text[at : at + args.prompt].tolist() for at in rng.integers(0, len(text) - args.prompt, count)]
-    for prompt in prompts if args.copy else ():
-        copied = rng.integers(10, 1900, rng.integers(*COPIED)).tolist()
-        behind = [*copied, *copied[: len(copied) // 2]]
-        prompt[-len(behind) :] = behind
+    count = 4 * (args.runs + 1) * args.tokens // (4 * args.answer - 1)  # shadows miss some of the first tokens
+    if args.recall:
+        prompts = [p.tokens for p in recall_prompts(tokenizer, text, args.prompt, count=count, pairs=args.recall)]
+    else:
+        starts = np.random.default_rng(0).integers(0, len(text) - args.prompt, count)
+        prompts = [text[at : at + args.prompt].tolist() for at in starts]
     settings = {name: value for name, value in vars(args).items() if name != "write"}
     good = ErrorBudget(top1=args.top1, kl=args.kl)
     for policy in args.policies:

@@ -93,6 +93,13 @@ def budget_of(length: int, share: float, size: int = SIZE) -> int:
     return max(LEAST, int(length * share) // size) * size if share < 1 else length
 
 
+def recall_prompts(
+    tokenizer: Any, text: npt.NDArray[np.int64], distance: int, *, count: int, pairs: int
+) -> list[RecallPrompt]:
+    """Questions about one of so many pairs, so many tokens of ``text`` behind them."""
+    return RecallTask(tokenizer).prompts(text, distance, count=count, pairs=pairs)
+
+
 class SparsityCosts:
     """What the rows of all measurements have in common."""
 
@@ -102,8 +109,8 @@ class SparsityCosts:
 
     def questions(self, distance: int) -> dict[int, list[RecallPrompt]]:
         """By number of pairs."""
-        task = RecallTask(self.tokenizer)
-        return {n: task.prompts(self._filler, distance, count=self.args.prompts, pairs=n) for n in PAIRS}
+        given = self.tokenizer, self._filler, distance
+        return {n: recall_prompts(*given, count=self.args.prompts, pairs=n) for n in PAIRS}
 
     def engine(self, form: str, budget: int) -> LLM:
         """One that keeps or attends so many tokens."""
