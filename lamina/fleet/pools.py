@@ -343,7 +343,7 @@ class Pools:
             return list(self._members)
         steps = len(self._arrivals) > 0
         lending = self._members.prefill if self._chunks else []  # one may wait for what another one has
-        computing = self._members.compute * steps + lending
+        computing = self._members.compute * (steps or bool(lending)) + lending  # whose grants they pass on
         return self._members.memory + computing if computing or self._reports else computing
 
     def ask_stats(self) -> None:

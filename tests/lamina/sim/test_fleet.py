@@ -39,6 +39,11 @@ def test_whoever_dies_once_it_has_told_of_its_kv_has_none() -> None:
     assert check_fleet(planned_fleet(200_063)).deaths
 
 
+def test_a_compute_worker_that_stops_is_noticed_while_prompts_are_computed_alone() -> None:
+    """Seed 200,145: no step is under way, and memory workers wait for the grants that it passes on."""
+    assert check_fleet(planned_fleet(200_145)).stops
+
+
 def test_engines_die_and_memory_workers_come_and_go() -> None:
     """Some of them in the midst of that; with ranks, and in stripes."""
     played = [check_fleet(planned_fleet(seed)) for seed in range(PLANNED)]
