@@ -1,9 +1,9 @@
 """Prompts on prefill workers that share their layers: the time beside that of one worker that has all.
 
-Devices are emulated (a slice takes so long for each row); processes, messages, the cut that crosses, and the K and V that
-all stages send are real. Numbers of stages take turns. A prompt of N chunks on X stages takes N + X - 1 times what the
-slowest stage takes for a chunk, where one worker takes N times what all together take. Prints a table and JSON lines;
---write appends those to perf/results/bench_stages.jsonl. Tokens are compared.
+Devices are emulated (a slice takes so long for each row); processes, messages, the cut that crosses, and the K and V
+that all stages send are real. Numbers of stages take turns. A prompt of N chunks on X stages takes N + X - 1 times what
+the slowest stage takes for a chunk, where one worker takes N times what all together take. Prints a table and JSON
+lines; --write appends those to perf/results/bench_stages.jsonl. Tokens are compared.
 
     python perf/bench_stages.py --write
 """
