@@ -57,6 +57,7 @@ class PrefillServer(ModelServer):
         if topology.prefill_pipeline > 1:
             self._stage_door = ViewDoor(self.fabric.listen(start.address, stage_reception(start.name)))
         self._cut = self.cut()
+        self._own = self._own_layers(len(self._cut.layers))
         program = self.runnable(self._cut)
         if topology.prefill_pipeline > 1:
             program, self._cut = StageProgram(program, self._own, len(self._cut.layers)), without_model(self._cut)
@@ -64,9 +65,12 @@ class PrefillServer(ModelServer):
         return Loaded(prompts_url=_url(self._door), ring_url=_url(self._stage_door))
 
     def own_part(self, program: Any, num_layers: int) -> Any:
+        one = self.start.topology.prefill_pipeline == 1
+        return program if one else program_of(program, self._own_layers(num_layers), num_layers)
+
+    def _own_layers(self, num_layers: int) -> range:
         stages = self.start.topology.prefill_pipeline
-        self._own = stage_layers(num_layers, stages, self.start.number % stages)
-        return program if stages == 1 else program_of(program, self._own, num_layers)
+        return stage_layers(num_layers, stages, self.start.number % stages)
 
     def connect(self, meeting: Connect, fabric: ViewFabric) -> tuple[PrefillWorker, ComputeReady]:
         start, cut = self.start, self._cut
