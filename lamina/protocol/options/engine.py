@@ -328,12 +328,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def moves_stripes(self) -> bool:
-        """Whether stripes may go to another memory worker while their sequence decodes. Not where some are on loan from
-        other deployments, before that is tried with guests: what these hold moves as the view changes.
-        """
+        """Whether stripes may go to another memory worker while their sequence decodes."""
         plain = not (self.tier.medium or self.overflow.truncates or self.kv.evicts or self.kv.selects)
-        here = self.devices.memory_device == "cpu" and not self.topology.on_loan
-        return self.topology.partition == "spill" and here and plain
+        return self.topology.partition == "spill" and self.devices.memory_device == "cpu" and plain
 
     def gpu_number(self, role: str, index: int) -> int:
         """A worker's number among the workers of a host, which take its GPUs in turn: compute workers first, memory

@@ -27,8 +27,10 @@ HERE = "127.0.0.1", 0
 PARAMS = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=3)
 LONG = [(7 * i + 3) % 300 + 5 for i in range(1030)]
 SHORT = [(11 * i + 3) % 300 + 5 for i in range(100)]
+CROWD = [[(5 * i + n) % 300 + 5 for i in range(200)] for n in range(2)] + [LONG]
+CROWDED = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (16, 16, 100)]
 TINY = {"dtype": "float32", "prefill_chunk": 128, "max_model_len": 1152, "deterministic": True}
-SPILL = {"partition": "spill", "kv_memory": "220KB", "memory_workers": 2}  # two stripes of 128 tokens on each
+SPILL = {"partition": "spill", "kv_memory": "290KB", "memory_workers": 2}  # two stripes of 128 tokens on each
 Told = list[tuple[list[int], Any]]
 
 
@@ -42,7 +44,9 @@ class Lent:
         self.creditors = [self._creditor(name) for name in ("c1", "c2")]
         with LLM(path, transport="loopback", memory_workers=1, kv_memory="8MB", **TINY) as llm:
             self.large = told(llm, [LONG, SHORT])
+            self.crowd = [o.token_ids for r in llm.generate(CROWD, CROWDED) for o in r.outputs]
         borrowing = {"borrow": "4MiB", "ledger": self.ledger.address, "borrow_wait_s": 30.0}
+        borrowing["enable_prefix_caching"] = False  # so homes are empty once requests have ended
         self.llm: LLM = stack.enter_context(LLM(path, transport="shm", **SPILL, **borrowing, **TINY))
 
     def _run(self, service: Any) -> None:
@@ -89,6 +93,16 @@ def test_a_prompt_of_more_than_there_is_has_a_large_ones_bits(lent: Lent) -> Non
     assert guest["bytes_sent"] < guest["stored_bytes"] / 4, "and returns results, not K and V"
     processes = [g for s in lent.creditors for g in s._guests.values()]
     until(lambda: any(g.read_bytes > 0 for g in processes), "its host does not know how much it reads")
+
+
+def test_what_a_guest_holds_goes_home_while_its_sequence_decodes(lent: Lent) -> None:
+    """As soon as short ones have made room there, so that a recall finds less to move."""
+    told(lent.llm, [LONG[::-1]])  # so somebody has lent
+    moves, pauses = lent.llm.engine.scheduler.moves, lent.llm.pools.elastic.moved
+    before, paused = moves.num_moved, pauses.total()
+    assert [o.token_ids for r in lent.llm.generate(CROWD, CROWDED) for o in r.outputs] == lent.crowd
+    assert moves.num_moved > before
+    assert pauses.total() == paused, "and no view changes for it"
 
 
 @pytest.mark.parametrize("end", ["recalled", "killed"])
