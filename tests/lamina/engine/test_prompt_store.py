@@ -341,7 +341,7 @@ def test_prefill_workers_meet_where_something_can_be_fetched(
     store = Bound(windows=windows, lanes=lanes, stripe=0, num_blocks=totals)
     ready = ready_of(num_layers=1, num_blocks=1000, block_size=PAGE, max_len=100)
     batching = make_config({"transport": "shm", "prefill_chunk": 8, "max_num_seqs": 8}).batching
-    assert can_fetch([msgspec.structs.replace(ready, stores=[store])] * workers, batching) == can
+    assert can_fetch([msgspec.structs.replace(ready, stores=[store])] * workers, batching, workers) == can
 
 
 class StoreWire(LosslessWire):
