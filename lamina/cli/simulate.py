@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lamina.engine.conductor import Conductor, ConductorRules
 from lamina.engine.conductor.choice import POLICIES
 from lamina.engine.conductor.directory import Directory
-from lamina.engine.conductor.estimate import PrefillFit, PrefillTime
+from lamina.engine.conductor.estimate import PrefillFit, PrefillTime, StagedPrefill
 from lamina.engine.conductor.others import OTHERS
 from lamina.engine.conductor.overload import OVERLOADS, DecodePool, Limits, TokenTime
 from lamina.protocol.options.declare import parse_seconds
@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"who computes a prompt, some by comma: {', '.join(POLICIES)}; as others do: {', '.join(OTHERS)}",
     )  # fmt: skip
     add("--prefill-workers", type=int, default=8, metavar="N", help="prefill workers (8)")
+    add(
+        "--prefill-pipeline", type=int, default=1, metavar="X",
+        help="so many of them compute a prompt together, each some of the layers (1)",
+    )  # fmt: skip
+    add("--prefill-chunk", type=int, default=1024, metavar="N", help="tokens that go from one to the next (1024)")
     add("--pages", type=int, default=6000, metavar="N", help="pages of 512 tokens in the store of each (6000)")
     add("--prefill-law", default="0,2e-4,2e-9", metavar="A,B,C", help="seconds of a prompt: A + B tokens + C tokens^2")
     add("--transfer-rate", type=float, default=31000.0, metavar="T", help="tokens per second from one sender (31000)")
@@ -79,12 +84,14 @@ def run(args: argparse.Namespace) -> int:
 
 def conductor_of(args: argparse.Namespace, rules: ConductorRules) -> Conductor:
     """A new one, which knows nothing yet."""
-    a, b, c = _law(args.prefill_law, "--prefill-law")
-    expected = PrefillTime(a * args.expected, b * args.expected, c * args.expected)
+    stages = args.prefill_pipeline
+    a, b, c = (x * args.expected for x in _stage_law(args))
+    groups, pages = args.prefill_workers // stages, args.pages * stages
     decoding = DecodePool(max(1, args.instances), TokenTime(*_law(args.decode_law, "--decode-law")), DECODE_S)
     return Conductor(
-        rules=rules, directory=Directory(args.prefill_workers, args.pages), fit=PrefillFit(expected),
-        tokens_per_s=args.transfer_rate, decoding=decoding, num_workers=args.prefill_workers, seed=args.seed,
+        rules=rules, directory=Directory(groups, pages), fit=PrefillFit(PrefillTime(a, b, c)),
+        tokens_per_s=args.transfer_rate * stages, decoding=decoding, num_workers=groups, seed=args.seed,
+        staged=StagedPrefill(stages, args.prefill_chunk),
     )  # fmt: skip
 
 
@@ -96,7 +103,7 @@ def _one(
 
     conductor, begun = conductor_of(args, rules), time.process_time()
     truth = PoolTruth(
-        PrefillTime(*_law(args.prefill_law, "--prefill-law")), args.transfer_rate, args.instances,
+        _stage_law(args), args.transfer_rate * args.prefill_pipeline, args.instances,
         TokenTime(*_law(args.decode_law, "--decode-law")),
     )  # fmt: skip
     pools = SimulatedPools(conductor, truth, sample_s=1.0 if args.instances else 0.0)
@@ -133,9 +140,20 @@ def _check(args: argparse.Namespace) -> None:
     for policy in _listed(args.policy):
         if policy not in (taken := (*POLICIES, *OTHERS)):
             raise ValueError(f"--policy must be one of {', '.join(taken)}, not {policy!r}")
-    for name, least in (("rows", 0), ("prefill_workers", 1), ("pages", 1), ("instances", 0)):
+    for name, least in (
+        ("rows", 0),
+        ("prefill_workers", 1),
+        ("prefill_pipeline", 1),
+        ("prefill_chunk", 1),
+        ("pages", 1),
+        ("instances", 0),
+    ):
         if getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
+    if args.prefill_workers % (stages := args.prefill_pipeline):
+        raise ValueError(
+            f"--prefill-pipeline {stages} does not divide --prefill-workers {args.prefill_workers}: use one that does"
+        )
     for name in ("speed", "transfer_rate", "expected"):
         if not 0 < getattr(args, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {getattr(args, name):g}")
@@ -149,6 +167,11 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--slo-tbt {args.slo_tbt} is below a step of one completion alone, {first:g} s: raise it")
     if args.draw and not args.instances:
         raise ValueError("--draw shows the loads of both pools: say how many --instances decode")
+
+
+def _stage_law(args: argparse.Namespace) -> PrefillTime:
+    """Of each of those that compute a prompt together."""
+    return PrefillTime(*(x / args.prefill_pipeline for x in _law(args.prefill_law, "--prefill-law")))
 
 
 def _law(text: str, name: str) -> tuple[float, float, float]:

@@ -22,6 +22,7 @@ from .blocks.prefixes import Prefixes
 from .blocks.prompt_store import PromptKeys, PromptStore
 from .blocks.swaps import Swaps
 from .blocks.tier import Tier
+from .conductor.estimate import StagedPrefill
 from .prefill import Prefill
 from .promises import NO_TRANSFER, Promises
 from .scheduler import Scheduler
@@ -157,7 +158,8 @@ def renew_stores(scheduler: Scheduler, config: EngineConfig, info: ComputeReady,
 
 def promises_of(config: EngineConfig, clock: Callable[[], float]) -> Promises:
     """Nothing is promised at first. ``clock``: seconds, for what prompts take."""
-    return Promises(config.topology.prefill_groups, config.batching.max_num_seqs, clock)
+    staged = StagedPrefill(config.topology.prefill_pipeline, config.batching.prefill_chunk)
+    return Promises(config.topology.prefill_groups, config.batching.max_num_seqs, clock, staged)
 
 
 def _prefixes(config: EngineConfig, ledger: BlockTables, clock: Callable[[], float]) -> Prefixes:

@@ -28,6 +28,7 @@ class _PrefillLoad:
     in_flight: list[Sequence] = field(default_factory=list)  # of each chunk, its sequence
     computing: Sequence | None = None  # of the chunks that are computed now
     since_s: float = 0.0  # it is
+    follows: bool = False  # it came behind another one, which kept all stages at work
 
 
 class Prefill:
@@ -227,10 +228,11 @@ class Prefill:
             self.promises.fetched(sequence, moved, step.fetch_s)
         sequence.num_prefilling -= 1
         if step.draws:
-            self.promises.computed(sequence, load.since_s)
+            part = 1.0 if load.follows else self.promises.own_part(sequence)
+            self.promises.computed(sequence, load.since_s, part)
             if load.store:
                 load.store.computed(sequence)
-            self._go_on(load)
+            self._go_on(load, follows=True)
             sequence.prefill_worker = None
 
     def _return(self, sequence: Sequence) -> int:
@@ -241,8 +243,8 @@ class Prefill:
         lender.returned(sequence)
         return moved
 
-    def _go_on(self, worker: _PrefillLoad) -> None:
+    def _go_on(self, worker: _PrefillLoad, *, follows: bool = False) -> None:
         """The worker goes on to the prompt of the next chunk in flight, if there is one."""
-        worker.computing = worker.in_flight[0] if worker.in_flight else None
+        worker.computing, worker.follows = worker.in_flight[0] if worker.in_flight else None, follows
         if worker.computing is not None:
             worker.since_s = self.promises.begun(worker.computing)

@@ -18,7 +18,7 @@ from .blocks.prompt_store import PromptKeys
 from .conductor import Conductor, ConductorRules, KnownPrompt
 from .conductor.choice import PromptChoice
 from .conductor.directory import Directory
-from .conductor.estimate import PrefillFit, PrefillTime, StepFit
+from .conductor.estimate import ONE_STAGE, PrefillFit, PrefillTime, StagedPrefill, StepFit
 from .conductor.overload import NO_LIMITS, DecodePool, TokenTime
 from .sequence import Sequence
 
@@ -52,13 +52,20 @@ class PromiseCounts:
 class Promises:
     """Of one engine. ``clock``: seconds; by one that stands still, a prompt costs as many seconds as it has tokens."""
 
-    def __init__(self, num_workers: int = 0, max_num_seqs: int = 1, clock: Callable[[], float] = float) -> None:
-        """``num_workers``: of prefill workers; 0 = the compute workers do it."""
+    def __init__(
+        self,
+        num_workers: int = 0,
+        max_num_seqs: int = 1,
+        clock: Callable[[], float] = float,
+        staged: StagedPrefill = ONE_STAGE,
+    ) -> None:
+        """``num_workers``: of prefill workers, or groups that are ``staged``; 0 = the compute workers do it."""
         self.pooled: Callable[[Sequence], int] = lambda sequence: 0  # its first tokens that need not be computed
         self.keys: PromptKeys | None = None  # of what prefill workers keep of prompts; None: nothing
         self.shared: Callable[[Sequence], int] = lambda sequence: 0  # those that completions of a request compute once
         self.limited = False
-        self.conductor = _conductor(Directory(max(1, num_workers), NO_BOUND), ConductorRules(policy="auto"))
+        directory = Directory(max(1, num_workers), NO_BOUND)
+        self.conductor = _conductor(directory, ConductorRules(policy="auto"), staged)
         self._clock, self._max_num_seqs, self._apart = clock, max_num_seqs, num_workers > 0
         self._steps = StepFit()
         self._booked = dict[Sequence, _Booking]()
@@ -72,7 +79,7 @@ class Promises:
     def promise(self, rules: ConductorRules) -> None:
         """Keep to these from now on. Nobody has come yet."""
         before = self.conductor
-        self.conductor = _conductor(before.directory, rules, before.tokens_per_s)
+        self.conductor = _conductor(before.directory, rules, before.staged, before.tokens_per_s)
         self.limited = rules.limits != NO_LIMITS
 
     @property
@@ -152,6 +159,10 @@ class Promises:
             counts.real_s += now - booked.at_s
         if not sequence.finished:
             self._join(sequence)
+
+    def own_part(self, sequence: Sequence) -> float:
+        """Of the time of a prompt that no other was before: what each stage of its worker was at it."""
+        return self.conductor.staged.own_part(sequence.num_promised, sequence.num_cached)
 
     def decodes(self, sequence: Sequence) -> None:
         """A sequence decodes whose prompt is for no prefill worker."""
@@ -278,7 +289,9 @@ class Promises:
             self.begun(next(iter(self._inline)))
 
 
-def _conductor(directory: Directory, rules: ConductorRules, tokens_per_s: float = NO_TRANSFER) -> Conductor:
+def _conductor(
+    directory: Directory, rules: ConductorRules, staged: StagedPrefill, tokens_per_s: float = NO_TRANSFER
+) -> Conductor:
     """Of workers that know nothing of their times yet. ``tokens_per_s``: that one sends to another."""
     return Conductor(
         rules=rules,
@@ -287,4 +300,5 @@ def _conductor(directory: Directory, rules: ConductorRules, tokens_per_s: float 
         tokens_per_s=tokens_per_s,
         decoding=DecodePool(1, TokenTime(0.0, 0.0, 0.0), 0.0, trusted=0),
         num_workers=directory.num_workers,
+        staged=staged,
     )

@@ -15,7 +15,7 @@ from lamina.request import Refusal
 
 from .choice import NOBODY, POLICIES, PromptChoice, Question, WorkerMatch
 from .directory import Directory
-from .estimate import PrefillFit
+from .estimate import ONE_STAGE, PrefillFit, StagedPrefill
 from .lines import BookedPrompt, PromptLine
 from .others import OTHERS
 from .overload import NO_LIMITS, DecodePool, Limits, overload_of
@@ -76,6 +76,7 @@ class Conductor:
     decoding: DecodePool
     num_workers: int
     seed: int = 0
+    staged: StagedPrefill = ONE_STAGE  # of each worker
     _lines: list[PromptLine] = field(init=False)
     _sends_until: list[float] = field(init=False)
     _moved: float = FIRST_MOVED
@@ -111,6 +112,7 @@ class Conductor:
                 self.rules.threshold,
                 self._random.random,
                 self.directory.num_pages,
+                self.staged.fill_s,
             )
         )
 
@@ -133,10 +135,11 @@ class Conductor:
         """Take ``choice`` for the request. Returns the keys of the pages that the worker gives up. What moves stays
         where it is too, so that pages which many want are soon in many places (section 5.2).
         """
-        line, ready_s = self._lines[choice.worker], now_s
+        line = self._lines[choice.worker]
+        ready_s = now_s + self.staged.fill_s(prompt.tokens, choice.prefix, choice.prefill_s)
         if choice.source != NOBODY:
-            ready_s = now_s + self._transfer_s(choice.source, choice.moved, now_s)
-            self._sends_until[choice.source] = ready_s
+            sent_s = now_s + self._transfer_s(choice.source, choice.moved, now_s)
+            self._sends_until[choice.source], ready_s = sent_s, max(ready_s, sent_s)
         line.add(BookedPrompt(request, prompt.tokens, choice.prefill_s, ready_s, prompt.priority), now_s)
         self._booked[request] = choice, prompt
         return self.directory.take(choice.worker, prompt.keys)

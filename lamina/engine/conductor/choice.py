@@ -60,6 +60,8 @@ class Question(NamedTuple):
     threshold: float = 1.0
     draw: Callable[[], float] = lambda: 0.0
     num_pages: Callable[[int], int] = lambda worker: 0  # that a worker holds
+    # Of (tokens, prefix, prefill_s), until a worker's last stage can begin.
+    fill_s: Callable[[int, int, float], float] = lambda tokens, prefix, prefill_s: 0.0
 
 
 Policy = Callable[[Question], PromptChoice]
@@ -130,22 +132,23 @@ def _holder(asked: Question) -> WorkerMatch:
 def alone(asked: Question, at: WorkerMatch) -> PromptChoice:
     """A worker computes all that it has not."""
     prefill_s = asked.prefill_s(asked.tokens, at.prefix)
-    return PromptChoice(
-        at.worker, at.prefix, at.queue_s, 0.0, prefill_s, at.queue_s + prefill_s, "local match" if at.prefix else "new"
-    )
+    ttft_s = max(at.queue_s, asked.fill_s(asked.tokens, at.prefix, prefill_s)) + prefill_s
+    reason = "local match" if at.prefix else "new"
+    return PromptChoice(at.worker, at.prefix, at.queue_s, 0.0, prefill_s, ttft_s, reason)
 
 
 def _fetching(asked: Question, at: WorkerMatch, holder: WorkerMatch) -> PromptChoice:
     moved = holder.sendable - at.prefix
     transfer_s = asked.transfer_s(holder.worker, at.worker, moved)
     prefill_s = asked.prefill_s(asked.tokens, holder.sendable)
+    waits_s = max(at.queue_s, asked.fill_s(asked.tokens, holder.sendable, prefill_s))
     return PromptChoice(
         at.worker,
         holder.sendable,
         at.queue_s,
         transfer_s,
         prefill_s,
-        transfer_s + at.queue_s + prefill_s,
+        transfer_s + waits_s + prefill_s,
         "remote match",
         holder.worker,
         moved,

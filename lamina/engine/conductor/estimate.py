@@ -37,6 +37,32 @@ class PrefillTime(NamedTuple):
         return self.a + self.b * (tokens - prefix) + self.c * (tokens * tokens - prefix * prefix)
 
 
+class StagedPrefill(NamedTuple):
+    """``stages`` workers compute a prompt together, in chunks of so many tokens: a law then says how long each of them
+    is at it, which is how long others wait for it.
+    """
+
+    stages: int = 1
+    chunk: int = 1
+
+    def fill_s(self, tokens: int, prefix: int, seconds: float) -> float:
+        """Until the last stage can begin with a prompt that takes it so many seconds, where all have nothing to do: N
+        chunks end after N + X - 1 of a stage's times.
+        """
+        return (self.stages - 1) * seconds / self._chunks(tokens, prefix)
+
+    def own_part(self, tokens: int, prefix: int) -> float:
+        """Of the time from a prompt's beginning, where all had nothing to do, to its end: what one stage was at it."""
+        chunks = self._chunks(tokens, prefix)
+        return chunks / (chunks + self.stages - 1)
+
+    def _chunks(self, tokens: int, prefix: int) -> int:
+        return max(1, -(-(tokens - prefix) // self.chunk))
+
+
+ONE_STAGE = StagedPrefill()
+
+
 class PrefillFit:
     """A law that follows what is measured: weighted least squares of relative errors, the old forgotten by and by."""
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 @dataclass
 class BookedPrompt:
-    """``ready_s``: when its transfer will have come; ``due_s``: when it will be computed, by all that is known."""
+    """``ready_s``: when its transfer will have come, and the last stage could begin; ``due_s``: when it will be
+    computed, by all that is known.
+    """
 
     request: Hashable
     tokens: int
@@ -87,7 +89,7 @@ class PromptLine:
         at = now_s
         for number, prompt in enumerate(self.prompts):
             if number == 0 and self._begun_s is not None:
-                at = max(now_s, self._begun_s + prompt.prefill_s)
+                at = max(now_s, max(self._begun_s, prompt.ready_s) + prompt.prefill_s)
             else:
                 at = max(at, prompt.ready_s) + prompt.prefill_s
             prompt.due_s = at

@@ -63,9 +63,13 @@ class LoadSample(NamedTuple):
 
 @dataclass
 class _SimulatedWorker:
-    """``line``: given to it, the first one first; ``there``: whose transfer has come."""
+    """``line``: given to it, the first one first; ``begun``: of these, what its stages compute, until ``done_s``;
+    ``busy``: its first stage.
+    """
 
     line: deque[int] = field(default_factory=deque)
+    begun: deque[int] = field(default_factory=deque)
+    done_s: float = 0.0
     busy: bool = False
     busy_s: float = 0.0
     sends_until_s: float = 0.0
@@ -138,18 +142,33 @@ class SimulatedPools:
         prompt = request.arrival.prompt
         request.prefix = prompt.length(self._conductor.directory.ready(prompt.keys)[at])
         seconds = self._truth.prefill.seconds(prompt.tokens, request.prefix)
-        worker.busy, worker.busy_s = True, worker.busy_s + seconds
-        self._conductor.begun(number, self.clock.now)
-        self.clock.later(seconds, lambda: self._computed(number, at, seconds))
+        worker.busy, worker.busy_s, now = True, worker.busy_s + seconds, self.clock.now
+        worker.begun.append(number)
+        if len(worker.begun) == 1:
+            self._conductor.begun(number, now)
+        fill_s = self._conductor.staged.fill_s(prompt.tokens, request.prefix, seconds)
+        worker.done_s = max(now + fill_s, worker.done_s) + seconds
+        self.clock.later(worker.done_s - now, lambda: self._computed(number, at, seconds))
+        if self._conductor.staged.stages > 1:
+            self.clock.later(seconds, lambda: self._free(at))
+
+    def _free(self, at: int) -> None:
+        """Its first stage is done with a prompt."""
+        self._workers[at].busy = False
+        self._begin(at)
 
     def _computed(self, number: int, at: int, seconds: float) -> None:
         request, now = self.requests[number], self.clock.now
         prompt = request.arrival.prompt
         request.computed, request.ttft_s = prompt.tokens - request.prefix, now - request.arrival.at_s
+        worker = self._workers[at]
+        worker.begun.popleft()
         self._conductor.computed(number, now, seconds, request.prefix)
-        self._workers[at].busy = False
+        if worker.begun:
+            self._conductor.begun(worker.begun[0], now)
         self._decode(number, request)
-        self._begin(at)
+        if self._conductor.staged.stages == 1:
+            self._free(at)
 
     def _decode(self, number: int, request: Conducted) -> None:
         tokens, answer = request.arrival.prompt.tokens, request.arrival.answer - 1  # the first one is drawn
