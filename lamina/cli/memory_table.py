@@ -66,7 +66,7 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
     runtimes = {role: idle if role == "memory" else working for role in topology.counts}
     left = free - sum(runtimes[role].private * n for role, n in topology.counts.items())
     own = facts.weights.copied + facts.packed - facts.shared
-    left -= own * (topology.num_compute + topology.prefill_workers) + facts.shared
+    left -= own * (topology.num_compute + topology.prefill_groups) + facts.shared
     workers = [
         *(_compute(facts, config, i) for i in range(topology.num_compute)),
         *(_prefill(facts, config, i, left) for i in range(topology.prefill_workers)),
@@ -188,7 +188,11 @@ def _prefill(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> 
     from lamina.kv.stored import head_bytes
     from lamina.protocol.beginnings import has_beginnings
     from lamina.protocol.partition import by_head
+    from lamina.protocol.stages import stage_layers
 
+    stages = config.topology.prefill_pipeline
+    layers = stage_layers(len(facts.layers), stages, index % stages)
+    whole, facts = facts, facts._replace(layers=facts.layers[layers.start : layers.stop])
     alone = by_head([s.kv_heads for s in facts.layers], [1.0], 0)
     one = store_bytes(facts.layers, facts.kv_dtype, facts.max_len, config.kv.block_size)
     chosen = prompt_bytes(one, free, config.topology.prefill_workers)
@@ -196,16 +200,17 @@ def _prefill(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> 
         facts.layers, alone, 0, facts.kv_dtype, max_rows=config.batching.max_rows, max_len=facts.max_len
     )
     split = _split(facts, config, alone, 0, config.devices.prefill_kv_bytes() or chosen)
-    slots, size = config.topology.counts["memory"] * _prefill_channel(facts, config), config.kv.block_size
+    slots, size = config.topology.counts["memory"] * _prefill_channel(whole, config), config.kv.block_size
     windows = [group.window for group in split.groups]
     if config.keeps_prefixes and has_beginnings(windows, split.num_blocks, size, facts.max_len, config.batching):
         block = max(size * s.kv_heads * head_bytes(s.qk_dim, s.v_dim, facts.kv_dtype) for s in facts.layers)
-        slots += 2 * (config.topology.prefill_workers - 1) * channel_bytes(*prompts_inboxes(block))
+        slots += 2 * (config.topology.prefill_groups - 1) * channel_bytes(*prompts_inboxes(block))
+    shared = facts.shared if stages == 1 else 0  # a stage packs its own
     return WorkerMemory(
         name=f"prefill-{index}",
         device=_device("--compute-device", config.devices.compute_device, config.gpu_number("prefill", index)),
-        mapped=facts.weights.mapped + facts.shared,
-        copied=facts.weights.copied + facts.packed - facts.shared,
+        mapped=facts.weights.mapped + shared,
+        copied=(facts.weights.copied + facts.packed - shared) // stages,
         kv=split.nbytes,
         slots=slots,
         workspace=_slices(facts, config) + attention,
@@ -309,6 +314,5 @@ def _prefill_channel(facts: _RankFacts, config: EngineConfig) -> int:
     """Slots between a prefill worker and a memory worker."""
     from lamina.compute.capacity import channel_bytes, kv_geometries
 
-    return channel_bytes(
-        *kv_geometries(facts.layers, facts.partition, facts.dtype.itemsize, max_rows=config.batching.max_rows)
-    )
+    size, max_rows, stages = facts.dtype.itemsize, config.batching.max_rows, config.topology.prefill_pipeline
+    return channel_bytes(*kv_geometries(facts.layers, facts.partition, size, max_rows=max_rows, stages=stages))

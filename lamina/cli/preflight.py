@@ -44,7 +44,7 @@ def check(model: str, config: EngineConfig) -> int:
         check_one_dtype(directory)
     free = available_bytes()
     if compute.type == "cpu":
-        check_room(directory, config.topology.replicas + config.topology.prefill_workers, free)
+        check_room(directory, config.topology.replicas + config.topology.prefill_groups, free)
     if memory.type == "cpu":
         check_kv_room(config, free)
     return limit
@@ -111,6 +111,7 @@ def would_start(model: str, config: EngineConfig) -> str:
         compute += f" ({counted(topology.replicas, 'replica')} x {topology.tensor_parallel_size} ranks)"
     if topology.prefill_workers:
         compute += ", " + counted(topology.prefill_workers, "prefill worker")
+        compute += f" (each prompt by {topology.prefill_pipeline})" if topology.prefill_pipeline > 1 else ""
     config, why = nearest(config)
     started = f"would start {compute} and {memory} over {config.launching.scheme} for {model}"
     started += f": {why}" if why else ""
