@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     runs = [_rules(args, policy, overload) for policy in _listed(args.policy) for overload in _listed(args.overload)]
     trace = read_trace(args.trace)
     arrivals = _arrivals(trace.first(args.rows or None), args)
+    _check_first_token(args, arrivals)
     if args.dry_run:
         print(f"would conduct {len(arrivals)} requests of {trace.name} in {len(runs)} runs")
         return 0
@@ -167,6 +168,18 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--slo-tbt {args.slo_tbt} is below a step of one completion alone, {first:g} s: raise it")
     if args.draw and not args.instances:
         raise ValueError("--draw shows the loads of both pools: say how many --instances decode")
+
+
+def _check_first_token(args: argparse.Namespace, arrivals: list[TracedPrompt]) -> None:
+    limit_s = parse_seconds(args.slo_ttft, "--slo-ttft")
+    law, staged = _stage_law(args), StagedPrefill(args.prefill_pipeline, args.prefill_chunk)
+    shortest = min((arrival.prompt.tokens for arrival in arrivals), default=0)
+    alone_s = law.seconds(shortest) + staged.fill_s(shortest, 0, law.seconds(shortest))
+    if 0 < limit_s < alone_s:
+        raise ValueError(
+            f"--slo-ttft {args.slo_ttft} is below what the shortest prompt, of {shortest} tokens, takes alone, "
+            f"{alone_s:g} s: raise it"
+        )
 
 
 def _stage_law(args: argparse.Namespace) -> PrefillTime:

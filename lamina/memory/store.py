@@ -327,7 +327,7 @@ def check_bind(bind: Bind) -> None:
         raise ValueError(f"--dtype {bind.dtype}: it must be one of {', '.join(DTYPES)}")
     if bind.replicas < 1 or bind.prefill_workers < 0:
         raise ProtocolError(f"bind of {bind.replicas} replicas and {bind.prefill_workers} prefill workers")
-    if not 1 <= bind.prefill_pipeline <= len(bind.layers) or bind.prefill_workers % bind.prefill_pipeline:
+    if not 1 <= bind.prefill_pipeline <= max(1, len(bind.layers)) or bind.prefill_workers % bind.prefill_pipeline:
         raise ProtocolError(f"bind of {bind.prefill_workers} prefill workers in groups of {bind.prefill_pipeline}")
     if bind.max_rows < 1 or bind.max_model_len < 1:
         raise ProtocolError(f"bind of {bind.max_rows} rows a step, {bind.max_model_len} tokens a sequence")

@@ -18,8 +18,9 @@ _WARM = 0.05  # of the time of arrivals, which does not count for loads
 class PoolsReport:
     """Seconds, tokens and counts. Of the requests that were not refused: ``ttft_*``; ``hit``: the share of prompt
     tokens that were not computed; ``expected_off``: the median of how far the expected first token was off, in parts of
-    the real time; ``imbalance``: the busiest worker's work over the mean. ``correlation`` and ``decode_deviation``: of
-    the loads of both pools while requests came; 0 where nothing decodes.
+    the real time; ``imbalance``: the busiest worker's work over the mean; ``reasons``: why each was
+    computed where it was. ``correlation`` and ``decode_deviation``: of the loads of both pools while requests came; 0
+    where nothing decodes.
     """
 
     requests: int
@@ -33,6 +34,7 @@ class PoolsReport:
     imbalance: float
     expected_off: float
     refused: dict[str, int]
+    reasons: dict[str, int]
     wasted_tokens: int
     goodput_requests: int
     correlation: float
@@ -63,6 +65,7 @@ def report(pools: SimulatedPools, conductor: Conductor) -> PoolsReport:
         kv_replicas=conductor.directory.num_replicas,
         imbalance=max(busy) / statistics.fmean(busy) if any(busy) else 0.0,
         expected_off=statistics.median(off) if off else 0.0,
+        reasons=dict(Counter(r.choice.reason for r in done)),
         refused=dict(Counter(r.refused for r in pools.requests if r.refused)),
         wasted_tokens=sum(r.computed for r in pools.requests if r.refused),
         goodput_requests=sum(_is_good(r, limits.ttft_s, limits.tbt_s) for r in pools.requests),

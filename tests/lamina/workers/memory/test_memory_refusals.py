@@ -127,6 +127,9 @@ def bad_binds() -> Iterator[tuple[Bind, str]]:
     yield msgspec.structs.replace(good, kv_bytes=1 << 60), "GB are free here: lower --kv-memory below [0-9.]+[GM]iB"
     yield msgspec.structs.replace(good, max_rows=0), "0 rows"
     yield msgspec.structs.replace(good, prefill_workers=-1), "-1 prefill workers"
+    for stages in (0, 2):
+        told = msgspec.structs.replace(good, prefill_workers=3, prefill_pipeline=stages)
+        yield told, f"3 prefill workers in groups of {stages}"
     yield msgspec.structs.replace(good, max_model_len=-1), "-1 tokens"
     yield msgspec.structs.replace(good, worker=1), "nothing for memory worker 1"
     yield with_kv(attention="abacus"), "attention backend 'abacus'"
