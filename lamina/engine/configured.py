@@ -109,7 +109,7 @@ def scheduler_of(
         evictions=_evictions(config, info),
         shadows=Shadows(config.kv, budget) if budget else None,
         homes=topology.memory_workers if topology.on_loan else 0,
-        moving_ranks=topology.tensor_parallel_size if config.moves_stripes else 0,
+        moving_ranks=topology.tensor_parallel_size if config.moves_some else 0,
         view=info.view,
     )
     promises.pooled, promises.shared = prefixes.length_of, prefixes.shared

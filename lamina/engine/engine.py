@@ -284,7 +284,7 @@ class Engine:
         keep = self.scheduler.roll_back(steps.values(), kept.tokens)
         if change.capacity:
             self.info = msgspec.structs.replace(self.info, **change.capacity._asdict())
-            keep = self.scheduler.lay_out(blocks_of(self.info), keep)
+            keep = self.scheduler.lay_out(blocks_of(self.info), keep, change.stays)
         return keep
 
     def _take(self, done: Done | ViewChanged | None) -> list[RequestOutput]:

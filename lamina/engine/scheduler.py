@@ -5,7 +5,7 @@ no clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -19,7 +19,7 @@ from .blocks.ledger import Blocks, Ledger
 from .blocks.newcomers import Batch, Cuts, Newcomers, come_back, deal, line_up, overtaken, rolled_back, settle
 from .blocks.prefixes import Prefixes
 from .blocks.relief import Relief
-from .blocks.room import Room, rows_of
+from .blocks.room import NOBODY, Room, rows_of
 from .blocks.stripe_moves import StripeMoves
 from .blocks.sure import grant_chunks
 from .blocks.swaps import Swaps
@@ -159,13 +159,13 @@ class Scheduler:
 
     @property
     def moving(self) -> bool:
-        """Whether KV is being saved, loaded or scored."""
-        return bool((self.tier and self.tier.moving) or (self.evictions and self.evictions.waiting))
+        """Whether KV is being saved, loaded, scored or copied."""
+        return any((self.tier and self.tier.moving, self.evictions and self.evictions.waiting, self.moves.awaited))
 
     @property
     def awaits_transfer(self) -> bool:
         """Whether somebody has to wait for that, if nothing else is under way."""
-        waits = (s.num_loading or s.awaits_scores or s.wants_rows for s in self.running)
+        waits = (s.num_loading or s.awaits_scores or s.moving or s.wants_rows for s in self.running)
         return self.moving and (self.num_waiting > 0 or any(waits))
 
     def moved(self, said: Report) -> Moved | None:
@@ -307,10 +307,11 @@ class Scheduler:
             sequence.restart()
             self.prefill.expect(sequence)
 
-    def lay_out(self, blocks: Ledger, keep: Iterable[Keep]) -> list[Keep]:
-        """Have other blocks, behind ``roll_back``. Where KV is to lie, what runs first; who has no room has none."""
+    def lay_out(self, blocks: Ledger, keep: Iterable[Keep], stays: Mapping[int, int] = NOBODY) -> list[Keep]:
+        """Have other blocks, behind ``roll_back``. Where KV is to lie, what runs first (``stays``: see ViewChanged)."""
+        self.moves.leaving.clear()
         self._ledger.become(blocks)
-        kept = self._room.deal(keep, self.prefixes.oldest[::-1])
+        kept = self._room.deal(keep, self.prefixes.oldest[::-1], stays)
         self.prefixes.lie(kept)
         self._ledger.reconcile(kept, moved=True)
         self._begin_anew([*self.waiting, *settle(self.batches, kept)])

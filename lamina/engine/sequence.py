@@ -54,6 +54,7 @@ class Sequence:
     num_scored: int = 0  # tokens of the prompt whose log-probabilities are known or on their way, less the first
     num_told: int = -1  # tokens of the completion that all compute workers count, under this id; -1: they know nothing
     finished: bool = False
+    moving: bool = False  # to another memory worker: it has no rows before it is there
     held: bool = False  # its tokens are chosen elsewhere, by ``choose``; else workers draw them
     awaits_choice: bool = False  # a held one whose logits are known, behind its last token, and no token yet
     outdated: bool = False  # the logits on their way are those behind the token before the last
@@ -92,7 +93,7 @@ class Sequence:
         promised = len(self.tokens) + self.num_drawing
         ended = self.finished or promised >= self.max_len or (self.held and self.num_drawing > 0)
         loads = self.num_loading > 0 and self.num_scheduled != self.num_loading
-        waits = self.prefill_worker is not None or loads or self.awaits_scores
+        waits = self.prefill_worker is not None or loads or self.awaits_scores or self.moving
         return not ended and not waits and self.num_scheduled < promised
 
     @property
@@ -154,7 +155,7 @@ class Sequence:
         whole = whole and not self.sparse  # what it has lost is needed to compute the rest again
         self.num_scheduled = min(self.num_scheduled, kept) if whole else 0
         self.num_drawing = self.num_prefilling = self.num_loading = self.num_spoiled = 0
-        self.outdated = False
+        self.outdated = self.moving = False
         self.prefill_worker = None
 
     def restart(self) -> None:
@@ -163,7 +164,7 @@ class Sequence:
         self.id = -1
         self.num_scheduled = self.num_cached = self.num_loading = self.num_offered = 0
         self.num_told = -1
-        self.awaits_scores = False
+        self.awaits_scores = self.moving = False
         if self.scores is not None:
             self.scores.begin_again()
 

@@ -29,6 +29,7 @@ class ViewChanged(NamedTuple):
     done: Sequence[StepDone]  # that had been done before and were not handed out; of each batch in their order
     kept: Sequence[Mapping[int, int]]  # memory worker -> sequence -> tokens whose K and V it has in all layers
     capacity: Capacity | None = None  # of other memory workers, to which KV is moved; None: they are as before
+    stays: Mapping[int, int] = {}  # lane before -> lane now of whoever stays, where sequences are to stay with them
 
 
 class Wire(Protocol):

@@ -84,6 +84,7 @@ class Cohort:
         self._names: dict[WorkerHandle, str] = {}  # which they prove to their peers
         self._keys: dict[WorkerHandle, bytes] = {}  # of memory workers on loan, which have keys of their own
         self.tier = TierKeeper(config, self._incarnation)
+        self.moving = config.moves_stripes  # whether memory workers meet each other, to copy KV
         self.spares = Spares(members, config.launching.spares, self._start_spare)
         self.absent = Absent(config, members, self.start_beside, clock)
         self.kv_bytes: list[list[int]] = []  # rank -> of its memory workers, once they are known
@@ -284,7 +285,7 @@ class Cohort:
             rank = member.handle.index % self._size
             joining = [self._name(m.handle) for m in self._members.compute[rank :: self._size] + self._members.prefill]
             place = self.tier.place(member.handle.index, len(memory), self.identity)
-            movers = movers_of(self._memory_of(rank), self.address_of(member)) if self._config.moves_stripes else []
+            movers = movers_of(self._memory_of(rank), self.address_of(member)) if self.moving else []
             told = Connect(view=self.view, joining=joining, keep=left, tier=place, peers=peers, movers=movers)
             self._members.send(member, told)
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
+from lamina.engine.exodus import Exodus
 from lamina.engine.wire import Clock
 from lamina.facts.room import free_bytes, too_little
 from lamina.protocol.control import Failed, LinkClosedError, MemoryReady, Stop
@@ -29,16 +30,12 @@ from lamina.protocol.recut import MakeRoom, Recut, Recutted, RoomMade
 
 from .cohort import Cohort
 from .members import JOIN_S, LostError, Member, Members
-from .seats import bounds_of, known_to, seated, staying
+from .seats import NotInPlaceError, bounds_of, check_in_place, known_to, seated, staying
 
 log = logging.getLogger(__name__)
 
 
 LISTEN_S = 0.05  # to those that move KV, before a look at those that go
-
-
-class NotInPlaceError(ValueError):
-    """Workers can come or go so only where all of them are started anew, and why."""
 
 
 class Change(NamedTuple):
@@ -76,6 +73,9 @@ class Elastic:
         self._reason = ""  # of the change that was begun last
         self._change: Change | None = None  # asked for, and not under way yet
         self._going: list[int] = []  # memory workers, by that change
+        self._exits: Exodus | None = None  # of that change
+        self._to_meet = False  # before them: memory workers are to be able to copy
+        self.stays: dict[int, int] = {}  # lanes of the last change's, before and behind it; see ViewChanged
         self._leaving: list[Member] = []  # the same of the change that is under way
         self._coming: dict[Member, str] = {}  # who was started, and where it listens, once it is known
         self._preparing: dict[Member, MakeRoom] = {}  # who has not its memory yet, and for what
@@ -95,7 +95,7 @@ class Elastic:
             raise ValueError(
                 f"{topology.loan_flag}: memory workers come and go by what is lent, and nobody scales them beside that"
             )
-        self._check_in_place()
+        check_in_place(self._config)
         if count < 1 or count % topology.tensor_parallel_size:
             raise ValueError(
                 f"--memory-workers {count}: it must be a multiple of --tensor-parallel-size "
@@ -118,7 +118,7 @@ class Elastic:
         """Beside those that there are, memory workers on loan of so many bytes; without ``leaving``. Raises ValueError,
         NotInPlaceError.
         """
-        self._check_in_place()
+        check_in_place(self._config)
         cohort, (bind,) = self._cohort, self._cohort.binds
         kv_bytes = [n for worker, n in enumerate(cohort.kv_bytes[0]) if worker not in leaving] + list(coming)
         wanted = structs.replace(cohort.topology, memory_workers=len(kv_bytes))
@@ -134,10 +134,12 @@ class Elastic:
         *,
         told: bool = True,
         reason: str = "scale",
+        exits: Exodus | None = None,
     ) -> None:
         """Start who is to come; nobody waits for them. ``leaving``: memory workers that go, else the last ones do;
         where as many are to be as there are, others come in their places. ``coming``: who has been started already.
-        ``told``: whether ``take_outcome`` is to say what became of it. Raises ValueError, NotInPlaceError, OSError.
+        ``told``: whether ``take_outcome`` is to say what became of it. ``exits``: of sequences, before that. Raises
+        ValueError, NotInPlaceError, OSError.
         """
         there, count = self._members.memory, change.topology.memory_workers
         gone, size = list(leaving) or list(range(count, len(there))), change.topology.tensor_parallel_size
@@ -163,6 +165,8 @@ class Elastic:
         self._preparing = {m: MakeRoom(change.binds[i % size][i // size], places[i]) for i, m in enumerate(after)}
         for member in (m for m in after if m not in self._coming):
             self._tell(member, self._preparing[member])
+        self._exits, self._to_meet = exits, exits is not None
+        self._cohort.moving |= self._to_meet
 
     @property
     def under_way(self) -> bool:
@@ -187,7 +191,7 @@ class Elastic:
                 self._give_up(f"{member.name}: {said}")
                 return False
         if not self._preparing:
-            return True
+            return self._to_meet or self._exits is None or self._exits.over()
         if self._clock() > self._deadline:
             limit = f"--start-timeout-s {self._config.deadlines.start_timeout_s:g}"
             self._give_up(f"new memory workers took too long to start ({limit})")
@@ -195,7 +199,8 @@ class Elastic:
 
     def commit(self, paused_at: float) -> Capacity | None:
         """All are at rest: from now on there are those that are to be. None where no change is due."""
-        if self._change is None or not self.due():
+        self.stays = {}
+        if self._change is None or self._to_meet or not self.due():
             return None
         change, before = self._change, self._members.memory
         self._change, self._paused_at, self._moved_bytes = None, paused_at, 0
@@ -203,6 +208,9 @@ class Elastic:
         after = seated(before, self._going, list(self._coming), size)
         stay = [before.index(m) for m in after if m not in self._coming]
         self._cohort.may_have(len(after), stay if len(after) != len(before) else ())
+        if self._exits is not None:
+            self.stays = {i: after[::size].index(m) for i, m in enumerate(before[::size]) if m in after}
+        self._exits, self._cohort.moving = None, self._config.moves_stripes
         partitions = [bind.partition for bind in self._cohort.binds]
         for member in before:
             self._members.remove(member)
@@ -264,6 +272,9 @@ class Elastic:
 
     def end(self) -> None:
         """All have met anew."""
+        if self._to_meet and self._exits is not None:
+            self._to_meet = False
+            self._exits.begin()
         if self._paused_at:
             changed = Changed("", self._clock() - self._paused_at, self._moved_bytes)
             self.moved[self._reason] += changed.moved_bytes
@@ -289,21 +300,6 @@ class Elastic:
         for member, due in self._gone.items():
             member.handle.join(max(0.0, due - self._clock()))
         self._coming, self._change, self._leaving, self._going, self._gone = {}, None, [], [], {}
-
-    def _check_in_place(self) -> None:
-        config = self._config
-        if config.overflow.truncates:
-            raise NotInPlaceError("--context-overflow cuts sessions at stripes")
-        if config.kv.evicts or config.kv.selects:
-            raise NotInPlaceError(f"--kv-sparsity {config.kv.kv_sparsity} has sequences that cannot be moved")
-        if config.devices.memory_device != "cpu":
-            raise NotInPlaceError(f"KV is on --memory-device {config.devices.memory_device}")
-        if config.launching.memory_addresses or config.topology.weighs:
-            raise NotInPlaceError("each memory worker has an address, or a part of the work, of its own")
-        if config.topology.kv_parity:
-            raise NotInPlaceError("one more keeps the parity of as many memory workers as there are (--kv-parity)")
-        if config.topology.plans:
-            raise NotInPlaceError(f"--plan {config.topology.plan} has measured the memory workers that there are")
 
     def _binds_of(self, wanted: TopologyOptions, rank: int, bind: Bind, asked: int, had: int) -> list[Bind]:
         """Of a rank's memory workers. Without --kv-memory they share what there was."""
@@ -377,6 +373,9 @@ class Elastic:
         for member in self._members.memory:
             self._tell(member, MakeRoom(None))
         self._change, self._going, self._coming, self._preparing = None, [], {}, {}
+        if self._exits is not None:
+            self._exits.undo()
+        self._exits, self._to_meet, self._cohort.moving = None, False, self._config.moves_stripes
         self._outcome = Changed(why) if self._told else None
 
     def _dismiss(self, members: Iterable[Member]) -> None:

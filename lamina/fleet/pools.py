@@ -243,7 +243,7 @@ class Pools:
             capacity = None if loss or self._members.lost else self.elastic.commit(paused_at)
             if capacity is not None:
                 self.ready = structs.replace(self.ready, **capacity._asdict())
-        return ViewChanged(steps, kept, capacity)
+        return ViewChanged(steps, kept, capacity, self.elastic.stays)
 
     @contextmanager
     def _recovery(self) -> Iterator[None]:

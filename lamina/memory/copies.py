@@ -1,4 +1,5 @@
-"""Stripes on their way from one memory worker to another while both go on serving (protocol.move_ops).
+"""Stripes, or whole sequences, on their way from one memory worker to another that both go on serving (see
+protocol.move_ops).
 
 Two workers have one channel for it under a view. A message is some KV blocks of a piece of a layer, whole: K, V, and
 their scales where there are some. Its tag names it and has a checksum. What comes for a copy that no plan wants any
@@ -150,9 +151,11 @@ class StripeCopies:
         tables, groups = store.tables, range(len(store.tables.windows))
         if op.sequence <= self._last:
             raise ProtocolError(f"copy {op.sequence} comes behind copy {self._last}")
+        there = all(s in tables.sequences for s in (op.source, op.sequence))
         size = store.placement.stripe // tables.block_size
         low, high = op.stripe * size, (op.stripe + op.count) * size
-        there = all(s in tables.sequences for s in (op.source, op.sequence))
+        if there and not op.count:
+            high = -(-tables.length(op.source) // tables.block_size)
         source, target = self._givers(op) if there else set[int](), self._owner(op.lane)
         gives, takes, error = self._me in source, self._me == target, ""
         if (gives or takes) and (len(source) != 1 or target in source):
@@ -182,7 +185,7 @@ class StripeCopies:
     def _givers(self, op: MoveStripes) -> set[int]:
         assert self._store is not None
         placement, place = self._store.placement, self._store.tables.place(op.source)
-        return {self._owner(placement.lane(place, n)) for n in range(op.stripe, op.stripe + op.count)}
+        return {self._owner(placement.lane(place, n)) for n in range(op.stripe, op.stripe + max(1, op.count))}
 
     def _owner(self, lane: int) -> int:
         assert self._store is not None

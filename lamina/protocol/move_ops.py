@@ -1,5 +1,5 @@
-"""What plans say of stripes that go from one memory worker to another while their sequence goes on decoding, and what
-memory workers answer.
+"""What plans say of stripes that go from one memory worker to another while their sequence goes on decoding, or of a
+whole sequence, which has no rows meanwhile, and what memory workers answer.
 
 A MoveStripes has them copied: whoever has them goes on serving. Once the copy is there, a later plan's Adopt has the
 sequence lie there; then, and not before, the blocks that it had are free. Where anything ends before that, it lies as
@@ -16,7 +16,8 @@ from .placement import Place
 class MoveStripes(msgspec.Struct, frozen=True, array_like=True, tag="move"):
     """Begin ``sequence``, which holds the stripes ``stripe .. stripe + count`` of ``source`` in ``lane`` and nothing
     else, and have their K and V copied there by the one memory worker that has them. All rows in them are of plans
-    before this one. Answered by StripesCopied, once by every memory worker.
+    before this one. Where sequences lie whole, ``count`` is 0: all of it goes, and it has no rows before it adopts the
+    copy. Answered by StripesCopied, once by every memory worker.
     """
 
     sequence: int

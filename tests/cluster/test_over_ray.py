@@ -24,11 +24,11 @@ from running import Running, eventually
 from lamina import LLM, SamplingParams
 from lamina.config import make_config
 from lamina.engine.wire import WorkerError
-from lamina.fleet.elastic import NotInPlaceError
 from lamina.fleet.hosts import ray_cluster
 from lamina.fleet.hosts.placement import HostPlace
 from lamina.fleet.launchers import ray as over_ray
 from lamina.fleet.launchers.ray import RayLauncher, RayWorker, open_launcher
+from lamina.fleet.seats import NotInPlaceError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MODEL = str(ROOT / "examples" / "tiny_lm" / "model")

@@ -18,6 +18,7 @@ from .loans import Loans
 from .prefixes import Hit
 
 MOST_LANES = 1 << 20
+NOBODY: Mapping[int, int] = {}
 KIN_MORE, KIN_BESIDE = 1.5, 2  # where kin lies may lie so many times the average of sequences, and so many
 
 
@@ -130,10 +131,11 @@ class Room:
         keep = [Keep(s.id, s.num_promised, s.place) for s in running]
         return len(keep) - len(Room(other, self._max_rows, self._homes).deal(keep))
 
-    def deal(self, keep: Iterable[Keep], last: Several[int] = ()) -> list[Keep]:
+    def deal(self, keep: Iterable[Keep], last: Several[int] = (), stays: Mapping[int, int] = NOBODY) -> list[Keep]:
         """Where sequences come to lie if all blocks are free, the longest first, so that each group holds its portion
         as far as that goes; without those for which there is no room left. ``last``: sequences that come behind all
-        others, in this order, and borrow nothing. All may begin everywhere from now on.
+        others, in this order, and borrow nothing. ``stays``: lanes whose sequences come first, and where these are to
+        lie if they can. All may begin everywhere from now on.
         """
         self.closed.clear()
         self.loans = Loans(self._ledger, self._homes) if self._ledger.placement.stays else None
@@ -144,13 +146,14 @@ class Room:
             return sum((n - r) ** 2 / g.portion for n, r, g in zip(total, rest, self._ledger.lanes, strict=True))
 
         order = {number: place for place, number in enumerate(last)}
-        for each in sorted(keep, key=lambda k: (order.get(k.sequence, -1), -k.length)):
+        for each in sorted(keep, key=lambda k: (order.get(k.sequence, -1), k.place.lane not in stays, -k.length)):
             loans = None if each.sequence in order else self.loans
             places = loans.places(each.length + 1, left) if loans else self._places
             rests = {x: less(left, self.blocks_of(x, each.length + 1)) for x in places}
             fitting = [x for x, rest in rests.items() if min(rest) >= 0]
             if fitting:
-                place = min(fitting, key=lambda x: unevenness(rests[x]))
+                stayed = Place(stays.get(each.place.lane, -1))
+                place = stayed if stayed in fitting else min(fitting, key=lambda x: unevenness(rests[x]))
                 left = rests[place]
                 kept.append(structs.replace(each, place=place, was=each.place))
         return kept

@@ -194,23 +194,28 @@ class Extents:
     def copied(self, extent: Extent, op: MoveStripes) -> Extent:
         """Of the sequence that ``op`` begins, by that of its source. Raises PlanError."""
         self.check_whole(extent, op)
-        stripe, place = self._placement.stripe, Place(op.lane)
+        stripe, size, place = self._placement.stripe, self._block_size, Place(op.lane)
         first, stop = op.stripe * stripe, (op.stripe + op.count) * stripe
-        if not self._placement.stays or self._windowed or not 0 <= first < stop <= extent.length // self._block_size:
-            raise PlanError(f"{op}: of {extent.length} tokens in stripes of {stripe * self._block_size}")
+        there, length = self._placement.stays and 0 <= first < stop <= extent.length // size, stop * size
+        if not stripe:
+            there, length = not (self._keeps_all or op.stripe or op.count) and extent.length > 0, extent.length
+        if self._windowed or not there:
+            raise PlanError(f"{op}: of {extent.length} tokens in stripes of {stripe * size}")
         self.check_place(Rows(op.sequence, 0, 1, place))
-        return Extent(stop * self._block_size, stop * self._block_size, (first,) * len(self._windows), place)
+        return Extent(length, length, (first,) * len(self._windows), place)
 
     def adopted(self, extent: Extent, copy: Extent, op: Adopt) -> Extent:
         """Of a sequence that gets the blocks of ``copy``. Raises PlanError where it does not come to lie so by that."""
         self.check_place(Rows(op.sequence, 0, 1, op.place))
         unit, lane = max(1, self._placement.stripe) * self._block_size, self._placement.lane
-        stripes = range(copy.starts[0] * self._block_size // unit, copy.length // unit)
+        whole = not self._placement.stripe
+        stripes = range(copy.starts[0] * self._block_size // unit, -(-copy.length // unit))
         for number in range(-(-extent.length // unit)):
             wanted = copy.place.lane if number in stripes else lane(extent.place, number)
             if lane(op.place, number) != wanted:
                 raise PlanError(f"{op}: stripe {number} would not be in lane {wanted}")
-        if copy.place.moved or copy.length % unit or copy.length > extent.length or copy.dropped:
+        fits = copy.length == extent.length if whole else copy.length <= extent.length and not copy.length % unit
+        if copy.place.moved or copy.dropped or not fits:
             raise PlanError(f"{op}: sequence {op.copy} is no copy of it")
         return extent._replace(place=op.place)
 

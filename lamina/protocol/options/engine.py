@@ -329,8 +329,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def moves_stripes(self) -> bool:
         """Whether stripes may go to another memory worker while their sequence decodes."""
+        return self.topology.partition == "spill" and self._copies
+
+    @property
+    def moves_sequences(self) -> bool:
+        """Whether whole sequences may go from a memory worker that is to go, while all others decode."""
+        return self.topology.partition == "request" and self._copies
+
+    @property
+    def moves_some(self) -> bool:
+        """Whether either may."""
+        return self.moves_stripes or self.moves_sequences
+
+    @property
+    def _copies(self) -> bool:
+        """Whether memory workers may copy KV to each other while they serve."""
         plain = not (self.tier.medium or self.overflow.truncates or self.kv.evicts or self.kv.selects)
-        return self.topology.partition == "spill" and self.devices.memory_device == "cpu" and plain
+        return self.devices.memory_device == "cpu" and plain
 
     def gpu_number(self, role: str, index: int) -> int:
         """A worker's number among the workers of a host, which take its GPUs in turn: compute workers first, memory

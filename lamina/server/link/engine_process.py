@@ -283,7 +283,7 @@ class _Loop:
             lent=borrower.lent if borrower else None,
             loan_refusals=borrower.refusals if borrower else 0,
             debt_cycles=borrower.debt_cycles if borrower else None,
-            moved_blocks=scheduler.moves.num_moved if self._engine.config.moves_stripes else None,
+            moved_blocks=scheduler.moves.num_moved if self._engine.config.moves_some else None,
             prefix_queries=scheduler.prefixes.num_queried,
             prefix_hits=scheduler.prefixes.num_hit,
             external_queries=scheduler.tier.num_queried if scheduler.tier else 0,

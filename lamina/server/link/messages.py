@@ -188,7 +188,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     lent: dict[str, int] | None = None  # blocks of 1 MiB by the deployment that has them; None: nothing is lent
     loan_refusals: int = 0
     debt_cycles: int | None = None  # None: no ledger has told
-    moved_blocks: int | None = None  # of KV on loan that went home while all decoded; None: none may
+    moved_blocks: int | None = None  # of KV that went home from loan, or left, while others decoded; None: none may
     moved: dict[str, int] = {}  # bytes of KV that went from one memory worker to another, by the reason
     prefix_queries: int = 0  # tokens of all completions that were admitted
     prefix_hits: int = 0  # of them, those whose KV was there

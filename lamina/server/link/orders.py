@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from lamina.engine.configured import check_room, cordon, cordoned
 from lamina.engine.engine import Engine
-from lamina.fleet.elastic import NotInPlaceError
+from lamina.engine.exodus import Exodus
 from lamina.fleet.pools import Pools
+from lamina.fleet.seats import NotInPlaceError
 
 from .messages import Cordon, Scale, Scaled
 
@@ -30,7 +31,8 @@ def _scale(engine: Engine, pools: Pools, wanted: Scale) -> Scaled | None:
             raise ValueError(f"memory worker {left[0]} is cordoned, and sequences would move to it: undo that first")
         change = pools.elastic.plan(wanted.memory_workers)
         check_room(engine.scheduler, engine.info, change.capacity)
-        pools.elastic.begin(change, wanted.leaving)
+        exits = Exodus(engine, gone) if engine.config.moves_sequences and gone else None
+        pools.elastic.begin(change, wanted.leaving, exits=exits)
     except (ValueError, OSError) as error:
         return Scaled(error=str(error), in_place=not isinstance(error, NotInPlaceError))
     return None

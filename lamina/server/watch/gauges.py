@@ -124,7 +124,9 @@ class EngineGauges(Collector):
             text = "KV that went from one memory worker to another, by why"
             yield self._by_label(self._counter("moved_bytes", text, "reason"), state.moved)
         if state.moved_blocks is not None:
-            moved = self._counter("moved_blocks", "KV blocks on loan that went home while their sequences decoded")
+            moved = self._counter(
+                "moved_blocks", "KV blocks that went home from loan, or left with their sequence, while others decoded"
+            )
             moved.add_metric(self._values, state.moved_blocks)
             yield moved
         if state.lent is not None:

@@ -13,7 +13,8 @@ import pytest
 
 from lamina import LLM, SamplingParams
 from lamina.engine.configured import check_room
-from lamina.fleet.elastic import Changed, Elastic, NotInPlaceError
+from lamina.fleet.elastic import Changed, Elastic
+from lamina.fleet.seats import NotInPlaceError
 from lamina.kv import slabs
 from lamina.memory import moves
 from lamina.protocol.plan import Keep

@@ -15,7 +15,7 @@ from lamina.protocol.blocks.extents import PlanError
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.loans import lend, relocated
 from lamina.protocol.move_ops import Adopt, MoveStripes, StripesCopied
-from lamina.protocol.partition import by_spill
+from lamina.protocol.partition import by_request, by_spill
 from lamina.protocol.placement import Place, Placement, Run
 from lamina.protocol.plan import Fork, Free, New, Rows, SequenceOp, StepPlan
 from lamina.request import CompletionOutput, SamplingParams
@@ -264,3 +264,145 @@ def test_what_is_retained_at_home_gives_way_unless_it_was_asked_to_stay(asked: b
     assert house.scheduler.prefixes.num_retained == 1 + asked, "one is in the way"
     house.step()
     assert any(isinstance(op, MoveStripes) for op in house.ops) is not asked
+
+
+# Where sequences lie whole:
+def whole(blocks: list[int]) -> BlockTables:
+    partition = by_request([4], [1.0] * len(blocks))
+    lanes = [partition.pieces(0, w)[0].lanes for w in range(len(blocks))]
+    return BlockTables([0] * len(blocks), blocks, 4, lanes)
+
+
+def test_all_of_a_sequence_goes_with_its_last_block_that_is_not_full() -> None:
+    held = whole([20, 20])
+    held.apply(plan(0, New(1), rows=[Rows(1, 0, 14, Place(0))]))
+    held.apply(plan(1, MoveStripes(5, 1, 0, 0, 1)))
+    assert held.free_blocks == (16, 16)
+    copy = list(held.table(1, 5)[1])
+    held.apply(plan(2, Adopt(1, 5, Place(1)), rows=[Rows(1, 14, 1, Place(1))]))
+    assert held.free_blocks == (20, 16)
+    assert list(held.table(1, 1)[1]) == copy
+    held.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("op", "rows"),
+    [
+        (MoveStripes(6, 9, 0, 0, 1), []), (MoveStripes(6, 1, 0, 1, 1), []), (MoveStripes(6, 1, 1, 0, 1), []),
+        (MoveStripes(6, 1, 0, 0, 2), []), (Adopt(1, 5, Place(0)), []), (Adopt(1, 2, Place(1)), []),
+        (Adopt(1, 5, Place(1)), [Rows(1, 14, 1, Place(0))]),
+    ],
+)  # fmt: skip
+def test_of_whole_sequences_too_what_cannot_be_is_refused(op: SequenceOp, rows: list[Rows]) -> None:
+    """5 is a copy of 1; 2 is another sequence. One that has had rows since its copy began is none that adopts it."""
+    held = whole([20, 20])
+    held.apply(plan(0, New(1), New(2), rows=[Rows(1, 0, 14, Place(0)), Rows(2, 0, 3, Place(1))]))
+    held.apply(plan(1, MoveStripes(5, 1, 0, 0, 1)))
+    if rows:
+        held.apply(plan(2, rows=rows))
+    free = held.free_blocks
+    with pytest.raises(PlanError):
+        held.apply(plan(3, op))
+    assert held.free_blocks == free
+    held.check_integrity()
+
+
+class Exit(House):
+    """Sequences of which some lie on memory worker 1, which is to go."""
+
+    def __init__(self, blocks: list[int], prompts: list[int], page: int = 0) -> None:
+        self.ledger, self.workers = whole(blocks), whole(blocks)
+        self.scheduler = Scheduler(
+            self.ledger, max_num_seqs=8, prefill_chunk=512, moving_ranks=1, prefixes=Prefixes(self.ledger, page)
+        )
+        self.ops, self.requests = list[SequenceOp](), count()
+        self.all = [self.add(prompt, 30) for prompt in prompts]
+        self.step()
+
+    def leave(self) -> None:
+        self.scheduler.closed.add(1)
+        self.scheduler.moves.leaving.add(1)
+
+    @property
+    def there(self) -> list[Sequence]:
+        return [s for s in self.scheduler.running if s.place.lane == 1 and not s.finished]
+
+
+def test_whole_sequences_leave_one_by_one_and_the_rest_decodes() -> None:
+    house = Exit([40, 40], [9, 9, 9, 9])
+    assert len(house.there) == 2
+    house.leave()
+    for left in (2, 1):
+        move = house.until_moves()
+        (moving,) = [s for s in house.all if s.moving]
+        rows = {s: s.num_scheduled for s in house.all}
+        house.step()
+        assert moving.id == move.source
+        assert [s for s in house.all if s.num_scheduled == rows[s]] == [moving], "all others go on"
+        assert len(house.there) == left
+        assert not house.scheduler.moves.is_over(house.scheduler.running)
+        assert house.scheduler.moving
+        house.copy()
+        house.step()
+        assert not moving.moving
+        assert moving.place == Place(0)
+    assert house.scheduler.moves.is_over(house.scheduler.running)
+    assert not house.there
+
+
+@pytest.mark.parametrize("how", ["fails", "ends", "preempted"])
+def test_where_a_copy_of_a_whole_sequence_is_not_to_be_it_goes_on_as_it_was(how: str) -> None:
+    house = Exit([40, 40], [9, 9])
+    house.leave()
+    house.until_moves()
+    (moving,) = house.there
+    if how == "ends":
+        moving.finish("abort")
+    if how == "preempted":
+        assert not house.scheduler.roll_back([], lambda keep: 0)
+        assert not moving.moving
+        return
+    house.copy("the link ended" if how == "fails" else "")
+    house.step()
+    assert not any(isinstance(op, Adopt) for op in house.ops)
+    for _ in range(3):
+        house.step()
+    assert (moving.num_scheduled > 12) == (how == "fails"), "it decodes where it was"
+    assert house.scheduler.moves.is_over(house.scheduler.running), "the rest moves as the view changes"
+    assert sum(isinstance(op, MoveStripes) for op in house.ops) == 1
+
+
+def test_who_finds_no_room_elsewhere_stays_and_what_is_retained_gives_way() -> None:
+    full = Exit([12, 12], [36, 36])
+    full.leave()
+    for _ in range(3):
+        full.step()
+    assert not full.ops
+    assert full.scheduler.moves.is_over(full.scheduler.running)
+    house = Exit([16, 16], [36], page=4)
+    (first,) = house.all
+    assert first.place.lane == 0
+    first.finish("length")
+    house.step()
+    assert house.scheduler.prefixes.num_retained == 1
+    house.scheduler.closed.add(0)
+    house.add(36, 20)
+    house.step()
+    house.scheduler.closed.clear()
+    house.leave()
+    assert len(house.there) == 1
+    house.until_moves()
+    assert house.scheduler.prefixes.num_retained == 0
+
+
+def test_nothing_leaves_before_its_prompt_is_there() -> None:
+    house = Exit([40, 40], [9, 9])
+    (there,) = house.there
+    there.num_prefilling = 1
+    house.leave()
+    for _ in range(3):
+        house.step()
+    assert not house.ops
+    assert not house.scheduler.moves.is_over(house.scheduler.running)
+    there.num_prefilling = 0
+    assert house.until_moves().source == there.id

@@ -1,0 +1,30 @@
+"""Sequences leave memory workers that are to go, one after the other, while all others decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .engine import Engine
+
+
+class Exodus:
+    """Of one change of the memory workers."""
+
+    def __init__(self, engine: Engine, workers: Iterable[int]) -> None:
+        """``workers``: those that are to go."""
+        self._scheduler, going = engine.scheduler, set(workers)
+        self._groups = {group for group, holders in enumerate(engine.info.holders) if going.intersection(holders)}
+
+    def begin(self) -> None:
+        """Memory workers can copy to each other: no sequence begins there from now on, and those there leave."""
+        self._scheduler.closed |= self._groups
+        self._scheduler.moves.leaving |= self._groups
+
+    def over(self) -> bool:
+        """Whether all have left who can; what is left there moves as the view changes."""
+        return self._scheduler.moves.is_over(self._scheduler.running)
+
+    def undo(self) -> None:
+        """They may stay, and others begin there."""
+        self._scheduler.closed -= self._groups
+        self._scheduler.moves.leaving -= self._groups
