@@ -14,7 +14,7 @@ from typing import Any
 from .trace import ENGINE, ClockOffset, Event, Recording, Span
 
 FORMAT = 1
-LANES = ("work", "messages", "waiting", "pages")
+LANES = ("work", "messages", "waiting", "pages", "saves")
 MESSAGES = {Event.SEND_PLAN, Event.SEND_Q, Event.SEND_KV, Event.RECEIVE_O, Event.SEND_O}
 WAITING = {
     Event.WAIT_DONE, Event.WAIT_STEP, Event.WAIT_O, Event.WAIT_PLAN, Event.WAIT_Q, Event.WAIT_KV, Event.RESERVE,
@@ -44,6 +44,7 @@ NAMES = {
     Event.GRANT: "grant",
     Event.RESERVE: "wait for a slot",
     Event.LOAD: "load",
+    Event.SAVE: "save",
     Event.WAIT_LAYER: "wait for a layer",
     Event.FETCH: "fetch a beginning",
     Event.LEND: "lend a beginning",
@@ -54,6 +55,8 @@ _FLOW = {Event.SEND_Q: "s", Event.STORED: "t", Event.SEND_O: "t", Event.RECEIVE_
 
 def lane(event: Event) -> int:
     """Index into LANES."""
+    if event == Event.SAVE:
+        return 4
     return 3 if event in (Event.LOAD, Event.LEND) else 1 if event in MESSAGES else 2 if event in WAITING else 0
 
 

@@ -55,6 +55,7 @@ class Event(enum.IntEnum):
     SEND_O = 27
     GRANT = 28  # memory: K and V of a prefill worker, to their blocks
     LOAD = 29  # memory: pages' K and V of some layers, the first of which is ``layer``, from beside the pool to blocks
+    SAVE = 34  # memory: a page's K and V, from blocks to beside the pool
     WAIT_LAYER = 31  # memory: until stored K and V of a layer are loaded
     FETCH = 32  # prefill: until a layer of a prompt's beginning has come from another worker, and is stored
     LEND = 33  # prefill: a part of such a layer, to another worker, beside all else

@@ -14,9 +14,9 @@ from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
-from .moments import Moments, StrikeMoment
+from .moments import SAVE, Moments, StrikeMoment
 from .report import BAD, Blow
-from .streams import StreamTold, bodies_of, has_one_answer, read_all, seeds_of
+from .streams import FEW, PAGES_OF, StreamTold, bodies_of, has_one_answer, read_all, seeds_of
 from .target import SCALE, SPARE, Target, Victim
 from .verdicts import error_of, is_at_edge, verdict, words_of
 
@@ -43,8 +43,9 @@ class Drill:
     def __init__(self, target: Target, args: argparse.Namespace, faults: Mapping[str, tuple[str, str]]) -> None:
         self._target, self._args, self._faults = target, args, faults
         self._rng = random.Random(args.seed)
-        self._bodies = bodies_of(args.streams, args.tokens, self._rng)
-        self._moments = Moments(self._rng, grants=target.has_prefill)
+        self._bodies = bodies_of(args.streams, args.tokens, self._rng, PAGES_OF if target.has_pages else FEW)
+        self._moments = Moments(self._rng, grants=target.has_prefill, pages=target.has_pages)
+        self._num_salts = 0
         self._due: list[tuple[str, StrikeMoment]] = []  # for the next reading
         self._wanted: list[StreamTold] = []
         self._took = 0.0
@@ -74,12 +75,13 @@ class Drill:
         """
         due = self._due_of(faults)
         first, moment = due[0]
+        bodies = self._forgotten() if moment.kind == SAVE else self._bodies
         for _ in range(TRIES):
             victim, strikes = self._target.victim(self._faults[first][0], self._rng), list[HitMade]()
             told = [StreamTold() for _ in self._bodies]
             after_s = 0.0 if moment.early else self._rng.uniform(0.1, 0.7 / len(due)) * self._took
             began = time.perf_counter()
-            self._read(self._bodies, partial(self._strike_all, due, victim, strikes, told), after_s, told)
+            self._read(bodies, partial(self._strike_all, due, victim, strikes, told), after_s, told)
             if _in_time(strikes, told):
                 break
             self._took = time.perf_counter() - began  # the machine has become faster
@@ -90,6 +92,11 @@ class Drill:
         verdicts = self._judged(told, well=well)
         ends = [*(s.at for s in strikes[1:]), inf]
         return [self._blow(s, end, told, verdicts) for s, end in zip(_in_time(strikes, told), ends, strict=False)], well
+
+    def _forgotten(self) -> list[dict[str, Any]]:
+        """The same requests, whose KV nobody has: all is computed and saved again."""
+        self._num_salts += 1
+        return [{**body, "cache_salt": f"hit {self._num_salts}"} for body in self._bodies]
 
     def _due_of(self, faults: Sequence[str]) -> list[tuple[str, StrikeMoment]]:
         """When each comes. One that comes before the first request is the first of a reading."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import cycle, islice
 from typing import NamedTuple
 
 from lamina.observe.trace import Event
 
 ANY = "any time"
-KINDS = "plan", "Q", "KV", "O", "grant", "control"
+SAVE, LOAD = "save", "load"
+PAGES = SAVE, LOAD
+KINDS = "plan", "Q", "KV", "O", "grant", "control", *PAGES
 
 
 class StrikeMoment(NamedTuple):
@@ -25,7 +27,7 @@ class StrikeMoment(NamedTuple):
 
 
 # role -> kind, event of that worker, most times. A grant is the K and V of a prefill worker; a control message is the
-# round that a worker with nothing to do waits for.
+# round that a worker with nothing to do waits for; a page is saved beside the pool or loaded from there.
 _OF: dict[str, tuple[tuple[str, Event, int], ...]] = {
     "compute": (
         ("plan", Event.SEND_PLAN, 20),
@@ -40,26 +42,29 @@ _OF: dict[str, tuple[tuple[str, Event, int], ...]] = {
         ("KV", Event.WAIT_KV, 100),
         ("O", Event.SEND_O, 100),
         ("grant", Event.GRANT, 10),
+        (SAVE, Event.SAVE, 20),
+        (LOAD, Event.LOAD, 4),
     ),
     "prefill": (("grant", Event.SEND_KV, 10), ("control", Event.WAIT_STEP, 1)),
 }
-_EARLY = "grant", "control"
+_EARLY = "grant", "control", *PAGES
 
 
 class Moments:
     """One after the other, for each role."""
 
-    def __init__(self, rng: random.Random, *, grants: bool) -> None:
-        """``grants``: whether there are prefill workers."""
+    def __init__(self, rng: random.Random, *, grants: bool, pages: bool = False) -> None:
+        """``grants``: whether there are prefill workers. ``pages``: whether KV is kept beside the pools."""
         self._rng = rng
-        self._of = {role: self._turns(role, grants) for role in _OF}
+        lacking = {*([] if grants else ["grant"]), *([] if pages else PAGES)}
+        self._of = {role: self._turns(role, lacking) for role in _OF}
 
     def next(self, role: str) -> StrikeMoment:
         """The moment of a kill in ``role``; any time for roles that have no messages of layers."""
         return next(self._of[role]) if role in self._of else StrikeMoment(ANY)
 
-    def _turns(self, role: str, grants: bool) -> Iterator[StrikeMoment]:
-        kinds = [x for x in _OF[role] if grants or x[0] != "grant"]
+    def _turns(self, role: str, lacking: Collection[str]) -> Iterator[StrikeMoment]:
+        kinds = [x for x in _OF[role] if x[0] not in lacking]
         first = self._rng.randrange(len(kinds) + 1)
         for kind in islice(cycle([(ANY, None, 1), *kinds]), first, None):
             name, event, most = kind

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 TEXT = "def class return for in range import numpy self list of the value if else not None print sum max"
+FEW, PAGES_OF = (2, 40), (140, 260)  # words of a prompt, and of one that has a page or two
 # All but the last have a seed where they draw: so each has one right answer; of the last the journal knows the seed.
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 0},
@@ -62,16 +63,16 @@ def has_one_answer(body: dict[str, Any]) -> bool:
     return "seed" in body or not body["temperature"]
 
 
-def bodies_of(count: int, tokens: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Requests of all kinds, in turn."""
+def bodies_of(count: int, tokens: int, rng: random.Random, words: tuple[int, int] = FEW) -> list[dict[str, Any]]:
+    """Requests of all kinds, in turn. ``words``: of a prompt, at least and at most."""
     more = {
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
         "max_tokens": tokens,
     }
-    words = TEXT.split()
-    prompts = [" ".join(rng.choices(words, k=rng.randint(2, 40))) for _ in range(count)]
+    vocabulary = TEXT.split()
+    prompts = [" ".join(rng.choices(vocabulary, k=rng.randint(*words))) for _ in range(count)]
     return [{"prompt": prompt, **KINDS[i % len(KINDS)], **more} for i, prompt in enumerate(prompts)]
 
 

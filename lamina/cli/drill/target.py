@@ -37,6 +37,7 @@ MODULES = {
     "engine": "lamina.server.link.engine_process",
 }
 NOTICED = "all requests go on"  # words of the log
+BESIDE = "--kv-store-dir", "--kv-offloading-size"  # flags with which KV is kept beside the pools
 SPARE = "spare"  # the role of workers that have no place
 SCALE = "SCALE"  # nobody is hit: the server gets other memory workers
 _MET = re.compile(r"view \d+: .* is pid \d+")  # a line of the log, when workers have met
@@ -82,7 +83,7 @@ class Target:
         """``journal``: whether it keeps one, at ``journal``. Raises OSError where it does not start."""
         self.struck_at = 0.0
         self._key, self._few = secrets.token_hex(), 0  # for scaling, and the fewest memory workers
-        self.has_prefill = False
+        self.has_prefill, self.has_pages = False, any(f.partition("=")[0] in BESIDE for f in flags)
         self._log: list[tuple[float, str]] = []
         self._folder = Path(tempfile.mkdtemp(prefix="lamina-drill-"))
         self._tripwire = Tripwire(self._folder / "tripwire")

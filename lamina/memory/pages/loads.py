@@ -44,13 +44,6 @@ class EndedImport(NamedTuple):
     error: str
 
 
-class _LayerRun(NamedTuple):
-    layer: int  # the first one
-    start: float
-    end: float
-    nbytes: int
-
-
 class PageLoad:
     """What one plan loads of one sequence."""
 
@@ -70,7 +63,6 @@ class PageLoad:
         self.sequence, self.spare_s = ops[0].sequence, min(op.spare_s for op in ops)
         self.done = [len(op.keys) for op in ops]  # pages, as far as is known
         self.errors, self.gone = [""] * len(ops), [list[bytes]() for _ in ops]
-        self.arrivals: list[_LayerRun] = []
         self.open = self.ended = False
         self.layers = 0  # that are there
         self.changed = threading.Condition()
@@ -205,8 +197,6 @@ class Loads:
             for op, pages in zip(load.ops, load.done, strict=True):
                 if pages:
                     self._store.written.done([Rows(op.sequence, op.first, min(pages * PAGE, op.count))])
-            for each in load.arrivals:
-                self._trace.put(Event.LOAD, each.start, each.end, load.key, each.layer, -1, each.nbytes)
             del self._under_way[load.sequence]
 
     def cancel(self) -> None:
@@ -239,14 +229,14 @@ class Loads:
         load.ready()
         layers = len(self._store.layers)
         for run in runs_of(layers, load.nbytes) if spare_s > 0 else [range(layers)]:
-            start, before = time.perf_counter(), loaded
+            start, before = self._trace.now(), loaded
             for number, page in list(load.pages()):
                 loaded += self._bring(load, number, page, run, staging)
                 if self._cancelled or load.ended:
                     return
             staging.mark()()  # rows come by another queue of the device
+            self._trace.add(Event.LOAD, start, load.key, run.start, value=loaded - before)
             now = time.perf_counter()
-            load.arrivals.append(_LayerRun(run.start, start, now, loaded - before))
             if run.stop < layers:
                 load.arrive(run.stop)
             if spare_s > 0 and not load.open and not load.failed and opens(load.nbytes, loaded, now - begun, spare_s):

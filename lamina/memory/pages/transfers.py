@@ -23,7 +23,7 @@ from lamina.kv.media import Medium, MediumError
 from lamina.kv.pages import DECODE, PAGE, PROMPT, TENANT_BYTES, Atom, Page, Recipe
 from lamina.memory.meter import Meter
 from lamina.memory.store import Store
-from lamina.observe.trace import OFF, Recorder
+from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.blocks.tables import PlanError
 from lamina.protocol.control import LinkClosedError
 from lamina.protocol.placement import Place
@@ -38,6 +38,8 @@ from lamina.protocol.plan import (
     Free,
     Grant,
     Import,
+    Key,
+    Kind,
     MediumOp,
     Prolong,
     ProtocolError,
@@ -65,6 +67,7 @@ OF_PROMPTS = Recipe(PROMPT)
 @dataclass(eq=False)
 class _Task:
     op: Export
+    key: Key  # of the plan
     at: list[Located | None]  # by page
     written: bool = True  # whether the pool has all tokens that are to be saved
     ready: Callable[[], None] = lambda: None  # wait until the device has done what fills them
@@ -92,7 +95,7 @@ class Transfers:
         ``recipe``: of pages of prompts. ``read``: in place of the medium's, for loads.
         """
         self._medium, self._store, self._report, self._meter, self._view = medium, store, report, meter, view
-        self._atoms, self._recipe = PoolAtoms(store, rank), recipe
+        self._atoms, self._recipe, self._trace = PoolAtoms(store, rank), recipe, trace
         self._fetches, self._pace = Fetches(medium, self._atoms, meter), SavePace()
         self._last = -1  # the number of the last transfer that was begun
         self.loads = Loads(medium, store, self._atoms, meter, self._opened, self._loaded, trace, read or medium.read)
@@ -128,7 +131,8 @@ class Transfers:
             self._store.begin(plan)
             return
         self._check(plan)
-        saves = [self._save_of(op) for op in plan.ops if isinstance(op, Export)]
+        key = Key.of(Kind.PLAN, plan)
+        saves = [self._save_of(op, key) for op in plan.ops if isinstance(op, Export)]
         for op in plan.ops:
             if isinstance(op, Shift):  # which writes over what is being saved
                 self._copy(op.sequence)
@@ -152,12 +156,12 @@ class Transfers:
         self._open.append(task)
         self._queue.put(task)
 
-    def _save_of(self, op: Export) -> _Task:
+    def _save_of(self, op: Export, key: Key) -> _Task:
         store = self._store
         place = store.tables.place(op.sequence)
         written = store.written.report().get(op.sequence, 0) >= op.first + op.count
         pages = [self._locate(op, number, place) for number in range(len(op.keys))]
-        return _Task(op, pages, written, left=set(range(len(pages))) if written else set())
+        return _Task(op, key, pages, written, left=set(range(len(pages))) if written else set())
 
     def _locate(self, op: Export, number: int, place: Place) -> Located | None:
         return self._atoms.locate(op.sequence, op.first + number * PAGE, place, min(PAGE, op.count - number * PAGE))
@@ -292,7 +296,7 @@ class Transfers:
         done, error = len(task.at), ""
         task.ready()
         for number, at in reversed(list(enumerate(task.at))):
-            first = op.first + number * PAGE
+            start, first = self._trace.now(), op.first + number * PAGE
             try:
                 if at is None:
                     raise MediumError("the pool has it not any more")
@@ -307,6 +311,7 @@ class Transfers:
                     page = Page(op.keys[number], first // PAGE, at.tokens, op.tenant, recipe)
                     self._medium.write(page, atoms)
                     self._meter.add("kv_saved_bytes", nbytes)
+                    self._trace.add(Event.SAVE, start, task.key, value=nbytes)
             except (MediumError, ValueError) as e:
                 done, error = number, f"page {first // PAGE} was not saved: {e}"
             self._pace.rest()

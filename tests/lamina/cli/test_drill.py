@@ -20,7 +20,7 @@ import pytest
 from lamina.cli.drill import FAULTS
 from lamina.cli.drill.cut import cut
 from lamina.cli.drill.hits import Drill
-from lamina.cli.drill.moments import ANY, KINDS, Moments
+from lamina.cli.drill.moments import ANY, KINDS, LOAD, PAGES, SAVE, Moments
 from lamina.cli.drill.report import Blow, report
 from lamina.cli.drill.streams import KINDS as STREAMS
 from lamina.cli.drill.streams import StreamTold, has_one_answer, seeds_of
@@ -39,10 +39,12 @@ def test_all_streams_but_the_last_have_one_answer() -> None:
     assert [has_one_answer(kind) for kind in STREAMS] == [True] * 6 + [False]
 
 
-@pytest.mark.parametrize(("grants", "missing"), [(True, set()), (False, {"grant"})])
-def test_each_kind_of_message_has_its_turn(grants: bool, missing: set[str]) -> None:
-    moments = Moments(random.Random(0), grants=grants)
-    found = {role: [moments.next(role) for _ in range(6)] for role in ("compute", "memory", "prefill")}
+@pytest.mark.parametrize(
+    ("grants", "pages", "missing"), [(True, True, set()), (False, True, {"grant"}), (True, False, {*PAGES})]
+)
+def test_each_kind_of_message_has_its_turn(grants: bool, pages: bool, missing: set[str]) -> None:
+    moments = Moments(random.Random(0), grants=grants, pages=pages)
+    found = {role: [moments.next(role) for _ in range(8)] for role in ("compute", "memory", "prefill")}
     each = {role: {moment.kind for moment in of} for role, of in found.items()}
     assert each["compute"] | each["memory"] == {ANY, *KINDS} - missing
     assert each["prefill"] == {ANY, "grant", "control"} - missing
@@ -138,13 +140,15 @@ def test_a_hit_before_the_first_request_is_the_first_of_a_reading() -> None:
     readings = [drill._due_of(["kill-memory", "kill-compute", "stop"]) for _ in range(12)]
     assert all(not moment.early for due in readings for _, moment in due[1:])
     assert {len(due) for due in readings} == {1, 3}
-    assert {moment.kind for due in readings for fault, moment in due if fault != "stop"} == {ANY, *KINDS} - {"grant"}
+    kinds = {moment.kind for due in readings for fault, moment in due if fault != "stop"}
+    assert kinds == {ANY, *KINDS} - {"grant", *PAGES}
 
 
 class NoServer(NamedTuple):
     """What a drill asks of its target before the first hit."""
 
     has_prefill: bool = False
+    has_pages: bool = False
 
 
 @pytest.mark.parametrize(
@@ -191,7 +195,7 @@ def test_workers_are_killed_at_each_kind_of_message_and_spares_when_asked() -> N
     status, out = drill(*much, "--faults", faults, "--json", "--flags", flags)
     found = json.loads(out)
     assert (status, found["hits"], found["left"]) == (0, 24, 0), out
-    assert not {ANY, *KINDS} - set(found["kinds"]), out
+    assert not {ANY, *KINDS} - {*PAGES} - set(found["kinds"]), out
     for fault, row in found["faults"].items():
         role = fault.removeprefix("kill-")
         assert {place.partition("-")[0] for place in row["victims"]} == {role}
@@ -204,3 +208,16 @@ def test_a_server_that_may_not_recover_fails_it() -> None:
     status, out = drill("--count", "2", "--streams", "4", "--flags", "--max-recoveries 0")
     assert status == 1
     assert re.search(r"did not recover from hit 1, of (compute|memory) worker", out), out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_memory_workers_are_killed_while_pages_are_saved_and_loaded(tmp_path: Path) -> None:
+    """The pool is too small for what all streams leave."""
+    flags = f"--memory-workers 2 --dtype float32 --deterministic --kv-memory 8MiB --kv-store-dir {tmp_path / 'kv'}"
+    sizes = ("--count", "8", "--streams", "14", "--tokens", "48")
+    status, out = drill(*sizes, "--faults", "kill-memory", "--json", "--flags", f"{flags} --kv-store-size 64MiB")
+    found = json.loads(out)
+    assert (status, found["hits"], found["left"]) == (0, 8, 0), out
+    assert {SAVE, LOAD} <= set(found["kinds"]), out
+    assert main(["kv", "verify", str(tmp_path / "kv")]) == 0
