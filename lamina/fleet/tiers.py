@@ -75,11 +75,17 @@ class TierKeeper:
         if not self.wanted:
             return ready
         tier = TierFacts(
-            secret=self._secret, identity=identity, page=PAGE, pages=[each.keys for each in said],
+            secret=self._secret, identity=identity, page=PAGE, pages=_left(said),
             medium=self._options.medium, rooms=[each.room for each in said], era=self._era,
             complete=self._options.decode_only,
         )  # fmt: skip
         return structs.replace(ready, tier=tier)
+
+
+def _left(said: Sequence[StoredPages]) -> list[list[bytes]]:
+    """What each has told of, but for what another one has given up since."""
+    gone = {key for each in said for key in each.gone}
+    return [[key for key in each.keys if key not in gone] for each in said]
 
 
 def _keys_of(options: TierOptions) -> tuple[bytes, bytes]:

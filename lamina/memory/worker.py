@@ -311,7 +311,7 @@ class MemoryWorker:
         """Raises ValueError where it cannot be had."""
         check_within("--kv-offloading-size or --kv-store-dir", wanted=True)
         room = room_of(tier, store.bind, store.bound.kv_bytes)
-        medium = self._medium_of(tier)
+        medium, gone = self._medium_of(tier)
         recipe = Recipe(PROMPT, tier.chunk, build_id(), tier.ranks)
         said, meter, trace = self._report, self._meter, self._trace
         assert self._peers is not None
@@ -322,23 +322,23 @@ class MemoryWorker:
             keys = self._transfers.pages(MOST_LISTED)
         except MediumError as e:
             raise ValueError(str(e)) from None
-        self._stored = StoredPages(view=view, keys=keys, room=room)
+        self._stored = StoredPages(view=view, keys=keys, room=room, gone=gone)
 
-    def _medium_of(self, tier: TierPlace) -> Medium:
-        """The one that is open, with all that it has, also where others have come to share its size. Raises
-        ValueError.
+    def _medium_of(self, tier: TierPlace) -> tuple[Medium, list[bytes]]:
+        """The one that is open, with all that it has, also where others have come to share its size: then some pages
+        may have given way, whose keys are told. Raises ValueError.
         """
-        medium, had = self._medium, self._tier
+        medium, had, gone = self._medium, self._tier, list[bytes]()
         if medium is None or had is None or had != structs.replace(tier, workers=had.workers):
             self.close()
             self._medium = medium = open_medium(tier.medium, _place(tier))
         elif had.workers != tier.workers:
             try:
-                medium.divide(tier.workers)
+                gone = medium.divide(tier.workers)
             except MediumError as e:
                 raise ValueError(str(e)) from None
         self._tier = tier
-        return medium
+        return medium, gone
 
 
 def _place(tier: TierPlace) -> MediumPlace:

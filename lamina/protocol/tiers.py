@@ -31,12 +31,14 @@ class TierPlace(msgspec.Struct, frozen=True, kw_only=True):
 class StoredPages(msgspec.Struct, frozen=True, kw_only=True, tag="stored-pages"):
     """Memory worker -> driver, in answer to a Connect with a tier, once it is bound: the keys of pages whose atoms are
     all there that it can need, those that were used last behind the others; MOST_LISTED at most. ``room``: pages of
-    which it can keep its part.
+    which it can keep its part. ``gone``: keys of pages that it has just given up, with what others had of them, who may
+    have told of them before.
     """
 
     view: int
     keys: list[bytes]
     room: int = 0
+    gone: list[bytes] = []
 
 
 class Transferred(msgspec.Struct, frozen=True, kw_only=True, tag="transferred"):

@@ -140,9 +140,9 @@ class Medium(Protocol):
         """Give up pages, all atoms of all workers; those that are not there are none. Raises MediumError."""
         ...
 
-    def divide(self, workers: int) -> None:
+    def divide(self, workers: int) -> list[bytes]:
         """From now on so many workers have the size, each the same part of it. What is there stays, as far as this one
-        has room for it. Raises MediumError.
+        has room for it. Returns as ``reserve``. Raises MediumError.
         """
         ...
 

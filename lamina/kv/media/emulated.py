@@ -103,9 +103,9 @@ class Emulated:
         self._happen("drop")
         self._inner.drop(keys)
 
-    def divide(self, workers: int) -> None:
+    def divide(self, workers: int) -> list[bytes]:
         """Have the part of one of so many."""
-        self._inner.divide(workers)
+        return self._inner.divide(workers)
 
     def pages(self) -> list[HeldPage]:
         """Pages in host memory; the most recently used last."""

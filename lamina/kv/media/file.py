@@ -182,10 +182,12 @@ class File:
         with self._call():
             self._index.drop(self._identity, keys)
 
-    def divide(self, workers: int) -> None:
-        """Have the part of one of so many: other segments are for others to take. Raises MediumError."""
+    def divide(self, workers: int) -> list[bytes]:
+        """Have the part of one of so many: other segments are for others to take. Returns as reserve; raises
+        MediumError.
+        """
         with self._call(), self._writing:
-            self._segments.divide(workers)
+            return self._segments.divide(workers)
 
     def pages(self) -> list[HeldPage]:
         """The pages of this identity on disk; the most recently used last. Raises MediumError."""

@@ -148,10 +148,11 @@ class HostMedium:
         """None: there is one place, so no page is brought nearer."""
         return None
 
-    def divide(self, workers: int) -> None:
+    def divide(self, workers: int) -> list[bytes]:
         """Have the part of one of so many; pages that have no room in it go with the next ``reserve``."""
         with self._lock:
             self.size = self._tier.size = self._whole // workers
+        return []
 
     def __contains__(self, key: object) -> bool:
         with self._lock:

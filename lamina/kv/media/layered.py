@@ -172,12 +172,13 @@ class Layered:
             self._leave(*gone)
             self._disk.drop(gone)
 
-    def divide(self, workers: int) -> None:
+    def divide(self, workers: int) -> list[bytes]:
         """Have the part of one of so many in both places. Nobody waits for the disk: what memory has no room for any
         more goes there with the next ``reserve``.
         """
         self._memory.divide(workers)
-        self._disk.divide(workers)
+        gone = self._disk.divide(workers)
+        return [key for key in gone if key in self._split or key not in self._memory]
 
     def pages(self) -> list[HeldPage]:
         """The pages of both places, each once; those of memory last."""

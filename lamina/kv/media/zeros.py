@@ -48,8 +48,9 @@ class ZeroMedium:
     def drop(self, keys: Iterable[bytes]) -> None:
         """Nothing is kept."""
 
-    def divide(self, workers: int) -> None:
+    def divide(self, workers: int) -> list[bytes]:
         """Nothing has a size."""
+        return []
 
     def pages(self) -> list[HeldPage]:
         """None, by name."""

@@ -126,12 +126,12 @@ class Segments:
             left += self._own[number]
         return self._give_up(gone)
 
-    def divide(self, workers: int) -> None:
+    def divide(self, workers: int) -> list[bytes]:
         """Have the part of one of so many. Segments that have no room in it are for others to take; one that is larger
-        than any part goes, and so do the pages there. Raises OSError.
+        than any part goes, and so do the pages there. Returns their keys. Raises OSError.
         """
         self.share = self._size // workers // BLOCK * BLOCK
-        self._give_up([number for number in self._settled() if self._own[number] > self.share])
+        gone = self._give_up([number for number in self._settled() if self._own[number] > self.share])
         settled = sorted(self._settled(), key=self._own.__getitem__, reverse=True)
         kept = sum(self._own.values()) - sum(self._own[number] for number in settled)
         for number in settled:
@@ -141,6 +141,7 @@ class Segments:
                 fcntl.flock(self._file(number)[0], fcntl.LOCK_UN)
                 del self._own[number], self._free[number]
         self.claim()
+        return gone
 
     def _settled(self) -> list[int]:
         """Own segments in which nothing is about to be written."""

@@ -270,7 +270,7 @@ def test_a_segment_that_is_larger_than_any_part_goes(opener: Opener, path: Path)
     first, large = opener(), {Atom(0, 0): os.urandom(SIZE * 3 // 5)}
     first.reserve(SIZE * 3 // 5)
     first.write(page(1), large)
-    first.divide(2)
+    assert first.divide(2) == [page(1).key]
     assert not first.pages()
     assert not list(path.glob("segment-*"))
     second, small = opener(workers=2), {Atom(0, 0): os.urandom(SIZE // 3)}
