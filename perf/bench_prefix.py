@@ -9,6 +9,9 @@ With --tiers what is known lies in the pool, or in host memory or a directory be
 one prompt and not two; "none" has that pool and nothing beside it. Two cold prompts follow one another in each turn, so
 that the first one is saved while the second one is computed; CPU seconds are those until SAVED_S behind them.
 
+With --steps N it tells CPU seconds alone, with the option and without, where nothing is found: of a prompt of --own
+tokens, BATCH of which are asked for together, and of a step of as many sequences, N of which follow.
+
 Most of a run beside peers is their start. A --model that was used before has what they make of it: OpenVINO's form of
 it lies there, llama.cpp's too, and vLLM knows what it has compiled. --warm leaves out cold prompts and Lamina without
 the option: a minute beside one peer.
@@ -28,7 +31,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from common import cpu_pressure, record, spread
+from common import BrokenError, cpu_pressure, record, spread
 from peers.child import Child
 from peers.decode import ENVIRONMENT
 from peers.prefix import HOMES, PEERS
@@ -39,8 +42,16 @@ from lamina import LLM, SamplingParams
 WORDS = 30_000
 SAVED_S = 0.3  # until the last prompt is saved, too
 REST_S = 0.25  # until threads of the one before have ceased to look for work
-TIERED = ("tiers", "kv_memory")
-FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+OTHERS = ("steps", "tiers", "kv_memory")
+BATCH = 8  # sequences that decode together
+
+
+def some(tokens: int) -> SamplingParams:
+    """So many tokens."""
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+FIRST = some(1)
 
 
 class PrefixPlayer(Protocol):
@@ -75,6 +86,15 @@ class PrefixLamina:
         seconds = time.perf_counter() - start
         self.cpu_s = self.used_s() - before
         return seconds
+
+    def cpu_of(self, prompts: list[list[int]], tokens: int) -> float:
+        """Seconds of CPU that so many tokens of each take. Raises BrokenError where KV of a prompt was there."""
+        before = self.used_s()
+        outputs = self._llm.generate(prompts, some(tokens))
+        used = self.used_s() - before
+        if any(output.num_cached_tokens for output in outputs):
+            raise BrokenError("a prompt that nobody has had before found KV")
+        return used
 
     def close(self) -> None:
         """End its workers."""
@@ -119,13 +139,15 @@ def main() -> None:
     parser.add_argument("--warm", action="store_true", help="prompts whose beginning is known, and no others")
     parser.add_argument("--tiers", action="store_true", help="what lies beside the pool, too")
     parser.add_argument("--kv-memory", default="24MiB", help="with --tiers: of a pool that has something beside it")
+    parser.add_argument("--steps", type=int, default=0, help="CPU seconds of a prompt and of so many steps behind it")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(args.model) if args.model else make(Path(folder), "bfloat16")
-        results = measure_tiers(path, args) if args.tiers else measure(path, args)
+        way = measure_tiers if args.tiers else measure_steps if args.steps else measure
+        results = way(path, args)
     settings: dict[str, Any] = {
-        name: value for name, value in vars(args).items() if name in ("shared", "own", "turns", "warm", *TIERED)
+        name: value for name, value in vars(args).items() if name in ("shared", "own", "turns", "warm", *OTHERS)
     }
     print(record("bench_prefix", settings, results, write=args.write))
 
@@ -218,6 +240,43 @@ def measure_tiers(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "ratios": ratios,
         "cpu_pressure_avg10": pressure,
     }
+
+
+def measure_steps(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Medians of CPU seconds, and of their ratios by turn."""
+    draw, length = random.Random(0), args.own
+    players = {
+        way: PrefixLamina(path, length + args.steps, caches=way == "with", max_num_seqs=BATCH)
+        for way in ("without", "with")
+    }
+    cpu: dict[str, list[float]] = {f"{way} {kind}": [] for way in players for kind in ("prompt", "step")}
+    pressure = []
+    try:
+        for player in players.values():
+            player.cpu_of([words(draw, length) for _ in range(BATCH)], 2)
+        print("all have begun", file=sys.stderr)
+        for _ in range(args.turns):
+            asked = [[words(draw, length) for _ in range(BATCH)] for _ in range(2)]
+            for way in draw.sample(sorted(players), len(players)):
+                time.sleep(REST_S)
+                alone = players[way].cpu_of(asked[0], 1)
+                both = players[way].cpu_of(asked[1], 1 + args.steps)
+                cpu[f"{way} prompt"].append(alone / BATCH)
+                cpu[f"{way} step"].append((both - alone) / args.steps)
+            pressure.append(cpu_pressure())
+    finally:
+        for player in players.values():
+            player.close()
+    ratios = {
+        kind: spread([a / b for a, b in zip(cpu[f"with {kind}"], cpu[f"without {kind}"], strict=True)])
+        for kind in ("prompt", "step")
+    }
+    medians = {
+        kind: statistics.median(cpu[f"with {kind}"]) / statistics.median(cpu[f"without {kind}"])
+        for kind in ("prompt", "step")
+    }
+    figures = {"cpu_s": {name: spread(each) for name, each in cpu.items()}, "ratio_by_turn": ratios}
+    return {**figures, "ratio_of_medians": medians, "cpu_pressure_avg10": pressure}
 
 
 def words(draw: random.Random, count: int) -> list[int]:
