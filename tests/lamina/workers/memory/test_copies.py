@@ -6,7 +6,7 @@ import queue
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import memory_peer
 import pytest
@@ -191,6 +191,34 @@ def test_whoever_waits_for_a_lost_one_hears_of_it(street: list[Worker]) -> None:
     street[1].copies.end()
     assert street[0].heard().error
     street[0].plan(2, Free(5), MoveStripes(6, 1, 1, 1, 0))
+
+
+def test_who_is_cut_off_in_the_midst_leaves_the_source_what_it_has(
+    street: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, source, target = street
+    blocks = STRIPE // source.store.tables.block_size
+    wanted, free = source.stored(1, blocks, 3 * blocks), target.store.tables.free_blocks
+    stored = target.copies._stored
+    assert stored is not None
+    put, parts = stored.put, list[int]()
+
+    def cut(layer: int, *rest: Any) -> None:
+        if parts:
+            raise ChannelError("nothing comes any more")
+        parts.append(layer)
+        put(layer, *rest)
+
+    monkeypatch.setattr(stored, "put", cut)
+    for worker in street:
+        worker.plan(1, MoveStripes(5, 1, 1, 2, 2))
+    assert target.heard().error
+    assert parts, "a part of it had come"
+    for worker in street:
+        worker.plan(2, Free(5))
+    assert alike(source.stored(1, blocks, 3 * blocks), wanted)
+    assert target.store.tables.free_blocks == free
+    assert not home.heard().error
 
 
 @pytest.mark.parametrize("op", [MoveStripes(5, 1, 0, 2, 2), MoveStripes(5, 1, 1, 1, 1)])
