@@ -53,7 +53,7 @@ def draw(cells: dict[Cell, float]) -> str:
             parts.append(_text(LEFT + (at + 0.5) * WIDTH, y + 14, "" if value is None else f"{value:.2f}"))
     size = LEFT + len(columns) * WIDTH + 8, TOP + len(ROWS) * len(DISTANCES) * HEIGHT + 8 * len(ROWS)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" font-family="sans-serif">'
-    title = _text(8, 18, "Share of questions answered, by tokens between the pairs and the question", anchor="start")
+    title = _text(8, 18, "Share of questions answered, by tokens of text in between", anchor="start")
     return "\n".join([head, f'<rect width="{size[0]}" height="{size[1]}" fill="white"/>', title, *parts, "</svg>", ""])
 
 
