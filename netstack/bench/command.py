@@ -234,8 +234,8 @@ def parser() -> argparse.ArgumentParser:
         if parse_size.__doc__ else None)  # fmt: skip
     add("--driver", metavar="NAME[,NAME...]", help="who calls: python (default), or native (no Python in between; "
         f"{', '.join(DRIVERS['native'])} only)")  # fmt: skip
-    add("--device", default="cpu", metavar="NAME", help="cpu, or cuda: kernels call, and the GPU's clock runs from the "
-        "end of the one before the send to the start of the one behind the receive")  # fmt: skip
+    add("--device", default="cpu", metavar="NAME", help="cpu, or cuda: kernels call, by the GPU's clock, in a graph "
+        "for each round (device) and in one kernel for all (kernel)")  # fmt: skip
     add("--count", type=int, default=10_000, help="rounds of a measurement, or messages of windows "
         "(default: %(default)s)")  # fmt: skip
     add("--warm-up", type=int, default=1000, help="rounds before them (default: %(default)s)")
@@ -289,7 +289,7 @@ def drivers_of(args: argparse.Namespace) -> list[str]:
         raise ValueError(f"--driver {args.driver} is of --device cpu: leave it out")
     if args.transport not in (None, *those):
         raise ValueError(f"--device {args.device} has kernels for --transport {', '.join(those)}, not {args.transport}")
-    return ["device"]
+    return ["device", "kernel"]
 
 
 def plan_of(args: argparse.Namespace, transports: list[str]) -> BenchPlan:
@@ -301,7 +301,7 @@ def plan_of(args: argparse.Namespace, transports: list[str]) -> BenchPlan:
         raise ValueError(f"--warm-up must be 0 or more, not {args.warm_up}")
     drivers = drivers_of(args)
     patterns = names("--pattern", args.pattern, list(PATTERNS))
-    known = DRIVERS[drivers[0]] if len(drivers) == 1 else tuple(PATTERNS)
+    known = [pattern for pattern in PATTERNS if any(pattern in DRIVERS[driver] for driver in drivers)]
     if strange := set(patterns) - set(known):
         flag = f"--driver {drivers[0]}" if not DEVICES[args.device] else f"--device {args.device}"
         raise ValueError(f"{flag} has no pattern {min(strange)}; choose of {', '.join(known)}")

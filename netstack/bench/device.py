@@ -1,7 +1,9 @@
-"""The pattern ``rtt`` as kernels drive it, over a channel in GPU memory: a graph for each round, and the GPU's clock.
+"""The pattern ``rtt`` as kernels drive it, over a channel in GPU memory, by the GPU's clock. Two drivers:
 
-The clock runs from the end of the kernel before the send to the start of the kernel behind the receive. The host
-fills and checks payloads between rounds, while the clock stands.
+    device  a graph for each round, as a step of Lamina is one. The clock runs from the end of the kernel before the
+            send to the start of the kernel behind the receive; the host fills and checks payloads while it stands
+    kernel  one kernel for all rounds: what the network costs without a launch. The host compares all that came in the
+            end. A GPU's clock may step by a microsecond: then the mean says more than a percentile
 
 HARDWARE-UNVERIFIED, as ``cuda`` is.
 """
@@ -11,13 +13,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from itertools import pairwise
 
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric
 from lamina.netstack.cuda.driver import CudaStream, Driver
 from lamina.netstack.cuda.kernel_channel import KernelChannel
 from lamina.netstack.host.native import OK
 
-from .job import TIMEOUT_S, Job, Measured, Payloads, check_bytes
+from .job import PAYLOADS, TIMEOUT_S, Job, Measured, Payloads, check_bytes
 
 TIMEOUT_NS = int(TIMEOUT_S * 1e9)
 HEAD = struct.Struct("<Q32si4xQ8x2Q")  # bytes, tag, status of the kernels, count of stamps, stamps
@@ -116,6 +119,49 @@ def device_server(_: Fabric, channel: Channel, job: Job) -> None:
             graph.replay(kernels.stream)
             kernels.stream.synchronize()
             kernels.came.check(n, payloads[n], channel.peer)
+    driven.take_back()
+
+
+class KernelRounds:
+    """All rounds of one side as one kernel. ``run`` gives the seconds of each, and raises as Mail.check does."""
+
+    def __init__(self, channel: KernelChannel, job: Job, parts: ExitStack) -> None:
+        self._view, self._job, self._payloads = channel.lend(), job, Payloads(job.query)
+        self._driver, self._rounds = self._view.driver, job.warm_up + job.rounds
+        self._stream = parts.enter_context(closing(CudaStream(self._driver)))
+        sources = b"".join(self._payloads.each)
+        self._places = []
+        for data, nbytes in ((sources, 0), (b"", self._rounds * job.query), (bytes(8), 8 * (self._rounds + 2))):
+            self._places.append(self._driver.allocate(data, nbytes))
+            parts.callback(self._driver.free, self._places[-1])
+
+    def run(self, peer: str, *, leads: bool) -> list[float]:
+        sources, targets, status = self._places
+        times, nbytes = status + 8, self._job.query
+        shape = nbytes, self._rounds, int(leads), times
+        self._view.launch(self._stream.number, "rounds", sources, PAYLOADS, targets, *shape, TIMEOUT_NS, status)
+        self._stream.synchronize()
+        if code := int.from_bytes(self._driver.read(status, 4), "little"):
+            raise ChannelError(f"{peer}: the kernel ended with status {code} of csrc/netstack/device.h")
+        for n in range(self._rounds):
+            check_bytes(memoryview(self._driver.read(targets + n * nbytes, nbytes)), n, self._payloads[n])
+        stamps = memoryview(self._driver.read(times, 8 * (self._rounds + 1))).cast("Q").tolist()
+        return [(end - start) / 1e9 for start, end in pairwise(stamps)]
+
+
+def kernel_client(_: Fabric, channels: Sequence[Channel], job: Job, __: float) -> Measured:
+    (channel,) = channels
+    driven = _driven(channel)
+    with ExitStack() as parts:
+        samples = KernelRounds(driven, job, parts).run(channel.peer, leads=True)[job.warm_up :]
+    driven.take_back()
+    return Measured(samples, sum(samples))
+
+
+def kernel_server(_: Fabric, channel: Channel, job: Job) -> None:
+    driven = _driven(channel)
+    with ExitStack() as parts:
+        KernelRounds(driven, job, parts).run(channel.peer, leads=False)
     driven.take_back()
 
 

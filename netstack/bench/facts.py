@@ -8,13 +8,17 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
+from lamina.netstack.contract.base import RDMA_DEVICE
+from lamina.netstack.rdma.quality import PARTITION, SERVICE_LEVEL, TRAFFIC_CLASS
+
+RDMA_KNOBS = RDMA_DEVICE, TRAFFIC_CLASS, SERVICE_LEVEL, PARTITION
 SYS, PROC = Path("/sys"), Path("/proc")
 
 
 def machine(cores: Sequence[int] = (), *, sys: Path = SYS, proc: Path = PROC) -> dict[str, Any]:
     """Of this host: kernel, CPU, and of ``cores`` (none: the first of this process) the governors and NUMA nodes; the
-    source and the least step of the clock, in nanoseconds; each RDMA device with its node, state, rate and PCIe link.
-    What the kernel does not tell is left out.
+    source and the least step of the clock, in nanoseconds; each RDMA device with its node, state, rate and PCIe link;
+    what the environment says of RDMA. What is not told is left out.
     """
     chosen = [*cores] or sorted(os.sched_getaffinity(0))[:1]
     cpus = [sys / f"devices/system/cpu/cpu{core}" for core in chosen]
@@ -26,8 +30,9 @@ def machine(cores: Sequence[int] = (), *, sys: Path = SYS, proc: Path = PROC) ->
         "clock": _text(sys / "devices/system/clocksource/clocksource0/current_clocksource"),
         "clock_step_ns": clock_step(),
         "rdma": [_rdma(device) for device in sorted((sys / "class/infiniband").glob("*"))],
+        "rdma_knobs": {name: os.environ[name] for name in RDMA_KNOBS if os.environ.get(name)},
     }
-    return {name: value for name, value in facts.items() if value not in ("", [])}
+    return {name: value for name, value in facts.items() if value not in ("", [], {})}
 
 
 def clock_step() -> int:

@@ -205,8 +205,13 @@ PATTERNS: dict[str, Pattern] = {
     "incast": Pattern(floods.incast_client, floods.incast_server, _window, fans=True),
 }
 WINDOWED = ("stream", "both", "incast")
-# driver -> the patterns that it knows: this loop in Python, one in C++, kernels
-DRIVERS: dict[str, tuple[str, ...]] = {"python": tuple(PATTERNS), "native": ("put_lat", "rtt"), "device": ("rtt",)}
+# driver -> the patterns that it knows: this loop in Python, one in C++, kernels, one kernel
+DRIVERS: dict[str, tuple[str, ...]] = {
+    "python": tuple(PATTERNS),
+    "native": ("put_lat", "rtt"),
+    "device": ("rtt",),
+    "kernel": ("rtt",),
+}
 
 
 def client_of(job: Job) -> Client:
@@ -223,9 +228,11 @@ def server_of(job: Job) -> Server:
 def _sides_of(job: Job) -> tuple[Client, Server]:
     if job.driver == "native":
         return bounce_client, bounce_server
-    if job.driver == "device":
-        from .device import device_client, device_server
+    if job.driver in ("device", "kernel"):
+        from . import device
 
-        return device_client, device_server
+        if job.driver == "kernel":
+            return device.kernel_client, device.kernel_server
+        return device.device_client, device.device_server
     pattern = PATTERNS[job.pattern]
     return pattern.client, pattern.server

@@ -19,7 +19,7 @@ from wiring import KEY, ROOT, SOON_S, connect, open_or_skip, spoil_payloads
 
 from lamina import netstack
 from lamina.netstack.bench import command as bench
-from lamina.netstack.bench.facts import machine
+from lamina.netstack.bench.facts import RDMA_KNOBS, machine
 from lamina.netstack.bench.job import Job, Payloads, check_bytes, parse_size
 from lamina.netstack.bench.patterns import DRIVERS, PATTERNS, WINDOWED, Measured, client_of, server_of
 
@@ -201,7 +201,9 @@ def test_a_histogram_has_each_sample_between_two_powers_of_two(samples: list[flo
         assert len(inside) == bins[str(edge)]
 
 
-def test_facts_of_a_machine_are_those_of_its_kernel(tmp_path: Path) -> None:
+def test_facts_of_a_machine_are_those_of_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in RDMA_KNOBS:
+        monkeypatch.delenv(name, raising=False)
     files = {
         "proc/cpuinfo": "processor: 0\nmodel name\t: Fast CPU 9000\n",
         "sys/devices/system/cpu/cpu3/cpufreq/scaling_governor": "powersave\n",
@@ -225,6 +227,8 @@ def test_facts_of_a_machine_are_those_of_its_kernel(tmp_path: Path) -> None:
         "rdma": [nic | {"pcie": "32.0 GT/s PCIe x16"}],
     }  # fmt: skip
     assert machine([3], sys=tmp_path / "none", proc=tmp_path / "none").keys() == {"kernel", "clock_step_ns"}
+    monkeypatch.setenv("LAMINA_RDMA_TRAFFIC_CLASS", "106")
+    assert machine([3], sys=tmp_path / "none", proc=tmp_path)["rdma_knobs"] == {"LAMINA_RDMA_TRAFFIC_CLASS": "106"}
 
 
 CHECKED = [(pattern, "native") for pattern in DRIVERS["native"]]

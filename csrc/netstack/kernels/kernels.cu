@@ -184,6 +184,28 @@ __device__ void receive(C& c, u8* target, u64 room, u64* bytes, u64* tag, u64 ti
   if (take(c, target, room, bytes, tag, timeout_ns, status)) release(c, timeout_ns, status);
 }
 
+// `count` round trips of messages of `bytes`, by all threads: message n is a copy of `sources[n % kinds]`, which lie one
+// behind the other, or, of who does not lead, of what came; what comes goes to `targets[n]`. The GPU's clock goes to
+// `times`, before the first round and behind each.
+template <class C>
+__device__ void rounds(C& c, const u8* sources, u64 kinds, u8* targets, u64 bytes, u64 count, bool leads, u64* times,
+                       u64 timeout_ns, int* status) {
+  Bus bus;
+  const auto is_due = [=](u64 n) {
+    return [=](const Header& header) { return header.length == bytes && header.tag[0] == n ? kOk : kFault; };
+  };
+  if (threadIdx.x == 0) times[0] = bus.now_ns();
+  for (u64 n = 0; n < count; ++n) {
+    const u64 tag[kTagWords] = {n};
+    u8* came = targets + n * bytes;
+    if (leads) send(c, Source{sources + n % kinds * bytes, nullptr, &bytes}, tag, timeout_ns, status);
+    if (!take(c, came, timeout_ns, status, is_due(n))) return;
+    release(c, timeout_ns, status);
+    if (!leads) send(c, Source{came, nullptr, &bytes}, tag, timeout_ns, status);
+    if (threadIdx.x == 0) times[n + 1] = bus.now_ns();
+  }
+}
+
 }  // namespace
 
 #define LAMINA_KERNEL extern "C" __global__ void __launch_bounds__(kBlockThreads)

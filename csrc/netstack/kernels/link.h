@@ -52,3 +52,9 @@ LAMINA_KERNEL LAMINA_OF_LINK(release)(LAMINA_LINK* channel, u64 released, u64 ti
   if (threadIdx.x == 0) channel->released = released - 1;
   release(*channel, timeout_ns, status);
 }
+
+// Rounds without the host between them: see `rounds`. `leads`: 0 or 1.
+LAMINA_KERNEL LAMINA_OF_LINK(rounds)(LAMINA_LINK* channel, const u8* sources, u64 kinds, u8* targets, u64 bytes,
+                                     u64 count, u64 leads, u64* times, u64 timeout_ns, int* status) {
+  rounds(*channel, sources, kinds, targets, bytes, count, leads, times, timeout_ns, status);
+}

@@ -165,7 +165,7 @@ std::map<std::string, Kernel>& kernels() {
 #define KERNELS(link)                                                                                    \
   KERNEL(lamina_##link##_send), KERNEL(lamina_##link##_send_two), KERNEL(lamina_##link##_receive),       \
       KERNEL(lamina_##link##_receive_due), KERNEL(lamina_##link##_reserve), KERNEL(lamina_##link##_put), \
-      KERNEL(lamina_##link##_take), KERNEL(lamina_##link##_release)
+      KERNEL(lamina_##link##_take), KERNEL(lamina_##link##_release), KERNEL(lamina_##link##_rounds)
       KERNELS(memory),
       KERNELS(mlx5),
       KERNEL(lamina_mlx5_flush),

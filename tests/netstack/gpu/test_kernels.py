@@ -40,7 +40,7 @@ def test_kernels_assemble_and_order_memory(architecture: int) -> None:
     code, ptx = nvcc(architecture)
     assert code.stat().st_size > 0
     bodies = kernels(ptx)
-    names = ("send", "send_two", "receive", "receive_due", "reserve", "put", "take", "release")
+    names = ("send", "send_two", "receive", "receive_due", "reserve", "put", "take", "release", "rounds")
     memory, mlx5 = ({f"lamina_{link}_{name}" for name in names} for link in ("memory", "mlx5"))
     assert set(bodies) == {"lamina_mlx5_flush", "lamina_stamp"} | memory | mlx5
     for name in memory - {"lamina_memory_reserve", "lamina_memory_take"}:
