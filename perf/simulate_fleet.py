@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from common import record
 
 from lamina.sim.run import check, check_restart
-from lamina.sim.scenario import planned, scenario
+from lamina.sim.scenario import leaving, planned, scenario
 from lamina.sim.whole.run import check_fleet
 from lamina.sim.whole.scenario import fleet_scenario, planned_fleet
 
@@ -36,10 +36,12 @@ def fleet_share(first: int) -> Counter[str]:
 
 
 def engine_share(first: int) -> Counter[str]:
-    """Of ``SHARE`` seeds, of which every other one has memory workers that come and go."""
+    """Of ``SHARE`` seeds, of which two in three have memory workers that come and go; of one in three sequences leave
+    those that go one by one.
+    """
     counts: Counter[str] = Counter()
     for seed in range(first, first + SHARE):
-        of = scenario(seed) if seed % 2 == 0 else planned(seed)
+        of = (scenario, planned, leaving)[seed % 3](seed)
         played = check(of)
         check_restart(of)
         counts.update(losses=played.losses, preemptions=played.preemptions, changes=played.changes)

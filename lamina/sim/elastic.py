@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from lamina.engine.exodus import Exodus
 from lamina.protocol.groups import Capacity
 from lamina.protocol.plan import Keep
 
@@ -22,6 +23,8 @@ class SimElastic:
         self._rng, self._clock = rng, clock
         self._asked: tuple[PlannedChange, PoolShape] | None = None
         self._due_at = float("inf")
+        self._exits: Exodus | None = None  # of sequences, before that
+        self.stays: dict[int, int] = {}  # of the last change: lanes that keep their sequences; see ViewChanged
         self._old: list[SimMemory] | None = None  # whose KV is to be moved
         self._dying: deque[tuple[str, int]] = deque()
         self.changes = 0  # that were made
@@ -33,23 +36,28 @@ class SimElastic:
 
     @property
     def due(self) -> bool:
-        """Whether all who are to come are there."""
-        return self._clock() >= self._due_at
+        """Whether all who are to come are there, and all sequences have left that are to."""
+        return self._clock() >= self._due_at and (self._exits is None or self._exits.over())
 
     @property
     def due_at(self) -> float:
-        """When that is, or was."""
-        return self._due_at
+        """When they are there, or were; never, where sequences leave: that takes events of others."""
+        return float("inf") if self._exits and self._clock() >= self._due_at else self._due_at
 
-    def begin(self, asked: PlannedChange, shape: PoolShape) -> None:
+    def begin(self, asked: PlannedChange, shape: PoolShape, exits: Exodus | None) -> None:
         """Memory workers of ``shape`` are to be there."""
         self._asked, self._due_at = (asked, shape), self._clock() + self._rng.uniform(0.0, START_S)
+        self._exits = exits
+        if exits is not None:
+            exits.begin()
 
     def commit(self, old: list[SimMemory]) -> PoolShape:
         """All are at rest: who is there from now on has no KV before ``move``."""
         assert self._asked is not None
         asked, shape = self._asked
         self._asked, self._due_at, self._old = None, float("inf"), old
+        self.stays = {w: w for w in range(asked.workers)} if self._exits else {}
+        self._exits = None
         self._dying = deque(asked.again)
         self.changes += 1
         return shape

@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 from lamina.config import make_config
 from lamina.engine.configured import check_room
 from lamina.engine.engine import Engine
+from lamina.engine.exodus import Exodus
+from lamina.protocol.options.engine import EngineConfig
 from lamina.request import CompletionOutput, RequestOutput, Told, scored
 
 from .clock import VirtualClock
 from .elastic import capacity_of
 from .model import Letters
 from .play import MOST_STEPS, Play, ScenarioError, in_order, is_broken, least
-from .scenario import Scenario, params_of, planned, scenario
+from .scenario import Scenario, leaving, params_of, planned, scenario
 from .wire import SimWire
 
 Completion = tuple[Any, ...]
@@ -73,6 +75,12 @@ def with_seeds(of: Scenario) -> Scenario:
     return replace(of, asks=tuple(asks))
 
 
+def config_of(of: Scenario) -> EngineConfig:
+    """Of the engine. Its partition counts where stripes, or sequences, may move."""
+    partition = of.partition if of.partition in ("request", "spill") else "head"
+    return make_config({**of.options, "transport": "shm", "partition": partition})
+
+
 def play(of: Scenario) -> Played:
     """To the end. Raises AssertionError, and whatever goes wrong."""
     return EnginePlay(of).run()
@@ -89,7 +97,7 @@ class EnginePlay(Play):
     def __init__(self, of: Scenario) -> None:
         clock = VirtualClock()
         self._of, self._wire = of, SimWire(of, clock)
-        super().__init__(of.asks, Engine(self._wire, make_config({**of.options, "transport": "shm"}), clock), clock)
+        super().__init__(of.asks, Engine(self._wire, config_of(of), clock), clock)
         self._changes = list(of.changes)
         self._views = self._wire.view
         self._ended: dict[int, RequestOutput] = {}  # by place: of an engine before this one
@@ -138,7 +146,9 @@ class EnginePlay(Play):
             shape = self._of.layout_of(asked.workers, asked.num_blocks)
             with suppress(ValueError):
                 check_room(self._engine.scheduler, self._engine.info, capacity_of(shape))
-                elastic.begin(asked, shape)
+                gone = range(asked.workers, len(self._wire.memory))
+                leave = self._engine.config.moves_sequences and gone
+                elastic.begin(asked, shape, Exodus(self._engine, gone) if leave else None)
 
     def _check_view(self) -> None:
         if self._wire.view != self._views:
@@ -165,7 +175,7 @@ def main(first: int = 0, count: int = 1000) -> None:
     """Play ``count`` seeds. A broken one is made small, printed and raised."""
     losses = preemptions = changes = 0
     for seed in range(first, first + count):
-        for of in (scenario(seed), planned(seed)):
+        for of in (scenario(seed), planned(seed), leaving(seed)):
             try:
                 outcome = check(of)
                 check_restart(of)
@@ -175,7 +185,7 @@ def main(first: int = 0, count: int = 1000) -> None:
             losses, preemptions = losses + outcome.losses, preemptions + outcome.preemptions
             changes += outcome.changes
     counts = f"{losses} losses, {preemptions} preemptions, {changes} changes of memory workers"
-    sys.stdout.write(f"{2 * count} scenarios from {first} on: {counts}, nothing wrong\n")
+    sys.stdout.write(f"{3 * count} scenarios from {first} on: {counts}, nothing wrong\n")
 
 
 if __name__ == "__main__":

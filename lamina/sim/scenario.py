@@ -135,6 +135,21 @@ def planned(seed: int) -> Scenario:
     return replace(of, changes=tuple(changes), faults=faults)
 
 
+def leaving(seed: int) -> Scenario:
+    """The scenario of ``seed`` with whole sequences on memory workers of which some are soon to go."""
+    of, rng = scenario(seed), random.Random(f"leaving {seed}")
+    workers = rng.randint(2, 4)
+    options = {**of.options, "memory_workers": workers, "max_num_seqs": 8, "enable_prefix_caching": seed % 2 == 0}
+    options = {name: value for name, value in options.items() if name not in ("kv_offloading_size", "preemption_mode")}
+    blocks = -(-MAX_LEN // BLOCK) * rng.choice((2, 3, 9))
+    victims = [("memory", w) for w in range(workers)]
+    faults = tuple(Fault(rng.uniform(0.0, 0.2), rng.choice(victims)) for _ in range(rng.choice((0, 0, 1, 2))))
+    change = PlannedChange(rng.uniform(0.01, 0.1), rng.randint(1, workers - 1), blocks + 100)
+    asks = tuple(replace(ask, at_s=ask.at_s / 50, params={**ask.params, "ignore_eos": True}) for ask in of.asks)
+    return replace(of, options=options, partition="request", windows=(0,), num_blocks=blocks, asks=asks,
+                   changes=(change,), faults=tuple(sorted(faults, key=lambda f: f.at_s)))  # fmt: skip
+
+
 def least_lending(workers: int) -> int:
     """Blocks of each, of which one sequence needs what all have together."""
     stripes = -(-MAX_LEN // (2 * BLOCK)) + workers

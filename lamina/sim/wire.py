@@ -6,14 +6,15 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from lamina.engine.wire import Done, ViewChanged
+from lamina.engine.wire import Done, Report, ViewChanged
 from lamina.fleet.arrivals import Arrivals
 from lamina.protocol.control import ComputeReady, RunRound, StepDone
-from lamina.protocol.plan import Drop, Export, Fork, Grant, Import, Keep, New, Rows
+from lamina.protocol.plan import Drop, Export, Fork, Grant, Import, Keep, MoveStripes, New, Rows
 from lamina.protocol.tiers import GateOpened, TierFacts, Transferred
 from lamina.sampling.history import Histories
 
 from .clock import VirtualClock
+from .copies import SimCopies
 from .elastic import SimElastic, capacity_of
 from .model import EOS, VOCAB, drawn, value
 from .passing import Chunk, Passing
@@ -59,7 +60,8 @@ class SimWire:
         self._grants: list[dict[tuple[int, int], Grant]] = [{} for _ in self.memory]  # by prefill worker and step
         self._told: list[tuple[Worker, StepDone]] = []  # on their way to the driver
         self._inbox: list[StepDone] = []
-        self._moved: deque[Transferred | GateOpened] = deque()
+        self._moved: deque[Report] = deque()
+        self._copies = SimCopies(self.memory, self._rng, self._later, self._lives, self._moved.append)
         self._arrivals = Arrivals()
 
     def _ready(self) -> ComputeReady:
@@ -200,7 +202,7 @@ class SimWire:
             capacity = capacity_of(self.layout)
         self.view += 1  # what was to happen in the one before will not
         self._begin_view()
-        return ViewChanged(steps, reports, capacity)
+        return ViewChanged(steps, reports, capacity, self.elastic.stays)
 
     def _tear(self) -> None:
         """Steps that were executed are written to their end; of others a memory worker may have some layers."""
@@ -251,6 +253,8 @@ class SimWire:
                     self._later(self._transfer, number, op)
                 elif isinstance(op, Drop):
                     worker.drop(op)
+                elif isinstance(op, MoveStripes):
+                    self._copies.begin(number, op)
             job.begun.add(number)
             if not job.run.plan.rows:
                 job.written.add(number)

@@ -86,6 +86,8 @@ def asked(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     flags = shlex.split(args.flags)
     if "partition" in faults and not _has(flags, "--transport", "tcp"):
         raise ValueError("--faults partition cuts a TCP connection: give --flags with --transport tcp")
+    if _has(flags, "--ray-address") or any(_has(flags, "--launcher", name) for name in ("ray", "static")):
+        raise ValueError("--flags: a drill hits processes of a server's own: leave --launcher and --ray-address out")
     for flag, value in (LIFTED | (CHECKED if "flip" in faults else {})).items():
         if not _has(flags, flag):
             flags += [flag, value]

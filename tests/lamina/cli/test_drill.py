@@ -159,6 +159,8 @@ class NoServer(NamedTuple):
         (["--count", "0"], "--count must be at least 1"),
         (["--streams", "0"], "--streams must be at least 1"),
         (["--per-reading", "0"], "--per-reading must be at least 1"),
+        (["--flags", "--launcher ray"], "--flags: a drill hits processes of a server's own: leave --launcher"),
+        (["--flags=--ray-address=auto"], "--flags: a drill hits processes of a server's own: leave --launcher"),
         (["--flags", "--journal x"], "--flags: the drill's server has a journal of the drill's own: leave"),
     ],
 )

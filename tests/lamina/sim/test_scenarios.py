@@ -12,6 +12,7 @@ import pytest
 from lamina.engine import scheduler as scheduler_module
 from lamina.engine.blocks.prefixes import Prefixes
 from lamina.engine.blocks.room import Room
+from lamina.engine.blocks.stripe_moves import StripeMoves
 from lamina.engine.blocks.swaps import Swaps
 from lamina.engine.blocks.tier import Tier
 from lamina.engine.engine import Engine
@@ -25,12 +26,17 @@ from lamina.fleet.arrivals import Arrivals
 from lamina.protocol.blocks.pool import BlockPool
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.control import StepDone
+from lamina.protocol.move_ops import MoveStripes
+from lamina.sim.copies import SimCopies
+from lamina.sim.play import is_broken
 from lamina.sim.run import ScenarioError, check, check_restart, play, smaller
-from lamina.sim.scenario import Scenario, planned, scenario
+from lamina.sim.scenario import Scenario, leaving, planned, scenario
+from lamina.sim.workers import SimMemory
 
 SEEDS, PARTS = 300, 6
 RESTARTS = 120
 PLANNED = 96
+LEAVING = 24
 ENOUGH = 600  # seeds, of which one must be broken by a mistake
 
 
@@ -66,6 +72,30 @@ def test_every_stream_goes_on_while_memory_workers_come_and_go(part: int) -> Non
         losses, changes = losses + outcome.losses, changes + outcome.changes
     assert changes > PLANNED / PARTS
     assert losses > PLANNED / PARTS
+
+
+@pytest.mark.parametrize("mistake", ["", "nothing is copied", "where it lies is sure at once"])
+def test_sequences_leave_memory_workers_one_by_one(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of whom die in the midst of that."""
+    took, take, tend = list[int](), SimCopies._take, StripeMoves.tend
+
+    def taken(self: SimCopies, worker: SimMemory, op: MoveStripes) -> int:
+        took.append(take(self, worker, op) if mistake != "nothing is copied" else 4)
+        return took[-1]
+
+    def tended(self: StripeMoves, *args: Any, **options: Any) -> None:
+        tend(self, *args, **options)
+        self._unsure.clear()
+
+    monkeypatch.setattr(SimCopies, "_take", taken)
+    if mistake == "where it lies is sure at once":
+        monkeypatch.setattr(StripeMoves, "tend", tended)
+    if mistake:
+        assert any(is_broken(check, leaving(seed)) for seed in range(ENOUGH))
+        return
+    losses = sum(check(leaving(seed)).losses for seed in range(LEAVING))
+    assert losses
+    assert sum(map(bool, took)) > LEAVING // 2
 
 
 def test_what_is_kept_beside_the_pools_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
