@@ -91,13 +91,13 @@ def test_a_driver_that_pauses_does_not_take_prefill_workers_for_hung(
         while not any(s.num_outputs for b in engine.scheduler.batches for s in b.running):
             engine.step()
         engine.add(prompts[3], GREEDY)
-        while not (pools._chunks[0] and any(batch == 0 for batch, _ in engine._steps)):
+        while not (pools._chunks and any(batch == 0 for batch, _ in engine._steps)):
             engine.step()
         for member in (prefill, *pools._members.compute):
             poller = select.poll()
             poller.register(member.link, select.POLLIN)
             assert poller.poll(60_000)
-        pools._since[0] -= 1000.0
+        pools._chunks._since[0] -= 1000.0
         while engine.has_work:
             engine.step()
 
