@@ -173,12 +173,12 @@ class Layered:
             self._disk.drop(gone)
 
     def divide(self, workers: int) -> list[bytes]:
-        """Have the part of one of so many in both places. Nobody waits for the disk: what memory has no room for any
-        more goes there with the next ``reserve``.
+        """Have the part of one of so many in both places. What memory has no room for any more goes to the disk with
+        the next ``reserve``.
         """
-        self._memory.divide(workers)
-        gone = self._disk.divide(workers)
-        return [key for key in gone if key in self._split or key not in self._memory]
+        with self._moves:
+            self._memory.divide(workers)
+            return self._lost_of(self._disk.divide(workers))
 
     def pages(self) -> list[HeldPage]:
         """The pages of both places, each once; those of memory last."""

@@ -221,13 +221,27 @@ def test_the_disk_has_all_behind_an_end(tmp_path: Path) -> None:
     again.close()
 
 
-@pytest.mark.parametrize("demoted", ["the page itself", "another page"])
-def test_a_page_whose_part_on_the_disk_gives_way_is_nowhere(demoted: str) -> None:
-    """Half of it is on the disk, half in memory, and the disk has room for one half."""
-    places = Places(2, 1)
+def split(places: Places) -> None:
+    """Page 1: half of it on the disk, half in memory."""
     put(places.both, 1)
     assert places.both.reserve(2 * SESSION) == []  # to the disk with it
     places.both.write(Page(key(1), 0, PAGE, b"t" * 16, Recipe("prompt")), {Atom(1, 0): bytes(SESSION)})
+
+
+def test_a_page_whose_part_on_the_disk_goes_as_others_come_is_nowhere() -> None:
+    places = Places(2, 1)
+    split(places)
+    put(places.both, 2)
+    places.disk.divide = lambda workers: [key(1), key(2)]  # its segment is larger than any part
+    assert places.both.divide(2) == [key(1)]
+    assert has(places.memory) == {2}
+
+
+@pytest.mark.parametrize("demoted", ["the page itself", "another page"])
+def test_a_page_whose_part_on_the_disk_gives_way_is_nowhere(demoted: str) -> None:
+    """The disk has room for one half."""
+    places = Places(2, 1)
+    split(places)
     if demoted == "another page":
         put(places.both, 2)
         places.memory.expect(0, [key(1)])  # so that 2 is the one to go
