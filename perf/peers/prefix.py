@@ -68,10 +68,10 @@ def openvino(path: Path, length: int) -> First:
         return begin("f32")
 
 
-def llama_cpp(path: Path, length: int, slots: str = "") -> First:
+def llama_cpp(path: Path, length: int, slots: tempfile.TemporaryDirectory[str] | None = None) -> First:
     """llama.cpp's own server with one slot; what another prompt drives out of that goes to its memory (--cache-ram).
-    xllamacpp brings it compiled, for any CPU with AVX2, so without AVX-512. ``slots``: a directory for saved slots, in
-    place of that memory.
+    xllamacpp brings it compiled, for any CPU with AVX2, so without AVX-512. ``slots``: for saved slots, in place of
+    that memory; it goes with what is returned.
     """
     import xllamacpp  # type: ignore[import-not-found]
 
@@ -79,7 +79,7 @@ def llama_cpp(path: Path, length: int, slots: str = "") -> First:
     if not file.exists():
         write_gguf(path, file, half=True)
     params.model.path, params.n_ctx, params.n_parallel = str(file), length + 8, 1
-    params.cache_ram_mib, params.slot_save_path = 0 if slots else KV_GIB << 10, slots
+    params.cache_ram_mib, params.slot_save_path = (0, f"{slots.name}/") if slots else (KV_GIB << 10, "")
     for cpus in (params.cpuparams, params.cpuparams_batch):
         cpus.n_threads = len(os.sched_getaffinity(0))
     server = xllamacpp.Server(params)
@@ -114,14 +114,7 @@ def llama_cpp_slots(path: Path, length: int) -> First:
     """The same, which saves the slot of its first prompt to a file, and restores it before each prompt that begins
     alike.
     """
-    folder = tempfile.TemporaryDirectory()
-    first = llama_cpp(path, length, f"{folder.name}/")
-
-    def begin(prompt: list[int]) -> None:
-        assert folder.name  # it lives as long as this
-        first(prompt)
-
-    return begin
+    return llama_cpp(path, length, tempfile.TemporaryDirectory())
 
 
 PEERS = {"vllm": vllm, "openvino": openvino, "llama.cpp-server": llama_cpp, "llama.cpp-slots": llama_cpp_slots}
