@@ -112,7 +112,7 @@ class Conductor:
                 self.rules.threshold,
                 self._random.random,
                 self.directory.num_pages,
-                self.staged.fill_s,
+                self.staged.fill_s if self.staged.stages > 1 else None,
             )
         )
 

@@ -60,8 +60,8 @@ class Question(NamedTuple):
     threshold: float = 1.0
     draw: Callable[[], float] = lambda: 0.0
     num_pages: Callable[[int], int] = lambda worker: 0  # that a worker holds
-    # Of (tokens, prefix, prefill_s), until a worker's last stage can begin.
-    fill_s: Callable[[int, int, float], float] = lambda tokens, prefix, prefill_s: 0.0
+    # Of (tokens, prefix, prefill_s), until a worker's last stage can begin; None: it has one stage, and asks nobody.
+    fill_s: Callable[[int, int, float], float] | None = None
 
 
 Policy = Callable[[Question], PromptChoice]
@@ -132,7 +132,8 @@ def _holder(asked: Question) -> WorkerMatch:
 def alone(asked: Question, at: WorkerMatch) -> PromptChoice:
     """A worker computes all that it has not."""
     prefill_s = asked.prefill_s(asked.tokens, at.prefix)
-    ttft_s = max(at.queue_s, asked.fill_s(asked.tokens, at.prefix, prefill_s)) + prefill_s
+    fill_s = asked.fill_s(asked.tokens, at.prefix, prefill_s) if asked.fill_s else 0.0
+    ttft_s = max(at.queue_s, fill_s) + prefill_s
     reason = "local match" if at.prefix else "new"
     return PromptChoice(at.worker, at.prefix, at.queue_s, 0.0, prefill_s, ttft_s, reason)
 
@@ -141,14 +142,14 @@ def _fetching(asked: Question, at: WorkerMatch, holder: WorkerMatch) -> PromptCh
     moved = holder.sendable - at.prefix
     transfer_s = asked.transfer_s(holder.worker, at.worker, moved)
     prefill_s = asked.prefill_s(asked.tokens, holder.sendable)
-    waits_s = max(at.queue_s, asked.fill_s(asked.tokens, holder.sendable, prefill_s))
+    fill_s = asked.fill_s(asked.tokens, holder.sendable, prefill_s) if asked.fill_s else 0.0
     return PromptChoice(
         at.worker,
         holder.sendable,
         at.queue_s,
         transfer_s,
         prefill_s,
-        transfer_s + waits_s + prefill_s,
+        transfer_s + max(at.queue_s, fill_s) + prefill_s,
         "remote match",
         holder.worker,
         moved,

@@ -49,7 +49,7 @@ class StagedPrefill(NamedTuple):
         """Until the last stage can begin with a prompt that takes it so many seconds, where all have nothing to do: N
         chunks end after N + X - 1 of a stage's times.
         """
-        return (self.stages - 1) * seconds / self._chunks(tokens, prefix) if self.stages > 1 else 0.0
+        return (self.stages - 1) * seconds / self._chunks(tokens, prefix)
 
     def own_part(self, tokens: int, prefix: int) -> float:
         """Of the time from a prompt's beginning, where all had nothing to do, to its end: what one stage was at it."""
