@@ -205,12 +205,11 @@ def _prefill(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> 
     if config.keeps_prefixes and has_beginnings(windows, split.num_blocks, size, facts.max_len, config.batching):
         block = max(size * s.kv_heads * head_bytes(s.qk_dim, s.v_dim, facts.kv_dtype) for s in facts.layers)
         slots += 2 * (config.topology.prefill_groups - 1) * channel_bytes(*prompts_inboxes(block))
-    shared = facts.shared if stages == 1 else 0  # a stage packs its own
     return WorkerMemory(
         name=f"prefill-{index}",
         device=_device("--compute-device", config.devices.compute_device, config.gpu_number("prefill", index)),
-        mapped=facts.weights.mapped + shared,
-        copied=(facts.weights.copied + facts.packed - shared) // stages,
+        mapped=facts.weights.mapped + facts.shared,
+        copied=(facts.weights.copied + facts.packed - facts.shared) // stages,
         kv=split.nbytes,
         slots=slots,
         workspace=_slices(facts, config) + attention,

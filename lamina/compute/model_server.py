@@ -187,13 +187,13 @@ class ModelServer:
         self._progress("cutting the model", 1, 1)
         self.clock.lap("convert_s")
         backend = gemm.get(linear(start.model.gemm, self.staging.device), torch.get_num_threads())
-        layers, dtype = layer_shapes(program), program.calls[0].q.dtype
-        whole, program = program, self.own_part(program, len(layers))
         if self.module is None and not here:
-            how = start.deadlines.start_timeout_s / 2, program is whole
-            packing.decide(program, backend, available_bytes, start.topology, start.devices, *how)
-        partition, placed = self._partition(layers, max_len), self.staging.place(program)
-        return CutModel(placed, loaded, layers, dtype, max_len, partition, backend)
+            patience_s = start.deadlines.start_timeout_s / 2
+            packing.decide(program, backend, available_bytes, start.topology, start.devices, patience_s)
+        layers, dtype = layer_shapes(program), program.calls[0].q.dtype
+        program = self.staging.place(self.own_part(program, len(layers)))
+        partition = self._partition(layers, max_len)
+        return CutModel(program, loaded, layers, dtype, max_len, partition, backend)
 
     def _partition(self, layers: list[LayerShape], max_len: int) -> Partition:
         topology = self.start.topology

@@ -38,19 +38,20 @@ def packed_weights(program: SlicedProgram, backend: LinearBackend) -> list[tuple
 
 
 def has_room(needed: int, shared: int, free: int, topology: TopologyOptions, devices: DeviceOptions) -> bool:
-    """Whether workers are to have ``needed`` bytes of packed weights, of which those of a host have ``shared``
-    together. ``free``: bytes of the host.
+    """Whether workers are to have ``needed`` bytes of packed weights each, and each group of stages so many, of which
+    those of a host have ``shared`` together. ``free``: bytes of the host.
 
     All workers of a host together take at most half of them, so that KV whose size is chosen at the start has as much,
     and leave what --kv-memory asks for.
     """
-    taken = shared + (needed - shared) * (topology.num_compute + topology.prefill_workers)
+    taken = shared + (needed - shared) * (topology.num_compute + topology.prefill_groups)
     return taken <= free / 2 and taken + devices.kv_bytes() * topology.counts["memory"] <= free
 
 
 def may_share(topology: TopologyOptions) -> bool:
     """Whether workers have packed weights together: there are several, and each has all weights."""
-    return topology.tensor_parallel_size == 1 and topology.num_compute + topology.prefill_workers > 1
+    whole = topology.tensor_parallel_size == topology.prefill_pipeline == 1
+    return whole and topology.num_compute + topology.prefill_workers > 1
 
 
 def decide(
@@ -60,17 +61,15 @@ def decide(
     topology: TopologyOptions,
     devices: DeviceOptions,
     timeout_s: float,
-    whole: bool,
 ) -> None:
     """Have ``backend`` pack the weights of ``program``, where the host has room: in a file that the launcher has given
-    to the workers of this host, or in pages of the worker's own, as one has who has not the ``whole`` model. Whoever
-    binds the program says when it is done.
+    to the workers of this host, or in pages of the worker's own. Whoever binds the program says when it is done.
 
     Waits up to ``timeout_s`` for another worker that packs the same.
     """
     weights = packed_weights(program, backend)
     needed = sum(size for _, size in weights)
-    pages = _shared_pages(timeout_s) if needed and whole and may_share(topology) else None
+    pages = _shared_pages(timeout_s) if needed and may_share(topology) else None
     if pages is None:
         backend.packs = needed > 0 and has_room(needed, 0, free(), topology, devices)
         return

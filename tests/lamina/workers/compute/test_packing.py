@@ -40,6 +40,7 @@ GB = 1 << 30
         (10, 8, 23, {"pipeline": 3}, "auto", False),
         (10, 0, 39, {"prefill_workers": 1}, "auto", False),
         (10, 10, 20, {"prefill_workers": 1}, "auto", True),
+        (10, 0, 40, {"prefill_workers": 2, "prefill_pipeline": 2}, "auto", True),  # a half in each
     ],
 )
 def test_the_host_must_have_room(
@@ -56,6 +57,7 @@ def test_the_host_must_have_room(
         ({"pipeline": 3}, True),
         ({"prefill_workers": 1}, True),
         ({"pipeline": 3, "tensor_parallel_size": 2}, False),  # a rank has a part
+        ({"prefill_workers": 2, "prefill_pipeline": 2}, False),  # and so has a stage
     ],
 )
 def test_several_workers_with_all_weights_share_them(topology: dict[str, Any], may: bool) -> None:
@@ -152,7 +154,7 @@ TWO = TopologyOptions(pipeline=3)
 
 
 def decided(weight: Tensor, free: Callable[[], int], topology: TopologyOptions = TWO) -> Backend:
-    decide(program(weight), backend := Backend(), free, topology, DeviceOptions(), 0.0, True)
+    decide(program(weight), backend := Backend(), free, topology, DeviceOptions(), 0.0)
     return backend
 
 
