@@ -108,14 +108,14 @@ def row(tokens: int, stages: int, seconds: dict[Any, list[float]], args: argpars
     chunks = -(-tokens // args.chunk)
     slowest = max(len(stage_layers(args.layers, stages, s)) for s in range(stages))
     due = (chunks + stages - 1) * slowest / (chunks * args.layers)
-    found = median(seconds[stages, tokens]) / median(seconds[1, tokens])
+    ratio = median(seconds[stages, tokens]) / median(seconds[1, tokens])
     return {
         "ms": round(1e3 * median(seconds[stages, tokens]), 2),
         "spread": spread([1e3 * s for s in seconds[stages, tokens]]),
         "chunks": chunks,
-        "ratio": round(found, 4),
+        "ratio": round(ratio, 4),
         "due": round(due, 4),
-        "off": round(found / due - 1, 4),
+        "off": round(ratio / due - 1, 4),
     }
 
 

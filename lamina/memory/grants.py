@@ -87,7 +87,7 @@ class Grants:
         """Raises PlanError where the plan touches a sequence whose K and V are still to come, ProtocolError where it
         grants what cannot be.
         """
-        waiting = [d.sequence for d in {d: None for x in self._inlets for d in x.deliveries}]
+        waiting = [d.sequence for d in {d for x in self._inlets for d in x.deliveries}]
         for op in plan.ops:
             if isinstance(op, Grant):
                 if not 0 <= op.worker < (groups := len(self._last_steps)):

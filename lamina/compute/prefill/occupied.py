@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 from lamina.protocol.plan import StepPlan
 
-NOBODY = -1
-
 
 class OccupiedStore:
     """Of one store."""
@@ -19,7 +17,8 @@ class OccupiedStore:
         """``token_bytes``: in all layers of the store."""
         self.byte_s = 0.0
         self._token_bytes, self._clock = token_bytes, clock
-        self._sequence, self._held, self._since_s = NOBODY, 0, 0.0
+        self._sequence: int | None = None
+        self._held, self._since_s = 0, 0.0
 
     def begin(self, plan: StepPlan) -> None:
         """The chunk of ``plan`` is computed from now on. Between two of a prompt, its tokens stay."""

@@ -196,8 +196,9 @@ class Extents:
         self.check_whole(extent, op)
         stripe, size, place = self._placement.stripe, self._block_size, Place(op.lane)
         first, stop = op.stripe * stripe, (op.stripe + op.count) * stripe
-        there, length = self._placement.stays and 0 <= first < stop <= extent.length // size, stop * size
-        if not stripe:
+        if stripe:
+            there, length = self._placement.stays and 0 <= first < stop <= extent.length // size, stop * size
+        else:  # all of it
             there, length = not (self._keeps_all or op.stripe or op.count) and extent.length > 0, extent.length
         if self._windowed or not there:
             raise PlanError(f"{op}: of {extent.length} tokens in stripes of {stripe * size}")
