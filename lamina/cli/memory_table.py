@@ -185,13 +185,14 @@ def _prefill(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> 
     """``free``: as of ``_memory``."""
     from lamina.compute.capacity import attention_bytes, channel_bytes, prompt_bytes, store_bytes
     from lamina.compute.prefill.beginnings import prompts_inboxes
+    from lamina.compute.prefill.stages import stage_cuts, stage_inboxes
     from lamina.kv.stored import head_bytes
     from lamina.protocol.beginnings import has_beginnings
     from lamina.protocol.partition import by_head
     from lamina.protocol.stages import stage_layers
 
     stages = config.topology.prefill_pipeline
-    layers = stage_layers(len(facts.layers), stages, index % stages)
+    layers = stage_layers(len(facts.layers), stages, stage := index % stages)
     whole, facts = facts, facts._replace(layers=facts.layers[layers.start : layers.stop])
     alone = by_head([s.kv_heads for s in facts.layers], [1.0], 0)
     one = store_bytes(facts.layers, facts.kv_dtype, facts.max_len, config.kv.block_size)
@@ -205,6 +206,8 @@ def _prefill(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> 
     if config.keeps_prefixes and has_beginnings(windows, split.num_blocks, size, facts.max_len, config.batching):
         block = max(size * s.kv_heads * head_bytes(s.qk_dim, s.v_dim, facts.kv_dtype) for s in facts.layers)
         slots += 2 * (config.topology.prefill_groups - 1) * channel_bytes(*prompts_inboxes(block))
+    beside = (stage > 0) + (stage < stages - 1)  # the stages that what crosses comes from, or goes to
+    slots += beside * channel_bytes(*stage_inboxes(stage_cuts(facts.program), config.batching.max_rows))
     return WorkerMemory(
         name=f"prefill-{index}",
         device=_device("--compute-device", config.devices.compute_device, config.gpu_number("prefill", index)),

@@ -96,6 +96,16 @@ class StageRing:
         return tuple(carry)
 
 
+def stage_cuts(program: Any) -> list[list[RowShape]]:
+    """Of the whole program: what crosses in front of each slice but the first, where another stage has it."""
+    return [[*between.tensors, call.out] for between, call in zip(program.cuts, program.calls, strict=True)]
+
+
+def stage_inboxes(cuts: Sequence[Sequence[RowShape]], max_rows: int) -> tuple[Geometry, Geometry]:
+    """Of a stage, and of the one before it."""
+    return ring_inbox(cuts, max_rows=max_rows, num_batches=GRANTS_AHEAD), NOTHING_BACK
+
+
 def line_up(
     cut: CutModel,
     order: MeetPrefill,
@@ -108,10 +118,7 @@ def line_up(
     """Meet the stages before and behind the worker ``name``: the one before comes to ``door``, and then this one goes
     to the one behind. Raises ChannelError.
     """
-    cuts: list[list[RowShape]] = [
-        [*between.tensors, call.out] for between, call in zip(cut.program.cuts, cut.program.calls, strict=True)
-    ]
-    inbox, limit_s = ring_inbox(cuts, max_rows=max_rows, num_batches=GRANTS_AHEAD), deadlines.start_timeout_s
+    cuts, limit_s = stage_cuts(cut.program), deadlines.start_timeout_s
     before: Channel | None = None
     behind: Channel | None = None
     if order.before:
@@ -119,7 +126,7 @@ def line_up(
         if before.peer_name != stage_name(order.before):
             raise PeerFault(f"{before.peer} is {before.peer_name!r} in place of {stage_name(order.before)!r}")
     if (there := order.behind) is not None:
-        own, peer = stage_name(name), stage_name(there.name)
-        terms = Terms(outbound=inbox, inbound=NOTHING_BACK, name=own, peer=peer, key=there.key)
+        own, peer, (its, back) = stage_name(name), stage_name(there.name), stage_inboxes(cuts, max_rows)
+        terms = Terms(outbound=its, inbound=back, name=own, peer=peer, key=there.key)
         behind = fabric.connect(there.url, terms, timeout_s=limit_s)
     return Move(before, behind, cuts, deadlines.step_timeout_s)

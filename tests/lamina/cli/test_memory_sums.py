@@ -11,6 +11,7 @@ from lamina.cli import memory_table
 from lamina.cli.launch import main
 from lamina.compute.capacity import channel_bytes, store_bytes
 from lamina.compute.prefill.beginnings import prompts_inboxes
+from lamina.compute.prefill.stages import stage_cuts, stage_inboxes
 from lamina.config import make_config
 from lamina.facts.memory import WorkerMemory, check_fits, host_bytes, memory_text
 
@@ -83,6 +84,14 @@ def test_prefill_workers_have_channels_to_each_other_where_something_can_be_fetc
 
     assert slots(3) - slots(1) == 4 * channel_bytes(*prompts_inboxes(0))
     assert slots(3, enable_prefix_caching=False) == slots(3, prefill_kv_memory=str(one_prompt)) == slots(1)
+
+
+def test_a_stage_has_a_channel_for_what_crosses_to_each_of_those_beside_it() -> None:
+    staged = make_config({"prefill_workers": 3, "prefill_pipeline": 3})
+    facts = memory_table._facts(MODEL, staged, 100 * GB)
+    first, second, last = (memory_table._prefill(facts, staged, i, 100 * GB).slots for i in range(3))
+    crosses = channel_bytes(*stage_inboxes(stage_cuts(facts.program), staged.batching.max_rows))
+    assert second - first == second - last == crosses
 
 
 STARTERS = [["generate", MODEL, "--prompt", "x"], ["serve", MODEL, "--port", "0"], ["bench", "decode", MODEL]]
