@@ -65,9 +65,10 @@ class StripeMoves:
         return self._copy is not None and not self._failed and self._stored < self._ranks
 
     def is_over(self, running: Iterable[Sequence]) -> bool:
-        """Whether all have left who can."""
-        there = any(self._is_leaving(s) for s in running if not s.finished)
-        return self._copy is None and (self._fails or self._stuck or not there)
+        """Whether all have left who can, and all know where they lie."""
+        there = [s for s in running if not s.finished]
+        sure = self._unsure.keys().isdisjoint(s.id for s in there)
+        return self._copy is None and sure and (self._fails or self._stuck or not any(map(self._is_leaving, there)))
 
     def report(self, said: Report) -> None:
         """A memory worker has done its part of a copy, or could not; others are about something else."""

@@ -350,6 +350,19 @@ def test_whole_sequences_leave_one_by_one_and_the_rest_decodes() -> None:
     assert not house.there
 
 
+def test_they_have_left_once_all_know_where_the_last_one_lies() -> None:
+    house = Exit([40, 40], [9, 9])
+    house.leave()
+    house.until_moves()
+    house.copy()
+    (step,) = house.scheduler.schedule()
+    assert any(isinstance(op, Adopt) for op in step.plan.ops)
+    assert not house.there
+    assert not house.scheduler.moves.is_over(house.scheduler.running), "it would be computed again"
+    house.scheduler.complete(step)
+    assert house.scheduler.moves.is_over(house.scheduler.running)
+
+
 @pytest.mark.parametrize("how", ["fails", "ends", "preempted"])
 def test_where_a_copy_of_a_whole_sequence_is_not_to_be_it_goes_on_as_it_was(how: str) -> None:
     house = Exit([40, 40], [9, 9])
