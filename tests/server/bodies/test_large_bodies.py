@@ -18,7 +18,7 @@ from lamina.server.door.bodies import INLINE_BYTES
 from lamina.server.request import decoding
 
 SIZE = 8 << 20
-STRETCH_S = 0.02  # for which nobody else may be kept waiting, of the processor's time
+STRETCH_S = 0.1  # for which nobody else may be kept waiting, of a slow processor's time; a fast one needs 0.02 at most
 HEAD = b'{"prompt":"x","max_tokens":2,'
 USER = b'{"role":"user","content":""}'
 
@@ -85,7 +85,7 @@ def calls_timed() -> Iterator[list[float]]:
 )
 def test_what_costs_more_than_it_is_worth_is_refused_cheaply(path: str, body: bytes) -> None:
     """All of it on the event loop, and each stretch beside it, takes less than STRETCH_S, whatever else the machine
-    does: the least of five, as what is measured depends on caches. 870,000 empty lists took 0.8 s.
+    does: the least of five, as what is measured depends on caches. 870,000 empty lists took 0.8 s on a fast one.
     """
     for _ in range(5):
         service = make_service()
