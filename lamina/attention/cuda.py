@@ -99,6 +99,8 @@ class DeviceTable:
 class Cuda(AttentionBackend):
     """The ``AttentionBackend`` of our CUDA kernels. One stream at a time uses it: scratch is shared."""
 
+    renews = True
+
     def __init__(
         self, kernels: Kernels, device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype | None = None
     ) -> None:
@@ -131,10 +133,19 @@ class Cuda(AttentionBackend):
         count, width = rows.table.shape
         if width * rows.block_size > MOST_TOKENS + CHUNK_TOKENS:
             raise ValueError(f"attention backend 'cuda' takes {MOST_TOKENS} tokens of a sequence")
+        width = 1 << max(0, width - 1).bit_length()  # the same for many steps, so that they can be renewed
         step = DeviceTable(self._device, count, rows.num_rows, width, rows.block_size)
         step.most_rows = int(rows.count.max(initial=0))
         self.refill(step, rows)
         return step
+
+    def renew(self, prepared: DeviceTable, other: DeviceTable) -> bool:
+        """Its plans are made anew by the graph, which has launched that too."""
+        sizes = [(x.sequences, x.rows, x.width, x.block_size, x.most_rows) for x in (prepared, other)]
+        if sizes[0] != sizes[1]:
+            return False
+        prepared.data.copy_(other.data)
+        return True
 
     def attend_stored(self, op: Operator, prepared: DeviceTable, store: LayerStore, q: Tensor) -> Partial:
         if store.k.shape[0] * op.kv_heads * prepared.block_size >= 1 << 31:

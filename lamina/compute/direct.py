@@ -148,16 +148,19 @@ def open_wires(
     staging: Staging,
     wait_s: float,
     path: LayerPath,
+    *,
+    graphs: bool,
 ) -> list[LayerWire]:
     """The wires to the memory workers that gave ``bounds``, over the channels that ``connects`` open, if ``path`` is
-    from device to device; else none, and each worker that waits for its wire is told so. Raises ChannelError,
-    RefusedError.
+    from device to device; else none, and each worker that waits for its wire is told so. ``graphs``: whether memory
+    workers are to record their rounds. Raises ChannelError, RefusedError.
     """
     wires, wanted = list[LayerWire](), path is LayerPath.DEVICE
     for worker, (connect, bound) in enumerate(zip(connects, bounds, strict=True)):
         if bound.direct:
             channel = connect()
-            MemoryLink(channel, worker, wait_s).direct(Direct(wait_s=wait_s if wanted else 0.0))
+            order = Direct(wait_s=wait_s if wanted else 0.0, graphs=graphs)
+            MemoryLink(channel, worker, wait_s).direct(order)
             if wanted:
                 wires.append(LayerWire(channel, staging, wait_s))
     return wires

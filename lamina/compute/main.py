@@ -206,7 +206,8 @@ class ComputeServer(ModelServer):
         own, more = sum(b.kv_bytes for b in bounds), start.topology.more_bytes(start.devices.kv_bytes())
         check_longest(bounds, cut.max_len, start.kv.block_size, own, more)
         path = self._layer_path(kernels=all(bound.direct for bound in bounds))
-        wires = open_wires(connects, bounds, self.staging, start.deadlines.step_timeout_s, path)
+        wait_s, graphs = start.deadlines.step_timeout_s, start.model.cuda_graphs
+        wires = open_wires(connects, bounds, self.staging, wait_s, path, graphs=graphs)
         if ring and start.number + 1 < self.replicas:
             ring.pass_turn()
         merging = self._merging(cut, bounds[0].backend)

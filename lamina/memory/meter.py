@@ -11,12 +11,10 @@ class Meter:
     """Seconds, counts and bytes by name."""
 
     def __init__(self) -> None:
-        names = "attend_s write_s score_s grant_s wait_s plan_s "
-        names += "steps rows turns native_turns refused dropped stores connects stored_bytes bytes_received bytes_sent "
-        names += (
-            "load_s save_s fetch_s kv_loaded_bytes kv_saved_bytes kv_peer_bytes kv_fetched_pages kv_failed_transfers "
-        )
-        names += "move_s move_cpu_s moved_bytes remote_bytes"
+        names = "attend_s write_s score_s grant_s wait_s plan_s steps rows turns native_turns graph_turns refused "
+        names += "dropped stores connects stored_bytes bytes_received bytes_sent load_s save_s fetch_s kv_loaded_bytes "
+        names += "kv_saved_bytes kv_peer_bytes kv_fetched_pages kv_failed_transfers move_s move_cpu_s moved_bytes "
+        names += "remote_bytes"
         self._values = dict.fromkeys(names.split(), 0.0)
 
     def read(self) -> dict[str, float]:

@@ -130,14 +130,13 @@ class Session:
 
     def _join_direct(self, channel: Channel, arrival: Arrival) -> None:
         self._check_name(channel, 0)
-        wait_s = decode_direct(arrival.data).wait_s
+        order = decode_direct(arrival.data)
         channel.release(arrival)
         self._send(channel, Key(Kind.BOUND), encode(self._store.bound))
         self._direct_due = False
-        if wait_s > 0:
-            self._device_layers = DeviceLayers(
-                LayerWire(channel, self._store.staging, wait_s), self._store, self._meter
-            )
+        if order.wait_s > 0:
+            wire = LayerWire(channel, self._store.staging, order.wait_s)
+            self._device_layers = DeviceLayers(wire, self._store, self._meter, graphs=order.graphs)
 
     def check_idle(self) -> None:
         """Raises ChannelError when a replica was lost, ProtocolError if one sends before all have joined."""

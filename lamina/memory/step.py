@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -58,6 +59,30 @@ class Step:
         """
         each = ((g.whole.prepared, g.nodes.prepared, g.new.prepared, g.prepared_rest) for g in self.groups)
         return tuple(chain.from_iterable(each))
+
+    @cached_property
+    def lone_rows(self) -> int:
+        """The rows of a step that has one of each sequence, all of which are whole here and attend all; of others 0.
+        Such steps with as many rows launch the same work.
+        """
+        lone = all(rows.count == 1 for rows in self.plan.rows)
+        whole = all(g.selection is None and not g.nodes.num_rows and not g.new.num_rows for g in self.groups)
+        kept = all(place.kept is None and not other.num_rows for place, other in self.places)
+        same = all(g.whole.num_rows == self.plan.num_rows for g in self.groups)
+        return self.plan.num_rows if lone and whole and kept and same and self.groups and not self.scoring else 0
+
+    def become(self, other: Step) -> bool:
+        """Say what ``other`` says, at the same addresses; whether that could be. Both have as many ``lone_rows``. For
+        graphs, which read these.
+        """
+        renew, groups = self._store.backend.renew, zip(self.groups, other.groups, strict=True)
+        if not all(renew(mine.whole.prepared, theirs.whole.prepared) for mine, theirs in groups):
+            return False
+        for (place, _), (there, _) in zip(self.places, other.places, strict=True):
+            if place.at is not None and there.at is not None:
+                place.at.blocks.copy_(there.at.blocks)
+                place.at.offsets.copy_(there.at.offsets)
+        return True
 
     def messages(self, layer: int) -> Messages:
         """This worker's."""

@@ -80,12 +80,12 @@ class MemoryWorker:
 
     def stats(self) -> dict[str, float]:
         """Since the start: attend_s, write_s, score_s (counting what rows attend), grant_s (writing what prefill
-        workers send), wait_s, plan_s; steps, rows, turns (a step in a layer), native_turns of them, refused, dropped
-        (messages of older views); stores (that were allocated), connects; stored_bytes that attention read, of which
-        remote_bytes of sequences at home elsewhere; payload bytes_received, bytes_sent; load_s, save_s, fetch_s,
-        kv_loaded_bytes, kv_saved_bytes (pages from and to the medium beside the pool), kv_peer_bytes of them (that
-        another host had), kv_fetched_pages, kv_failed_transfers; move_s, move_cpu_s, moved_bytes (KV that came from
-        other memory workers).
+        workers send), wait_s, plan_s; steps, rows, turns (a step in a layer), native_turns and graph_turns of them,
+        refused, dropped (messages of older views); stores (that were allocated), connects; stored_bytes that attention
+        read, of which remote_bytes of sequences at home elsewhere; payload bytes_received, bytes_sent; load_s, save_s,
+        fetch_s, kv_loaded_bytes, kv_saved_bytes (pages from and to the medium beside the pool), kv_peer_bytes of them
+        (that another host had), kv_fetched_pages, kv_failed_transfers; move_s, move_cpu_s, moved_bytes (KV that came
+        from other memory workers).
 
         Safe from any thread.
         """

@@ -301,10 +301,13 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Direct(msgspec.Struct, frozen=True, kw_only=True):
-    """The channel is for kernels, none of which waits longer than ``wait_s``; 0: it is not used after all."""
+    """The channel is for kernels, none of which waits longer than ``wait_s``; 0: it is not used after all. ``graphs``:
+    whether rounds of decoding are to be recorded.
+    """
 
     version: int = VERSION
     wait_s: float
+    graphs: bool = True
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):

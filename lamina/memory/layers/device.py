@@ -1,4 +1,6 @@
-"""The layers of a memory worker's steps, all of whose messages go from device to device (workers.wire)."""
+"""The layers of a memory worker's steps, all of whose messages go from device to device (workers.wire). Where they can
+be, rounds of decoding are graphs (``recorded``).
+"""
 
 from __future__ import annotations
 
@@ -10,46 +12,60 @@ from torch import Tensor
 from lamina.memory.meter import Meter
 from lamina.memory.step import Step
 from lamina.memory.store import Store
-from lamina.protocol.codec import Messages
 from lamina.protocol.plan import Key, Kind
 from lamina.workers.staging import NOTHING
 from lamina.workers.wire import LINE_WORDS, LayerWire, lines
+
+from .recorded import RecordedRounds
 
 
 class DeviceLayers:
     """The Layers of a session whose messages kernels move, in the order of HostLayers. The host waits once a round."""
 
-    def __init__(self, wire: LayerWire, store: Store, meter: Meter) -> None:
+    def __init__(self, wire: LayerWire, store: Store, meter: Meter, *, graphs: bool) -> None:
+        """``graphs``: wanted, where the device has them, and where messages and attention may be parts of them."""
         self.wire = wire
         self._store, self._meter = store, meter
-        self._lines: dict[int, tuple[Step, Tensor]] = {}  # of every batch, its last step
+        capture = store.staging.capture() if graphs and wire.recordable and store.backend.renews else None
+        self._recorded = RecordedRounds(capture, self._launch) if capture else None
 
     def run(self, steps: Sequence[Step]) -> None:
         """All layers of a round, one step after another in each. Raises ChannelError, ProtocolError."""
-        for layer in range(len(self._store.layers)):
-            for step in steps:
-                self._turn(step, layer)
-                self._meter.add("turns", 1)
+        each_lines = [self._lines(step) for step in steps]
+        with self._meter.time("attend_s"):  # of the host
+            if self._recorded and steps and self._recorded.run(steps, each_lines):
+                self._meter.add("graph_turns", len(steps) * len(self._store.layers))
+            else:
+                self._launch(steps, each_lines)
+        for step in steps:
+            self._count(step)
         with self._meter.time("wait_s"):
             self.wire.settle()
         for step in steps:
             self._store.written.done(step.plan.rows)
 
-    def _turn(self, step: Step, layer: int) -> None:
-        """Q in, attend the stored tokens; KV in, attend the new ones; O out, KV written: as soon as they are there."""
-        messages, meter = step.messages(layer), self._meter
-        with meter.time("attend_s"):  # of the host
-            self._launch(step, layer, messages)
-        meter.add("bytes_received", messages.q_bytes + messages.kv_bytes)
-        meter.add("bytes_sent", messages.o_bytes)
-        meter.add("stored_bytes", step.stored_bytes(layer))
+    def _count(self, step: Step) -> None:
+        for layer in range(len(self._store.layers)):
+            messages = step.messages(layer)
+            self._meter.add("turns", 1)
+            self._meter.add("bytes_received", messages.q_bytes + messages.kv_bytes)
+            self._meter.add("bytes_sent", messages.o_bytes)
+            self._meter.add("stored_bytes", step.stored_bytes(layer))
 
     def refuse(self, reason: str) -> None:
         """Abort the channel: kernels of the compute worker wait for an O."""
         self.wire.channel.abort(reason)
 
-    def _launch(self, step: Step, layer: int, messages: Messages) -> None:
-        overlap, due = self._store.bind.kv.overlap, self._lines_of(step)[layer]
+    def _launch(self, steps: Sequence[Step], each_lines: Sequence[Tensor]) -> None:
+        for layer in range(len(self._store.layers)):
+            for step, due in zip(steps, each_lines, strict=True):
+                self._turn(step, layer, due[layer])
+
+    def _turn(self, step: Step, layer: int, due: Tensor) -> None:
+        """Q in, attend the stored tokens; KV in, attend the new ones; O out, KV written: as soon as they are there.
+        ``due``: the lines of the three messages.
+        """
+        messages, overlap = step.messages(layer), self._store.bind.kv.overlap
         q = self._receive(due[0], messages.q_bytes)
         if overlap:
             stored = step.attend_stored(layer, q)
@@ -72,13 +88,10 @@ class DeviceLayers:
         self.wire.receive(line, target)
         return target
 
-    def _lines_of(self, step: Step) -> Tensor:
+    def _lines(self, step: Step) -> Tensor:
         """[layer, Q or KV or O, word], on the device."""
-        known = self._lines.get(step.plan.batch)
-        if known is None or known[0] is not step:
-            there = self._store.staging.up(lines(self._store.staging, _messages(step, len(self._store.layers))))
-            known = self._lines[step.plan.batch] = step, there.view(-1, 3, LINE_WORDS)
-        return known[1]
+        there = self._store.staging.up(lines(self._store.staging, _messages(step, len(self._store.layers))))
+        return there.view(-1, 3, LINE_WORDS)
 
 
 def _messages(step: Step, num_layers: int) -> list[tuple[Key, int, int]]:

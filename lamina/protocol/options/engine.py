@@ -60,7 +60,9 @@ class ModelOptions(Options, frozen=True, kw_only=True):
         "fixed shapes and cuts: results do not depend on batch mates (but for rounding after a preemption); slower",
     ] = False
     gemm: Annotated[str, "the compute worker's operators: native, torch, or auto (the first that works)"] = "auto"
-    cuda_graphs: Annotated[bool, "on GPUs, slices of up to 256 rows run as CUDA graphs"] = True
+    cuda_graphs: Annotated[
+        bool, "on GPUs, slices of up to 256 rows, and memory workers' rounds of decoding, run as CUDA graphs"
+    ] = True
 
 
 class KVOptions(SparsityOptions, frozen=True, kw_only=True):

@@ -79,7 +79,7 @@ def direct_model(
     there = model(pool, weights, layers, direct=True)
     connect = partial(pool.fabric.connect, terms=Terms(outbound=GEOMETRY, inbound=GEOMETRY))
     connects = [partial(connect, x.url) for x in pool.doors[-len(weights) :]]
-    wires = open_wires(connects, [p.bound for p in there.peers], gpu, wait_s, LayerPath.DEVICE)
+    wires = open_wires(connects, [p.bound for p in there.peers], gpu, wait_s, LayerPath.DEVICE, graphs=True)
     partition, itemsize = there.peers[0].bind.partition, there.dtype.itemsize
     there.pool = DirectAttention(there.pool, wires, partition, there.layers, itemsize, gpu)  # type: ignore[assignment]
     return there
@@ -212,7 +212,12 @@ def test_where_one_memory_worker_cannot_hosts_send_to_all(
         connect = partial(pool.fabric.connect, terms=Terms(outbound=GEOMETRY, inbound=GEOMETRY))
         bounds = [p.bound for p in peers]
         assert [b.direct for b in bounds] == [True, False]
-        assert open_wires([partial(connect, x.url) for x in pool.doors], bounds, gpu(), WAIT_S, LayerPath.HOST) == []
+        assert (
+            open_wires(
+                [partial(connect, x.url) for x in pool.doors], bounds, gpu(), WAIT_S, LayerPath.HOST, graphs=True
+            )
+            == []
+        )
         there, wanted = Model(peers, binds[0].partition, LAYERS, "float32"), model(hosts, [1.0, 1.0])
         for number, (ops, rows) in enumerate(STEPS):
             a, b = wanted.step(number, ops, rows), there.step(number, ops, rows)
