@@ -7,7 +7,7 @@ import time
 from lamina.engine.wire import Clock
 from lamina.protocol.control import AskStats, Stats
 
-from .members import Members
+from .members import Member, Members
 
 
 class Counters:
@@ -17,6 +17,11 @@ class Counters:
         self._members, self._clock = members, clock
         self._asked_at: float | None = None
         self._answers: dict[str, dict[str, float]] = {}  # by the workers' labels
+
+    @property
+    def silent(self) -> list[Member]:
+        """The workers that have yet to answer."""
+        return [] if self._asked_at is None else [m for m in self._members if m.label not in self._answers]
 
     def ask(self) -> None:
         """Ask every worker, unless some have yet to answer. Raises LostError."""
@@ -29,13 +34,12 @@ class Counters:
         """The counters, once all workers have answered; None before that, and where nobody has asked.
 
         Raises LostError where a worker is lost, or has not answered for ``limit_s``; ``words``: what it was for. One
-        that was stopped answers once it goes on.
+        that is stopped is none of those: the supervisor sees to it, or it answers once it goes on.
         """
         self._answers |= {m.label: s.values for m, s in self._members.arrived(Stats)}
         if self._asked_at is None:
             return None
-        silent = [m for m in self._members if m.label not in self._answers]
-        if not silent:
+        if not (silent := self.silent):
             self._asked_at = None
             return self._answers
         if self._clock() - self._asked_at > limit_s and (late := [m for m in silent if not m.handle.stopped]):

@@ -52,6 +52,7 @@ class Changed(NamedTuple):
     error: str = ""
     pause_s: float = 0.0
     moved_bytes: int = 0
+    reason: str = "scale"
 
 
 class Elastic:
@@ -86,22 +87,23 @@ class Elastic:
         self._told = True  # whether somebody wants it
         self._gone: dict[Member, float] = {}  # who was dismissed, and when it is to have ended
 
-    def plan(self, count: int, replaced: Sequence[int] = ()) -> Change:
+    def plan(self, count: int, replaced: Sequence[int] = (), weights: Sequence[float] = ()) -> Change:
         """``count`` memory workers. ``replaced``: of as many as there are, who goes and has another one in its place.
-        Raises ValueError where they cannot be, NotInPlaceError.
+        ``weights``: of as many, other parts of the work. Raises ValueError where they cannot be, NotInPlaceError.
         """
         topology, binds = self._cohort.topology, self._cohort.binds
         if topology.on_loan:
             raise ValueError(
                 f"{topology.loan_flag}: memory workers come and go by what is lent, and nobody scales them beside that"
             )
-        check_in_place(self._config)
+        check_in_place(self._config, same=bool(weights))
         if count < 1 or count % topology.tensor_parallel_size:
             raise ValueError(
                 f"--memory-workers {count}: it must be a multiple of --tensor-parallel-size "
                 f"{topology.tensor_parallel_size}"
             )
-        wanted = structs.replace(topology, memory_workers=count)
+        parts = tuple(weights) or topology.memory_weights
+        wanted = structs.replace(topology, memory_workers=count, memory_weights=parts)
         asked, had = self._config.devices.kv_bytes(), self._cohort.kv_bytes
         by_rank = [self._binds_of(wanted, r, bind, asked, sum(had[r])) for r, bind in enumerate(binds)]
         more = sum(bind.kv_bytes for rank in by_rank for bind in rank) - sum(map(sum, had))
@@ -167,6 +169,11 @@ class Elastic:
             self._tell(member, self._preparing[member])
         self._exits, self._to_meet = exits, exits is not None
         self._cohort.moving |= self._to_meet
+
+    @property
+    def weights(self) -> list[float]:
+        """Each memory worker's part of the work, in any unit."""
+        return self._cohort.topology.weights
 
     @property
     def under_way(self) -> bool:
@@ -276,7 +283,7 @@ class Elastic:
             self._to_meet = False
             self._exits.begin()
         if self._paused_at:
-            changed = Changed("", self._clock() - self._paused_at, self._moved_bytes)
+            changed = Changed("", self._clock() - self._paused_at, self._moved_bytes, self._reason)
             self.moved[self._reason] += changed.moved_bytes
             log.info("KV has moved: %d bytes, %.3f s", changed.moved_bytes, changed.pause_s)
             self._outcome, self._paused_at = changed if self._told else None, 0.0
@@ -376,7 +383,7 @@ class Elastic:
         if self._exits is not None:
             self._exits.undo()
         self._exits, self._to_meet, self._cohort.moving = None, False, self._config.moves_stripes
-        self._outcome = Changed(why) if self._told else None
+        self._outcome = Changed(why, reason=self._reason) if self._told else None
 
     def _dismiss(self, members: Iterable[Member]) -> None:
         """Have them end; nobody waits until their memory is the host's again."""

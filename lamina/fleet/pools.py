@@ -185,10 +185,10 @@ class Pools:
         """Whether a worker has been lost, without a wait. Raises WorkerError when one cannot be replaced."""
         with self._lock:
             if self._loss is None:
-                self._supervisor.tend_spares()
                 self._tend_loans()
                 with self._or_note():
                     self._members.check()
+                    self._supervisor.look_round(self._owing())
                     self._notices.heed()
             return self._halt() if self._is_to_halt() else None
 
@@ -338,19 +338,24 @@ class Pools:
             self.borrower.tend()
 
     def _owing(self) -> list[Member]:
-        """Who has something to do. All others may stand still."""
+        """Who has something to do, or to say. All others may stand still."""
         if self.recovering:
             return list(self._members)
         steps = len(self._arrivals) > 0
         lending = self._members.prefill if self._chunks else []  # one may wait for what another one has
         computing = self._members.compute * (steps or bool(lending)) + lending  # whose grants they pass on
-        return self._members.memory + computing if computing or self._reports else computing
+        return (self._members.memory if computing or self._reports else []) + computing + self._counters.silent
 
     def ask_stats(self) -> None:
         """Ask every worker for its counters, unless some have yet to answer; for the thread that calls ``wait``."""
         with self._or_note():
             if self._loss is None and not self.recovering:
                 self._counters.ask()
+
+    @property
+    def awaits_stats(self) -> bool:
+        """Whether some worker has yet to answer ``ask_stats``."""
+        return bool(self._counters.silent)
 
     def take_stats(self) -> dict[str, dict[str, float]] | None:
         """The counters of all workers, once all have answered; None before that, and where nobody has asked."""

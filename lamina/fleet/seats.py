@@ -20,19 +20,21 @@ class NotInPlaceError(ValueError):
     """Workers can come or go so only where all of them are started anew, and why."""
 
 
-def check_in_place(config: EngineConfig) -> None:
-    """Raises NotInPlaceError where other memory workers can come or go only with all workers anew."""
+def check_in_place(config: EngineConfig, *, same: bool = False) -> None:
+    """Raises NotInPlaceError where other memory workers can come or go only with all workers anew; ``same``: where
+    those that there are cannot have other parts of the work.
+    """
     if config.overflow.truncates:
         raise NotInPlaceError("--context-overflow cuts sessions at stripes")
     if config.kv.evicts or config.kv.selects:
         raise NotInPlaceError(f"--kv-sparsity {config.kv.kv_sparsity} has sequences that cannot be moved")
     if config.devices.memory_device != "cpu":
         raise NotInPlaceError(f"KV is on --memory-device {config.devices.memory_device}")
-    if config.launching.memory_addresses or config.topology.weighs:
+    if not same and (config.launching.memory_addresses or config.topology.weighs):
         raise NotInPlaceError("each memory worker has an address, or a part of the work, of its own")
     if config.topology.kv_parity:
         raise NotInPlaceError("one more keeps the parity of as many memory workers as there are (--kv-parity)")
-    if config.topology.plans:
+    if not same and config.topology.plans:
         raise NotInPlaceError(f"--plan {config.topology.plan} has measured the memory workers that there are")
 
 

@@ -285,12 +285,12 @@ class EngineClient:
             each.feed.fail(EngineGoneError(reason))
 
     async def _watch(self) -> None:
-        """An engine that is stopped while something is asked of it is as one that has died."""
+        """An engine that is stopped is as one that has died, also while it is idle: who asks /health would wait."""
         standing = StandingStill[int](time.monotonic)
         while self._restarts is not None and not self.lost.is_set():
             await asyncio.sleep(WATCH_S)
-            owing = self._is_ready and self._live and self._restarts.allowed
-            if standing.look([self._handle.pid] if owing and self._handle.stopped else []):
+            replaceable = self._is_ready and self._restarts.allowed
+            if standing.look([self._handle.pid] if replaceable and self._handle.stopped else []):
                 log.warning("the engine process (pid %d) has been stopped for %g s", self._handle.pid, STOPPED_S)
                 await asyncio.to_thread(self._handle.join, 0.0)
 

@@ -40,10 +40,12 @@ from .messages import (
     WorkerCounters,
 )
 from .orders import obey
+from .reweigh import REASON, Reweigh
 
 log = logging.getLogger(__name__)
 FROM_SERVER = Start | Add | Cancel | Reset | AskSessions | Scale | Cordon | Stop
 IDLE_S = 1.0  # how long an idle engine waits for a message before it looks at its workers
+LOOK_S = 0.25  # the same, while some of them have yet to answer
 STATE_S = 0.05
 WAITS = ("wait_s", "carry_s", "stored_wait_s")  # counters that grow while a worker waits for others
 COUNTERS_S = 0.9  # how often all workers are asked for their counters, and so whether they live
@@ -119,6 +121,7 @@ class _Loop:
         self._grown = 0  # tokens of the last one, see Outputs
         self._told = (False, 0, False)  # whether it was busy, its steps, and whether it recovered, in the last State
         self._counters: dict[str, dict[str, float]] = {}
+        self._reweigh = Reweigh(engine, pools)
         self._state_at = self._asked_at = 0.0
         self._sessions: dict[str, int] = {}  # by tier, when workers were asked last
 
@@ -168,7 +171,7 @@ class _Loop:
     def _take_messages(self) -> None:
         with contextlib.suppress(queue.Empty):
             if not self._engine.has_work and not self._stopped:
-                self._take(self._inbox.get(timeout=IDLE_S))
+                self._take(self._inbox.get(timeout=LOOK_S if self._pools.awaits_stats else IDLE_S))
             while True:
                 self._take(self._inbox.get_nowait())
 
@@ -248,13 +251,15 @@ class _Loop:
         was_busy, steps, was_recovering = self._told
         due = (busy, recovering) != (was_busy, was_recovering)
         if (changed := self._pools.elastic.take_outcome()) is not None:
-            self._outbox.put(Scaled(error=changed.error, pause_s=changed.pause_s, ready=self._ready()))
+            error, asked = changed.error, changed.reason != REASON
+            self._outbox.put(Scaled(error=error, pause_s=changed.pause_s, ready=self._ready(), asked=asked))
             due = True
         due = due or ((self._steps > steps or recovering) and now - self._state_at > STATE_S)
         if (counters := self._pools.take_stats()) is not None:  # raises where a worker has not answered for long
             self._outbox.put(WorkerCounters(counters, list(self._pools.pids.values())))
             due = due or not busy or moved(self._counters, counters)
             self._counters = counters
+            self._reweigh.look(counters)
         if now - self._asked_at > COUNTERS_S:
             self._asked_at = now
             self._sessions = dict(self._engine.scheduler.leaves.by_tier)

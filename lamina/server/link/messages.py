@@ -112,6 +112,7 @@ class Cordon(msgspec.Struct, frozen=True, tag="cordon"):
 class Scaled(msgspec.Struct, frozen=True, kw_only=True, tag="scaled"):
     """Engine -> server: it does. ``error``: it goes on as before, and why; ``in_place``: whether another engine could
     do no better. ``pause_s``: in which no step was done. ``cordoned``: memory workers on which no sequence begins.
+    ``asked``: whether somebody waits for it.
     """
 
     error: str = ""
@@ -119,6 +120,7 @@ class Scaled(msgspec.Struct, frozen=True, kw_only=True, tag="scaled"):
     pause_s: float = 0.0
     cordoned: list[int] = []
     ready: Ready | None = None  # with what has changed
+    asked: bool = True
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -60,6 +60,6 @@ class Resizing:
             self._open = None
 
     def answered(self, said: Scaled) -> None:
-        """Also where nobody waits any more."""
-        if self._open is not None and not self._open.done():
+        """Also where nobody waits any more, or nobody has asked."""
+        if said.asked and self._open is not None and not self._open.done():
             self._open.set_result(said)

@@ -231,8 +231,10 @@ def test_counters_have_the_time_that_a_step_has() -> None:
     pools.ask_stats()
     assert pools.take_stats() is None
     assert isinstance(theirs.recv(timeout_s=1.0), AskStats)
+    assert pools.awaits_stats
     theirs.send(Stats(values={"steps": 1.0}))
     assert pools.take_stats() == {"memory-0": {"steps": 1.0}}
+    assert not pools.awaits_stats
     assert pools.take_stats() is None
     with pytest.raises(TimeoutError):
         theirs.recv(timeout_s=0.0)  # it was asked once

@@ -37,6 +37,7 @@ class Workers:
         self.pids = {"memory-0": 2, "compute-0": 1}
         self.hosts = {"memory-0": "10.0.0.3", "compute-0": "localhost"}
         self.asked = 0
+        self.awaits_stats = False
         self.stats: dict[str, dict[str, float]] | None = None
         self.called: Any = None
         self.recovering, self.borrower = False, None
@@ -343,9 +344,12 @@ def test_all_that_waits_is_taken_before_a_step_and_an_idle_engine_waits_for_a_me
     monkeypatch.setattr(bench.loop, "_inbox", Inbox())
     bench.loop._take_messages()
     assert waits == [engine_process.IDLE_S]
+    bench.workers.awaits_stats = True
+    bench.loop._take_messages()
+    assert waits[1:] == [engine_process.LOOK_S], "one that does not answer is looked at more often"
     bench.loop._stopped = True
     bench.loop._take_messages()
-    assert len(waits) == 1, "not behind a Stop"
+    assert len(waits) == 2, "not behind a Stop"
 
 
 @pytest.fixture

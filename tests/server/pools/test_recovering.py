@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def texts(lines: list[str]) -> dict[int, str]:
 
 
 def test_streams_go_on_when_workers_die(tmp_path: Path) -> None:
-    server = Running(tmp_path / "log")
+    server = Running(tmp_path / "log", "--prefill-workers=1", "--max-recoveries=20")
     try:
         with httpx.Client(base_url=server.url, timeout=120) as http:
 
@@ -57,10 +58,20 @@ def test_streams_go_on_when_workers_die(tmp_path: Path) -> None:
             assert eventually(lambda: health(http) == (503, "recovering"), 20)
             assert eventually(lambda: health(http) == (200, "ok"), 60)
             assert stream("") == wanted
+            # One that is stopped then, of each kind: a probe that waits for 200 would wait for ever.
+            for victim in ("prefill", "memory", "compute", "engine"):
+                os.kill(stopped := worker(server, victim), signal.SIGSTOP)
+                assert eventually(partial(gone, stopped), 60), f"{victim}: nobody replaces it"
+                assert eventually(lambda: health(http) == (200, "ok"), 60)
+            assert stream("") == wanted
     finally:
         pids = server.descendants()
         server.kill()
     assert eventually(lambda: not alive(pids), 30), alive(pids)
+
+
+def gone(pid: int) -> bool:
+    return not alive([pid])
 
 
 def health(http: httpx.Client) -> tuple[int, str]:
@@ -70,6 +81,7 @@ def health(http: httpx.Client) -> tuple[int, str]:
 
 def worker(server: Running, role: str) -> int:
     """One of them."""
-    module = "server.link.engine_process" if role == "engine" else f"{role}.main"
+    others = {"engine": "server.link.engine_process", "prefill": "compute.prefill.main"}
+    module = others.get(role, f"{role}.main")
     wanted = f"lamina.{module}:".encode()
     return next(p for p in server.descendants() if wanted in Path(f"/proc/{p}/cmdline").read_bytes())

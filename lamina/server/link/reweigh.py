@@ -1,0 +1,47 @@
+"""Memory workers have other parts of the work where one of them has become slower, or as fast as it was."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+from lamina.engine.configured import check_room
+from lamina.engine.engine import Engine
+from lamina.engine.wire import Clock
+from lamina.fleet.pools import Pools
+from lamina.fleet.rates import Shares
+
+log = logging.getLogger(__name__)
+REASON = "weigh"  # of a change of memory workers
+
+
+class Reweigh:
+    """Of one engine, whose parts are measured (``--memory-weights measured``); else nothing."""
+
+    def __init__(self, engine: Engine, pools: Pools, clock: Clock = time.monotonic) -> None:
+        self._engine, self._pools = engine, pools
+        topology = engine.config.topology
+        # A worker that has whole sequences may attend prompts while others decode: its rate tells nothing then.
+        info = engine.info
+        alike = (info.stripe > 0 and not info.stays) or all(lanes.all for lanes in info.lanes)
+        watched = topology.weighs and topology.memory_workers > topology.tensor_parallel_size
+        self._shares = Shares(topology.tensor_parallel_size, clock) if watched and alike else None
+
+    def look(self, counters: Mapping[str, Mapping[str, float]]) -> None:
+        """``counters``: of all workers, by their names; about once a second. Nobody waits."""
+        elastic, names = self._pools.elastic, sorted(name for name in counters if name.startswith("memory-"))
+        if self._shares is None or elastic.under_way:
+            return
+        of_each = [counters[f"memory-{number}"] for number in range(len(names))]
+        if (weights := self._shares.look(elastic.weights, of_each)) is None:
+            return
+        parts = ", ".join(f"{weight:g}" for weight in weights)
+        try:
+            change = elastic.plan(len(weights), weights=weights)
+            check_room(self._engine.scheduler, self._engine.info, change.capacity)
+            elastic.begin(change, reason=REASON)
+        except (ValueError, OSError) as error:
+            log.warning("memory workers read by %s, and keep their parts of the work: %s", parts, error)
+        else:
+            log.info("--memory-weights measured: memory workers now read by %s, and have such parts", parts)
