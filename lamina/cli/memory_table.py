@@ -53,7 +53,7 @@ class _RankFacts(NamedTuple):
 
 def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMemory]:
     """Of every worker on this host, which has ``free`` bytes. Raises ValueError where KV blocks do not fit --kv-memory,
-    OSError where nothing can be measured.
+    or all of them no sequence of --max-model-len; OSError where nothing can be measured.
     """
     from lamina import netstack
 
@@ -72,6 +72,7 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
         *(_prefill(facts, config, i, left) for i in range(topology.prefill_workers)),
         *(_memory(facts, config, i, left) for i in range(topology.counts["memory"])),
     ]
+    _check_longest(facts, config, left)
     in_process = netstack.in_process(config.launching.scheme)
     alone = workers[:1] if in_process else workers  # threads of one process have one runtime
     return [*(_run_by(w, runtimes[w.name.partition("-")[0]]) for w in alone), *workers[len(alone) :]]
@@ -221,21 +222,11 @@ def _prefill(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> 
 
 def _memory(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> WorkerMemory:
     """``free``: for KV blocks that --kv-memory leaves to the workers."""
-    from lamina.compute.capacity import attention_bytes, choose_kv_bytes
+    from lamina.compute.capacity import attention_bytes
 
     # Who keeps the parity of all others has as much as each.
     worker = min(index // config.topology.tensor_parallel_size, facts.partition.num_workers - 1)
-    kv_bytes = config.topology.pool_bytes(config.devices.kv_bytes()) or choose_kv_bytes(
-        facts.layers,
-        facts.partition,
-        worker,
-        facts.kv_dtype,
-        max_len=facts.max_len,
-        max_num_seqs=config.batching.max_num_seqs,
-        block_size=config.kv.block_size,
-        free=free // config.topology.tensor_parallel_size,
-    )
-    kv = _split(facts, config, facts.partition, worker, kv_bytes).nbytes
+    kv = _pool(facts, config, worker, free).nbytes
     channels = config.topology.replicas * _decode_channel(facts, config)
     channels += config.topology.prefill_workers * _prefill_channel(facts, config)
     return WorkerMemory(
@@ -253,6 +244,45 @@ def _memory(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> W
             max_len=facts.max_len,
         ),
     )
+
+
+def _pool(facts: _RankFacts, config: EngineConfig, worker: int, free: int) -> BlockSplit:
+    """Of a memory worker, by its number among those of its rank; ``free`` as of ``_memory``."""
+    from lamina.compute.capacity import choose_kv_bytes
+
+    kv_bytes = config.topology.pool_bytes(config.devices.kv_bytes()) or choose_kv_bytes(
+        facts.layers,
+        facts.partition,
+        worker,
+        facts.kv_dtype,
+        max_len=facts.max_len,
+        max_num_seqs=config.batching.max_num_seqs,
+        block_size=config.kv.block_size,
+        free=free // config.topology.tensor_parallel_size,
+    )
+    return _split(facts, config, facts.partition, worker, kv_bytes)
+
+
+def _check_longest(facts: _RankFacts, config: EngineConfig, free: int) -> None:
+    """Raises as a start, where memory workers lend each other stripes."""
+    from lamina.attention.merge import CHUNK_TOKENS
+    from lamina.compute.capacity import check_longest
+    from lamina.protocol.plan import Bound
+
+    partition, size = facts.partition, config.kv.block_size
+    pools = [_pool(facts, config, worker, free) for worker in range(partition.num_workers)]
+    bounds = [
+        Bound(
+            windows=[group.window for group in pool.groups],
+            lanes=[group.lanes for group in pool.groups],
+            stripe=partition.stripe * CHUNK_TOKENS // size,
+            stays=partition.stays,
+            num_blocks=pool.num_blocks,
+        )
+        for pool in pools
+    ]
+    own, more = sum(pool.nbytes for pool in pools), config.topology.more_bytes(config.devices.kv_bytes())
+    check_longest(bounds, facts.max_len, size, own, more)
 
 
 def _device(flag: str, asked: str, number: int) -> str:

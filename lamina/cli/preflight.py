@@ -21,6 +21,7 @@ def check(model: str, config: EngineConfig) -> int:
     """The longest sequence, in tokens. Raises what a start would: ValueError, naming the flag and the fix; ImportError
     or OSError where this machine lacks what the transport or a backend needs.
     """
+    from lamina.fleet.tiers import check_store
     from lamina.memory.store import available_bytes
     from lamina.models.checkpoint import check_one_dtype, check_room, check_weights, find_checkpoint, read_config
     from lamina.models.load import max_model_len
@@ -38,6 +39,7 @@ def check(model: str, config: EngineConfig) -> int:
     if elsewhere:
         return limit
     _check_cores(config)
+    check_store(config.tier)
     compute, memory = devices.check(config)
     check_weights(directory)
     if config.model.dtype == "auto":

@@ -53,7 +53,7 @@ def weights_of(rates: Sequence[float]) -> list[float]:
     return [max(LEAST, round(part, 1 if part > 0.35 else 2)) for part in parts]
 
 
-class Read(NamedTuple):
+class ReadSoFar(NamedTuple):
     """What attention of one memory worker has done by now, or in a stretch."""
 
     nbytes: float
@@ -66,7 +66,7 @@ class Shares:
 
     def __init__(self, ranks: int, clock: Clock) -> None:
         self._ranks, self._clock = ranks, clock
-        self._begun: list[Read] = []  # the readings at the beginning of the stretch
+        self._begun: list[ReadSoFar] = []  # the readings at the beginning of the stretch
         self._begun_at = self._rests_until = clock()
         self._stretches = deque[list[float]](maxlen=STRETCHES)  # rates, by worker; of the fastest one's
 
@@ -75,12 +75,13 @@ class Shares:
         its start. Whoever is told others counts as having taken them, or having been unable to.
         """
         now = self._clock()
-        read = [Read(c.get("stored_bytes", 0.0), c.get("attend_s", 0.0), c.get("turns", 0.0)) for c in counters]
+        read = [ReadSoFar(c.get("stored_bytes", 0.0), c.get("attend_s", 0.0), c.get("turns", 0.0)) for c in counters]
         if len(read) != len(self._begun) or any(r.turns < b.turns for r, b in zip(read, self._begun, strict=True)):
             self._begin(read, now)  # some are new
         if now - self._begun_at < STRETCH_S:
             return None
-        stretch = [Read(*(a - b for a, b in zip(r, b, strict=True))) for r, b in zip(read, self._begun, strict=True)]
+        pairs = zip(read, self._begun, strict=True)
+        stretch = [ReadSoFar(*(a - b for a, b in zip(now_, then, strict=True))) for now_, then in pairs]
         took_s, self._begun, self._begun_at = now - self._begun_at, read, now
         if not _tells(stretch, took_s):
             self._stretches.clear()
@@ -98,12 +99,12 @@ class Shares:
         self._rests_until = now + REST_S
         return None if wanted == [weight / max(weights) for weight in weights] else wanted
 
-    def _begin(self, read: list[Read], now: float) -> None:
+    def _begin(self, read: list[ReadSoFar], now: float) -> None:
         self._begun, self._begun_at = read, now
         self._stretches.clear()
 
 
-def _tells(stretch: Sequence[Read], took_s: float) -> bool:
+def _tells(stretch: Sequence[ReadSoFar], took_s: float) -> bool:
     """Whether its rates say something, of all workers."""
     if not all(r.turns and r.seconds for r in stretch):
         return False

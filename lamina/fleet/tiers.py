@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 
 from msgspec import structs
 
 from lamina.kv.keys import ERA_BYTES, SECRET_BYTES
 from lamina.kv.pages import PAGE
-from lamina.kv.store.folder import StoreFolder, begin_era, store_era, store_secret
+from lamina.kv.store.folder import SECRET, StoreFolder, begin_era, read_secret, store_era, store_secret
 from lamina.protocol.control import ComputeReady, RunRound
 from lamina.protocol.options.declare import parse_seconds
 from lamina.protocol.options.engine import EngineConfig
@@ -96,6 +98,25 @@ def _keys_of(options: TierOptions) -> tuple[bytes, bytes]:
         return secrets.token_bytes(SECRET_BYTES), b""
     with closing(StoreFolder(options.kv_store_dir)) as folder:
         return store_secret(folder, options.kv_key_file), store_era(folder)
+
+
+def check_store(options: TierOptions) -> None:
+    """Raises ValueError where a start would refuse the directory of the store, or its secret; makes neither."""
+    if not options.kv_store_dir:
+        return
+    path = Path(options.kv_store_dir).expanduser().absolute()
+    if os.path.lexists(path):
+        with closing(StoreFolder(options.kv_store_dir, make=False)) as folder:
+            if options.kv_key_file or folder.read(SECRET) is not None:
+                store_secret(folder, options.kv_key_file, make=False)
+            store_era(folder)
+        return
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"--kv-store-dir {options.kv_store_dir}: it cannot be made in {path.parent}: name one that you may write"
+        )
+    if options.kv_key_file:
+        read_secret(options.kv_key_file, "--kv-key-file")
 
 
 def num_reports(new: RunRound) -> int:

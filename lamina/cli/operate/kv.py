@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lamina.facts.report import size, table
@@ -37,11 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status: 0, or 1 where something is damaged. Raises ValueError, OSError."""
-    from lamina.kv.store.folder import StoreFolder
+    from lamina.kv.store.folder import INDEX, StoreFolder
 
     if args.tenant is not None and args.action != "purge":
         raise ValueError(f"--tenant goes with purge, not with {args.action}")
-    with closing(StoreFolder(args.dir, "kv", make=False)) as folder:
+    path = Path(args.dir).expanduser()
+    if path.is_dir() and not (path / INDEX).exists():  # who may read it says nothing then
+        raise ValueError(f"DIR {args.dir}: no KV store is there: name the directory of --kv-store-dir")
+    with closing(StoreFolder(args.dir, "DIR", make=False)) as folder:
         if args.action == "stat" or args.dry_run:
             return _stat(folder, as_json=args.json)
         return _verify(folder, args) if args.action == "verify" else _purge(folder, args)

@@ -314,7 +314,12 @@ def _check_ranks(config: EngineConfig) -> None:
 
 def _check_stages(config: EngineConfig) -> None:
     stages, workers = config.topology.prefill_pipeline, config.topology.prefill_workers
-    if stages > 1 and (not workers or workers % stages):
+    if stages > 1 and not workers:
+        raise ValueError(
+            f"--prefill-pipeline {stages} is of prefill workers, and there are none: say --prefill-workers {stages}, "
+            f"or leave it out"
+        )
+    if workers % stages:
         raise ValueError(
             f"--prefill-pipeline {stages} does not divide --prefill-workers {workers}: use {stages} or {2 * stages} of "
             f"them, or leave it out"

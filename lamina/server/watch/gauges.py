@@ -138,7 +138,7 @@ class EngineGauges(Collector):
         ready, held = self._client.ready, {"full": 0, "sparse": 0}
         for sparse, totals, free in zip(ready.sparse, ready.num_blocks, state.free_blocks, strict=True):
             held["sparse" if sparse else "full"] += min(totals) - free
-        text = "KV blocks of running completions by tier of layers"
+        text = "KV blocks of running completions, and of shadows beside them, by tier of layers"
         kept = self._by_label(self._gauge_of("kv_kept_blocks", text, "tier"), held)
         dropped = self._counter("kv_dropped_blocks", "KV blocks that completions have lost in each sparse layer")
         dropped.add_metric(self._values, state.dropped_blocks)

@@ -147,6 +147,37 @@ def test_dry_run_checks_without_starting(
     assert ("would start 1 compute worker and 2 memory workers over shm" in printed.out) == (not flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--kv-store-dir", "no/such/kv"], "--kv-store-dir no/such/kv: it cannot be made in "),
+        (["--kv-store-dir", str(Path(__file__).parent)], "and KV tells prompts: chmod 700 "),
+        (["--kv-store-dir", "kv", "--kv-key-file", "no/such"], "--kv-key-file no/such: No such file or directory"),
+        (["--partition", "spill", "--kv-memory", "2MiB"], "tokens together, not of 2048: raise --kv-memory, or lower"),
+        (["--prefill-pipeline", "2"], "there are none: say --prefill-workers 2, or leave it out"),
+    ],
+)
+def test_dry_run_refuses_what_a_start_would(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["serve", MODEL, "--dry-run", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert not list(tmp_path.iterdir()), "it makes nothing"
+
+
+def test_dry_run_reads_a_store_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = tmp_path / "kv"
+    store.mkdir(0o700)
+    command = ["serve", MODEL, "--dry-run", "--kv-store-dir", str(store)]
+    assert main(command) == 0
+    (store / "secret").write_text("no secret")
+    (store / "secret").chmod(0o600)
+    assert main(command) == 2
+    assert "a secret is 64 hexadecimal digits" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_dry_run_opens_the_transport(
     scheme: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -135,13 +135,17 @@ def test_purge(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_no_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir(0o700)
+    (tmp_path / "open").mkdir(0o755)
     for action, path, text in (
-        ("stat", "empty", "no KV store is there"), ("verify", "empty", "its secret is not there"),
+        ("stat", "empty", "no KV store is there"), ("verify", "empty", "no KV store is there"),
         ("stat", "none", "No such file or directory"), ("purge", "none", "No such file or directory"),
+        ("stat", "open", "no KV store is there"), ("verify", "open", "no KV store is there"),
     ):  # fmt: skip
         assert main(["kv", action, str(tmp_path / path)]) == 2
         err = capsys.readouterr().err
-        assert text in err
+        assert f"DIR {tmp_path / path}: {text}" in err
+        assert "kv DIR" not in err
+        assert "chmod" not in err
         assert err.count("\n") == 1
     assert os.listdir(tmp_path / "empty") == []
     (tmp_path / "empty" / "mine.txt").touch()
