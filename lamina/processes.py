@@ -20,9 +20,17 @@ def lives(pid: int) -> bool:
     return fields_of(pid)[:1] not in ([], ["Z"])
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process stands still by a signal, or by a debugger."""
-    return fields_of(pid)[:1] in (["T"], ["t"])
+def spent_if_stopped(pid: int) -> int | None:
+    """Nanoseconds that all threads have run so far, of a process that stands still by a signal, or by a debugger; None:
+    it does not. Who goes on for a moment runs for some microseconds at least. 0 where the kernel does not count.
+    """
+    if fields_of(pid)[:1] not in (["T"], ["t"]):
+        return None
+    spent = 0
+    for path in glob(f"/proc/{pid}/task/*/schedstat"):
+        with suppress(OSError):  # the thread has ended
+            spent += int(Path(path).read_text().split()[0])
+    return spent
 
 
 def birth_of(pid: int) -> str:

@@ -81,7 +81,7 @@ class Shares:
         if now - self._begun_at < STRETCH_S:
             return None
         pairs = zip(read, self._begun, strict=True)
-        stretch = [ReadSoFar(*(a - b for a, b in zip(now_, then, strict=True))) for now_, then in pairs]
+        stretch = [ReadSoFar(*(a - b for a, b in zip(new, old, strict=True))) for new, old in pairs]
         took_s, self._begun, self._begun_at = now - self._begun_at, read, now
         if not _tells(stretch, took_s):
             self._stretches.clear()

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lamina import processes
-from lamina.processes import descendants_of, is_stopped
+from lamina.processes import descendants_of, spent_if_stopped
 
 
 def test_what_any_thread_has_started_is_seen_and_what_that_has() -> None:
@@ -37,11 +37,16 @@ def test_one_that_lets_no_other_thread_run_does_not_stand_still_but_by_a_signal(
     command = [sys.executable, "-c", f"import ctypes; print(flush=True); {work}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
         child.stdout.readline()
-        assert not is_stopped(child.pid)
+        assert spent_if_stopped(child.pid) is None
         child.send_signal(signal.SIGSTOP)
         os.waitpid(child.pid, os.WUNTRACED)
-        assert is_stopped(child.pid)
+        spent = spent_if_stopped(child.pid)
+        assert spent is not None
+        assert spent_if_stopped(child.pid) == spent, "and does not run"
         child.send_signal(signal.SIGCONT)
         os.waitpid(child.pid, os.WCONTINUED)
-        assert not is_stopped(child.pid)
+        assert spent_if_stopped(child.pid) is None
+        child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        assert spent_if_stopped(child.pid) > spent, "it has run in between, however short"
         child.kill()

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from lamina import cores
 from lamina.env import PACKED
 from lamina.facts.room import check_kv_room, free_bytes
-from lamina.processes import is_stopped
+from lamina.processes import spent_if_stopped
 from lamina.protocol.options.engine import EngineConfig
 
 from . import WorkerHandle
@@ -91,13 +91,16 @@ class ProcessWorker:
         with theirs:
             self._process = start(role, theirs, threads, on, **env)
         self.pid = self._process.pid
+        self._spent: int | None = None  # CPU time, if it stood still at the last look
 
     def fate(self) -> str | None:
         return in_words(self._process.status) if self._process.ended() else None
 
     @property
     def stopped(self) -> bool:
-        return is_stopped(self.pid)
+        """Not of one that has run since it stood still at the last look, as one does that is slowed down by signals."""
+        before, self._spent = self._spent, spent_if_stopped(self.pid)
+        return self._spent is not None and before in (None, self._spent)
 
     def join(self, timeout_s: float) -> None:
         if not self._process.ended(timeout_s):

@@ -15,11 +15,13 @@ from lamina.config import make_config
 from lamina.engine.wire import ViewChanged, WorkerError
 from lamina.fleet.cohort import Cohort
 from lamina.fleet.elastic import Elastic
+from lamina.fleet.launchers.local import ProcessWorker
 from lamina.fleet.members import LostError, Member, Members
 from lamina.fleet.notices import Notices
 from lamina.fleet.pools import Pools
 from lamina.fleet.recoveries import RECENT_S
 from lamina.fleet.seats import staying
+from lamina.fleet.standing import STOPPED_S, StandingStill
 from lamina.fleet.supervise import Supervisor
 from lamina.observe.collect import Tracer
 from lamina.protocol.control import ComputeReady, Connect, Failed, Halt, StartCompute, StartMemory, StepDone
@@ -300,6 +302,21 @@ def test_one_that_was_stopped_and_goes_on_is_not_lost() -> None:
     run.world.now += 10.0
     worker.stopped = True
     run.supervisor.look_round(list(run.members))
+
+
+def test_one_that_is_slowed_down_by_signals_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by cpulimit: whoever looks may find it stopped each time, and it has run in between."""
+    now, spent = 100.0, 7
+    standing, worker = StandingStill[str](lambda: now), object.__new__(ProcessWorker)
+    worker.pid, worker._spent = 5, None
+    monkeypatch.setattr("lamina.fleet.launchers.local.spent_if_stopped", lambda pid: spent)
+    for _ in range(40):
+        assert standing.look(["it"] if worker.stopped else []) == []
+        now, spent = now + 0.25, spent + 1
+    begun = now
+    while not standing.look(["it"] if worker.stopped else []):
+        now += 0.25
+    assert now - begun <= STOPPED_S + 0.25, "now it stands still"
 
 
 def test_where_no_loss_can_be_made_good_one_that_is_stopped_is_waited_for() -> None:
