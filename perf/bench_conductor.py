@@ -31,7 +31,7 @@ from lamina import LLM, SamplingParams
 from lamina.emulate import VARIABLE, DeviceTimes
 from lamina.engine.conductor import Conductor, ConductorRules, KnownPrompt
 from lamina.engine.conductor.directory import Directory
-from lamina.engine.conductor.estimate import PrefillFit
+from lamina.engine.conductor.estimate import PrefillFit, TransferFit, TransferTime
 from lamina.engine.conductor.overload import DecodePool, Limits
 from lamina.engine.engine import Engine
 from lamina.engine.promises import NO_BOUND
@@ -158,11 +158,13 @@ def _simulated(engine: Engine, comes: list[Comes], rules: ConductorRules, args: 
     """Workers with room for all, which send each other what they have at the rate that was seen."""
     conductor, workers = engine.promises.conductor, args.prefill_workers
     law, step = conductor.fit.law, conductor.decoding.law
+    moves = conductor.transfers.law if conductor.transfers else TransferTime(0.0, 0.0)
+    transfers = TransferFit(moves) if conductor.transfers else None
     one = Conductor(
-        rules=rules, directory=Directory(workers, NO_BOUND), fit=PrefillFit(law), tokens_per_s=conductor.tokens_per_s,
+        rules=rules, directory=Directory(workers, NO_BOUND), fit=PrefillFit(law), transfers=transfers,
         decoding=DecodePool(1, step, conductor.decoding.decode_s), num_workers=workers,
     )  # fmt: skip
-    pools = SimulatedPools(one, PoolTruth(law, conductor.tokens_per_s or 1.0, 1, step))
+    pools = SimulatedPools(one, PoolTruth(law, moves, 1, step))
     page = engine.info.block_size
     known = [KnownPrompt(len(each.tokens), _keys(each.tokens, page) if args.keep else (), page) for each in comes]
     pools.run([TracedPrompt(each.at_s, prompt, args.answer) for each, prompt in zip(comes, known, strict=True)])

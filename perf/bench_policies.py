@@ -99,7 +99,7 @@ def measure(engine: Engine, comes: list[Comes]) -> tuple[dict[str, Any], list[Se
         "booked": len(booked),
         "expected_off": median(abs(s.expected_s - s.real_s) / s.real_s for s in booked),
         "replicas": replicas,
-        "tokens_per_s": engine.promises.conductor.tokens_per_s,
+        "transfer_law": engine.promises.conductor.transfers and engine.promises.conductor.transfers.law._asdict(),
         "law": engine.promises.conductor.fit.law._asdict(),
         "cpu_pressure_avg10": cpu_pressure(),
     }, served

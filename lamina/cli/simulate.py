@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lamina.engine.conductor import Conductor, ConductorRules
 from lamina.engine.conductor.choice import POLICIES
 from lamina.engine.conductor.directory import Directory
-from lamina.engine.conductor.estimate import PrefillFit, PrefillTime, StagedPrefill
+from lamina.engine.conductor.estimate import PrefillFit, PrefillTime, StagedPrefill, TransferFit, TransferTime
 from lamina.engine.conductor.others import OTHERS
 from lamina.engine.conductor.overload import OVERLOADS, DecodePool, Limits, TokenTime
 from lamina.protocol.options.declare import parse_seconds
@@ -91,7 +91,7 @@ def conductor_of(args: argparse.Namespace, rules: ConductorRules) -> Conductor:
     decoding = DecodePool(max(1, args.instances), TokenTime(*_law(args.decode_law, "--decode-law")), DECODE_S)
     return Conductor(
         rules=rules, directory=Directory(groups, pages), fit=PrefillFit(PrefillTime(a, b, c)),
-        tokens_per_s=args.transfer_rate * stages, decoding=decoding, num_workers=groups, seed=args.seed,
+        transfers=TransferFit(_transfer_law(args)), decoding=decoding, num_workers=groups, seed=args.seed,
         staged=StagedPrefill(stages, args.prefill_chunk),
     )  # fmt: skip
 
@@ -104,8 +104,7 @@ def _one(
 
     conductor, begun = conductor_of(args, rules), time.process_time()
     truth = PoolTruth(
-        _stage_law(args), args.transfer_rate * args.prefill_pipeline, args.instances,
-        TokenTime(*_law(args.decode_law, "--decode-law")),
+        _stage_law(args), _transfer_law(args), args.instances, TokenTime(*_law(args.decode_law, "--decode-law")),
     )  # fmt: skip
     pools = SimulatedPools(conductor, truth, sample_s=1.0 if args.instances else 0.0)
     pools.run(arrivals)
@@ -185,6 +184,11 @@ def _check_first_token(args: argparse.Namespace, arrivals: list[TracedPrompt]) -
 def _stage_law(args: argparse.Namespace) -> PrefillTime:
     """Of each of those that compute a prompt together."""
     return PrefillTime(*(x / args.prefill_pipeline for x in _law(args.prefill_law, "--prefill-law")))
+
+
+def _transfer_law(args: argparse.Namespace) -> TransferTime:
+    """Of all those that compute a prompt together, each of which sends its layers."""
+    return TransferTime.at_rate(args.transfer_rate * args.prefill_pipeline)
 
 
 def _law(text: str, name: str) -> tuple[float, float, float]:

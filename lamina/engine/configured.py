@@ -22,9 +22,9 @@ from .blocks.prefixes import Prefixes
 from .blocks.prompt_store import PromptKeys, PromptStore
 from .blocks.swaps import Swaps
 from .blocks.tier import Tier
-from .conductor.estimate import StagedPrefill
+from .conductor.estimate import StagedPrefill, TransferFit, TransferTime
 from .prefill import Prefill
-from .promises import NO_TRANSFER, Promises
+from .promises import Promises
 from .scheduler import Scheduler
 from .shadows import Shadows
 
@@ -129,20 +129,20 @@ def _stores(config: EngineConfig, info: ComputeReady, promises: Promises, page: 
         blocks = BlockTables(bound.windows, bound.num_blocks, info.block_size)
         stores.append(PromptStore(worker, promises.conductor.directory, keys, blocks, room))
     promises.keys = keys if stores else None
-    learned = promises.conductor.tokens_per_s
-    promises.conductor.tokens_per_s = (learned or _tokens_per_s(info)) if stores else NO_TRANSFER
+    learned = promises.conductor.transfers
+    promises.conductor.transfers = (learned or _transfers(info)) if stores else None
     return stores
 
 
-def _tokens_per_s(info: ComputeReady) -> float:
-    """That one prefill worker sends to another, until it is seen. None where a window leaves no whole prompt, or nobody
+def _transfers(info: ComputeReady) -> TransferFit | None:
+    """From one prefill worker to another, until some are seen. None where a window leaves no whole prompt, or nobody
     says what a token takes.
     """
     if any(window for bound in info.stores for window in bound.windows):
-        return NO_TRANSFER
+        return None
     stored = [sum(bound.num_blocks) * info.block_size for bound in info.stores]
     per_token = max(bound.kv_bytes / tokens for bound, tokens in zip(info.stores, stored, strict=True))
-    return FIRST_BYTES_PER_S / per_token if per_token else NO_TRANSFER
+    return TransferFit(TransferTime.at_rate(FIRST_BYTES_PER_S / per_token)) if per_token else None
 
 
 def renew_stores(scheduler: Scheduler, config: EngineConfig, info: ComputeReady, stores: list[Bound]) -> ComputeReady:

@@ -225,7 +225,7 @@ class Prefill:
         load.in_flight.pop(0)  # in their order
         (sequence,) = step.parts
         if moved := self._return(sequence):
-            self.promises.fetched(sequence, moved, step.fetch_s)
+            self.promises.fetched(sequence, moved, step.fetch_s, hidden=load.follows)
         sequence.num_prefilling -= 1
         if step.draws:
             part = 1.0 if load.follows else self.promises.own_part(sequence)

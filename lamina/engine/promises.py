@@ -16,14 +16,13 @@ from lamina.request import OverloadedError, Refusal
 
 from .blocks.prompt_store import PromptKeys
 from .conductor import Conductor, ConductorRules, KnownPrompt
-from .conductor.choice import PromptChoice
+from .conductor.choice import PromptChoice, begins_s
 from .conductor.directory import Directory
-from .conductor.estimate import ONE_STAGE, PrefillFit, PrefillTime, StagedPrefill, StepFit
+from .conductor.estimate import ONE_STAGE, PrefillFit, PrefillTime, StagedPrefill, StepFit, TransferFit
 from .conductor.overload import NO_LIMITS, DecodePool, TokenTime
 from .sequence import Sequence
 
 NO_BOUND = 1 << 62  # pages of a worker: its store says what it gives up
-NO_TRANSFER = 0.0  # tokens per second
 FIRST_LAW = PrefillTime(0.0, 1e-4, 0.0)  # of prompts, until some were computed
 
 
@@ -79,7 +78,7 @@ class Promises:
     def promise(self, rules: ConductorRules) -> None:
         """Keep to these from now on. Nobody has come yet."""
         before = self.conductor
-        self.conductor = _conductor(before.directory, rules, before.staged, before.tokens_per_s)
+        self.conductor = _conductor(before.directory, rules, before.staged, before.transfers)
         self.limited = rules.limits != NO_LIMITS
 
     @property
@@ -125,7 +124,8 @@ class Promises:
         """
         at = self.conductor.choose(prompt, now, {self._booked[first].choice.worker})
         own_s = 0.0 if self._apart else at.prefill_s - self.conductor.fit.law.a
-        return at._replace(prefill_s=own_s, ttft_s=at.queue_s + own_s, reason="shared with another completion")
+        ttft_s, reason = begins_s(at.queue_s, at.transfer_s, 0.0) + own_s, "shared with another completion"
+        return at._replace(prefill_s=own_s, fill_s=0.0, ttft_s=ttft_s, reason=reason)
 
     def is_booked(self, sequence: Sequence) -> bool:
         """Whether a worker is to compute its prompt, for it alone or for others too."""
@@ -141,10 +141,12 @@ class Promises:
         """The prefill worker from which that of a booked sequence is to have its beginning; NOBODY: from none."""
         return self._booked[sequence].choice.source
 
-    def fetched(self, sequence: Sequence, tokens: int, seconds: float) -> None:
-        """The worker of a booked sequence has so many tokens from another one, and waited so long for them."""
+    def fetched(self, sequence: Sequence, tokens: int, seconds: float, *, hidden: bool = False) -> None:
+        """The worker of a booked sequence has so many tokens from another one, and waited so long for them: for the
+        last of them, where they were ``hidden`` behind another prompt.
+        """
         self._fetched[sequence] = seconds
-        self.conductor.transferred(tokens, seconds)
+        self.conductor.transferred(tokens, seconds, hidden=hidden)
 
     def computed(self, sequence: Sequence, since_s: float, part: float = 1.0) -> None:
         """The prompt of a booked sequence is computed, and it decodes. Its worker was at it since then, or at several,
@@ -290,14 +292,14 @@ class Promises:
 
 
 def _conductor(
-    directory: Directory, rules: ConductorRules, staged: StagedPrefill, tokens_per_s: float = NO_TRANSFER
+    directory: Directory, rules: ConductorRules, staged: StagedPrefill, transfers: TransferFit | None = None
 ) -> Conductor:
-    """Of workers that know nothing of their times yet. ``tokens_per_s``: that one sends to another."""
+    """Of workers that know nothing of their times yet. ``transfers``: from one to another."""
     return Conductor(
         rules=rules,
         directory=directory,
         fit=PrefillFit(FIRST_LAW, trusted=False),
-        tokens_per_s=tokens_per_s,
+        transfers=transfers,
         decoding=DecodePool(1, TokenTime(0.0, 0.0, 0.0), 0.0, trusted=0),
         num_workers=directory.num_workers,
         staged=staged,

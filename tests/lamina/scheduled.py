@@ -7,6 +7,7 @@ from collections import deque
 
 from lamina.engine.blocks.prefixes import Prefixes
 from lamina.engine.blocks.prompt_store import PromptKeys, PromptStore
+from lamina.engine.conductor.estimate import TransferFit, TransferTime
 from lamina.engine.prefill import Prefill
 from lamina.engine.promises import Promises
 from lamina.engine.rounds.steps import ScheduledStep
@@ -172,7 +173,8 @@ def drive(
         return BlockTables([window], [room + kept], block_size)
 
     promises.keys = PromptKeys(page) if kept else None
-    promises.conductor.tokens_per_s = 1e6 * bool(sends and not window)
+    if sends and not window:
+        promises.conductor.transfers = TransferFit(TransferTime.at_rate(1e6))
     stores = [
         PromptStore(w, promises.conductor.directory, promises.keys, store_blocks(), [room])
         for w in range(prefill_workers if promises.keys else 0)

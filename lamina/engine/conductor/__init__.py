@@ -13,15 +13,12 @@ from typing import NamedTuple
 
 from lamina.request import Refusal
 
-from .choice import NOBODY, POLICIES, PromptChoice, Question, WorkerMatch
+from .choice import NOBODY, POLICIES, PromptChoice, Question, WorkerMatch, ways
 from .directory import Directory
-from .estimate import ONE_STAGE, PrefillFit, StagedPrefill
+from .estimate import ONE_STAGE, PrefillFit, StagedPrefill, TransferFit
 from .lines import BookedPrompt, PromptLine
 from .others import OTHERS
 from .overload import NO_LIMITS, DecodePool, Limits, overload_of
-
-KEPT_TRANSFERS = 0.9  # of the tokens that were moved before, with each new transfer: long ones count for more
-FIRST_MOVED = 1024.0  # tokens that the first rate is worth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +62,18 @@ class KnownPrompt(NamedTuple):
 
 @dataclass
 class Conductor:
-    """Times are seconds of one clock, which the caller reads. ``tokens_per_s``: of a transfer, from one sender; 0 =
-    nothing is sent.
-    """
+    """Times are seconds of one clock, which the caller reads. ``transfers``: from one sender; None: nothing is sent."""
 
     rules: ConductorRules
     directory: Directory
     fit: PrefillFit
-    tokens_per_s: float
+    transfers: TransferFit | None
     decoding: DecodePool
     num_workers: int
     seed: int = 0
     staged: StagedPrefill = ONE_STAGE  # of each worker
     _lines: list[PromptLine] = field(init=False)
     _sends_until: list[float] = field(init=False)
-    _moved: float = FIRST_MOVED
     _booked: dict[Hashable, tuple[PromptChoice, KnownPrompt]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -91,7 +85,14 @@ class Conductor:
         """The worker that should compute ``prompt``, of all workers or of ``among``. Changes nothing but the next draw
         of chance.
         """
-        held, ready = self.directory.held(prompt.keys), self.directory.ready(prompt.keys if self.tokens_per_s else ())
+        return self._policy(self._question(prompt, now_s, among))
+
+    def prices(self, prompt: KnownPrompt, now_s: float) -> list[PromptChoice]:
+        """All ways to compute ``prompt``, the cheapest first, whatever the policy."""
+        return sorted(ways(self._question(prompt, now_s, None)), key=lambda choice: choice.ttft_s)
+
+    def _question(self, prompt: KnownPrompt, now_s: float, among: Collection[int] | None) -> Question:
+        held, ready = self.directory.held(prompt.keys), self.directory.ready(prompt.keys if self.transfers else ())
         workers = [
             WorkerMatch(
                 w,
@@ -103,17 +104,15 @@ class Conductor:
             for w, line in enumerate(self._lines)
             if among is None or w in among
         ]
-        return self._policy(
-            Question(
-                prompt.tokens,
-                workers,
-                self.fit.law.seconds,
-                lambda source, worker, tokens: self._transfer_s(source, tokens, now_s),
-                self.rules.threshold,
-                self._random.random,
-                self.directory.num_pages,
-                self.staged.fill_s if self.staged.stages > 1 else None,
-            )
+        return Question(
+            prompt.tokens,
+            workers,
+            self.fit.law.seconds,
+            lambda source, worker, tokens: self._transfer_s(source, tokens, now_s),
+            self.rules.threshold,
+            self._random.random,
+            self.directory.num_pages,
+            self.staged.fill_s if self.staged.stages > 1 else None,
         )
 
     def refuses(self, prompt: KnownPrompt, choice: PromptChoice, now_s: float, room_s: float = 0.0) -> Refusal | None:
@@ -136,10 +135,9 @@ class Conductor:
         where it is too, so that pages which many want are soon in many places (section 5.2).
         """
         line = self._lines[choice.worker]
-        ready_s = now_s + self.staged.fill_s(prompt.tokens, choice.prefix, choice.prefill_s)
         if choice.source != NOBODY:
-            sent_s = now_s + self._transfer_s(choice.source, choice.moved, now_s)
-            self._sends_until[choice.source], ready_s = sent_s, max(ready_s, sent_s)
+            self._sends_until[choice.source] = now_s + choice.transfer_s
+        ready_s = now_s + choice.transfer_s + choice.fill_s
         line.add(BookedPrompt(request, prompt.tokens, choice.prefill_s, ready_s, prompt.priority), now_s)
         self._booked[request] = choice, prompt
         return self.directory.take(choice.worker, prompt.keys)
@@ -150,12 +148,12 @@ class Conductor:
         moved = [k for n, k in enumerate(prompt.keys, 1) if prompt.length(n) <= choice.prefix]
         self.directory.arrived(choice.worker, moved)
 
-    def transferred(self, tokens: int, seconds: float) -> None:
-        """A transfer of so many tokens took so long: what the next ones are expected to take follows that."""
-        if tokens > 0 and seconds > 0:
-            kept = KEPT_TRANSFERS * self._moved
-            self._moved = kept + tokens
-            self.tokens_per_s = self._moved / (kept / self.tokens_per_s + seconds)
+    def transferred(self, tokens: int, seconds: float, *, hidden: bool = False) -> None:
+        """A transfer of so many tokens took so long: what the next ones are expected to take follows that. A part of it
+        was ``hidden``: then it took longer, and says something only where that is more than was expected.
+        """
+        if self.transfers and (not hidden or seconds > self.transfers.law.seconds(tokens)):
+            self.transfers.observe(tokens, seconds)
 
     def begun(self, request: Hashable, now_s: float) -> None:
         """The request's worker computes its prompt from now on."""
@@ -206,7 +204,8 @@ class Conductor:
 
     def _transfer_s(self, source: int, tokens: int, now_s: float) -> float:
         """Of so many tokens, behind what ``source`` has to send before: who is asked by many is slow."""
-        return max(0.0, self._sends_until[source] - now_s) + tokens / self.tokens_per_s
+        own_s = self.transfers.law.seconds(tokens) if self.transfers else 0.0
+        return max(0.0, self._sends_until[source] - now_s) + own_s
 
     def _tbt_s(self, prompt: KnownPrompt, now_s: float, done_s: float) -> float:
         if self.rules.overload == "baseline":

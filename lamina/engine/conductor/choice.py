@@ -13,7 +13,7 @@ random        any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 NOBODY = -1
@@ -35,7 +35,9 @@ class WorkerMatch(NamedTuple):
 
 
 class PromptChoice(NamedTuple):
-    """``worker`` computes the prompt behind its first ``prefix`` tokens; ``moved`` of these come from ``source``."""
+    """``worker`` computes the prompt behind its first ``prefix`` tokens; ``moved`` of these come from ``source``.
+    ``fill_s``: from when its first stage begins, until the last one can.
+    """
 
     worker: int
     prefix: int
@@ -46,6 +48,7 @@ class PromptChoice(NamedTuple):
     reason: str
     source: int = NOBODY
     moved: int = 0
+    fill_s: float = 0.0
 
 
 class Question(NamedTuple):
@@ -71,11 +74,11 @@ def mooncake(asked: Question) -> PromptChoice:
     """TTFT = queue + transfer + prefill, where the best match of all exceeds the worker's own times ``threshold``; else
     queue + prefill. The least TTFT.
     """
-    holder = _holder(asked)
+    most = _most(asked)
     best: PromptChoice | None = None
     for at in asked.workers:
-        if holder.sendable > at.prefix * asked.threshold:
-            choice = _fetching(asked, at, holder)
+        if most.prefix > at.prefix * asked.threshold:
+            choice = _fetching(asked, at, most, hides=False)
         else:
             choice = alone(asked, at)
         if best is None or choice.ttft_s < best.ttft_s:
@@ -85,20 +88,17 @@ def mooncake(asked: Question) -> PromptChoice:
 
 
 def auto(asked: Question) -> PromptChoice:
-    """Both ways on each worker; a transfer ends while the queue is computed, so the longer of both counts."""
-    holder = _holder(asked)
-    best: PromptChoice | None = None
+    """The cheapest of all ways; a transfer ends while the queue is computed, so the longer of both counts."""
+    return min(ways(asked), key=lambda choice: choice.ttft_s)
+
+
+def ways(asked: Question) -> Iterator[PromptChoice]:
+    """Both ways on each worker, with and without a transfer, by what the Conductor foresees of each."""
+    most = _most(asked)
     for at in asked.workers:
-        choice = alone(asked, at)
-        if best is None or choice.ttft_s < best.ttft_s:
-            best = choice
-        if holder.sendable > at.prefix:
-            choice = _fetching(asked, at, holder)
-            hidden = min(choice.queue_s, choice.transfer_s)
-            if choice.ttft_s - hidden < best.ttft_s:
-                best = choice._replace(ttft_s=choice.ttft_s - hidden)
-    assert best is not None
-    return best
+        yield alone(asked, at)
+        if most.prefix > at.prefix:
+            yield _fetching(asked, at, most)
 
 
 def cache_aware(asked: Question) -> PromptChoice:
@@ -125,32 +125,49 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def _holder(asked: Question) -> WorkerMatch:
-    return max(asked.workers, key=lambda at: at.sendable)
+class _Most(NamedTuple):
+    """Who could send the most, and what is left to compute behind that, wherever it goes."""
+
+    holder: int
+    prefix: int
+    prefill_s: float
+    fill_s: float
+
+
+def _most(asked: Question) -> _Most:
+    holder = max(asked.workers, key=lambda at: at.sendable)
+    return _Most(holder.worker, holder.sendable, *_computing(asked, holder.sendable))
+
+
+def _computing(asked: Question, prefix: int) -> tuple[float, float]:
+    """Seconds of a prompt behind so many tokens, and until the last stage can begin with it."""
+    prefill_s = asked.prefill_s(asked.tokens, prefix)
+    return prefill_s, asked.fill_s(asked.tokens, prefix, prefill_s) if asked.fill_s else 0.0
+
+
+def begins_s(queue_s: float, transfer_s: float, fill_s: float) -> float:
+    """Until the last stage of a worker can begin with a prompt: behind its queue, while which the transfer comes, and
+    so long after the first stage, which begins once all has come.
+    """
+    return max(queue_s, transfer_s + fill_s)
 
 
 def alone(asked: Question, at: WorkerMatch) -> PromptChoice:
     """A worker computes all that it has not."""
-    prefill_s = asked.prefill_s(asked.tokens, at.prefix)
-    fill_s = asked.fill_s(asked.tokens, at.prefix, prefill_s) if asked.fill_s else 0.0
-    ttft_s = max(at.queue_s, fill_s) + prefill_s
+    prefill_s, fill_s = _computing(asked, at.prefix)
+    ttft_s = begins_s(at.queue_s, 0.0, fill_s) + prefill_s
     reason = "local match" if at.prefix else "new"
-    return PromptChoice(at.worker, at.prefix, at.queue_s, 0.0, prefill_s, ttft_s, reason)
+    return PromptChoice(at.worker, at.prefix, at.queue_s, 0.0, prefill_s, ttft_s, reason, fill_s=fill_s)
 
 
-def _fetching(asked: Question, at: WorkerMatch, holder: WorkerMatch) -> PromptChoice:
-    moved = holder.sendable - at.prefix
-    transfer_s = asked.transfer_s(holder.worker, at.worker, moved)
-    prefill_s = asked.prefill_s(asked.tokens, holder.sendable)
-    fill_s = asked.fill_s(asked.tokens, holder.sendable, prefill_s) if asked.fill_s else 0.0
+def _fetching(asked: Question, at: WorkerMatch, most: _Most, *, hides: bool = True) -> PromptChoice:
+    """``hides``: a transfer comes while the queue is computed; Algorithm 1 adds both."""
+    moved, (holder, prefix, prefill_s, fill_s) = most.prefix - at.prefix, most
+    transfer_s = asked.transfer_s(holder, at.worker, moved)
+    if hides:
+        ttft_s = begins_s(at.queue_s, transfer_s, fill_s) + prefill_s
+    else:
+        ttft_s = transfer_s + begins_s(at.queue_s, 0.0, fill_s) + prefill_s
     return PromptChoice(
-        at.worker,
-        holder.sendable,
-        at.queue_s,
-        transfer_s,
-        prefill_s,
-        transfer_s + max(at.queue_s, fill_s) + prefill_s,
-        "remote match",
-        holder.worker,
-        moved,
+        at.worker, prefix, at.queue_s, transfer_s, prefill_s, ttft_s, "remote match", holder, moved, fill_s
     )

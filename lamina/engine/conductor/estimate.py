@@ -1,15 +1,17 @@
-"""How long a prefill worker takes for a prompt, and decoding for a step: laws of three coefficients, and their
-refinement by what was measured.
+"""How long a prefill worker takes for a prompt, a transfer for a part of it, and decoding for a step: laws of a few
+coefficients, and their refinement by what was measured.
 
     seconds(tokens, prefix) = a + b (tokens - prefix) + c (tokens^2 - prefix^2)
+    seconds(tokens moved)   = a + b tokens
 
 The rows of a prompt cost b each; row i attends i tokens, which is the quadratic term (Mooncake, section 5.1: "the
-computation pattern of a Transformer is regular"). Pure policy: no torch, no I/O, no clock.
+computation pattern of a Transformer is regular"). All tokens of a model have as many bytes. Pure policy: no torch, no
+I/O, no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .overload import TokenTime
@@ -19,6 +21,8 @@ _UNIT = 1024.0  # tokens: features of one order of magnitude, so that sums of th
 _KEPT = 0.96  # of the weight of what was measured before, with each new measurement
 _PRIOR = 1.0  # measurements that the first law weighs as much as
 _PRIOR_PROMPTS = ((1, 0), (512, 0), (4096, 0), (32768, 0), (32768, 16384))
+_PRIOR_MOVED = (512, 4096, 32768)  # tokens
+_GUESS = 0.01  # the same of the first law of transfers
 _FEW = 8  # measurements, from which on
 _KEPT_STEPS = 0.998  # the same of steps
 _OFTEN = 8
@@ -35,6 +39,22 @@ class PrefillTime(NamedTuple):
     def seconds(self, tokens: int, prefix: int = 0) -> float:
         """The seconds of computing a prompt whose first ``prefix`` tokens have K and V already."""
         return self.a + self.b * (tokens - prefix) + self.c * (tokens * tokens - prefix * prefix)
+
+
+class TransferTime(NamedTuple):
+    """Seconds: ``a`` of a transfer, ``b`` of a token. Neither is negative."""
+
+    a: float
+    b: float
+
+    @staticmethod
+    def at_rate(tokens_per_s: float) -> TransferTime:
+        """One that costs its tokens alone."""
+        return TransferTime(0.0, 1.0 / tokens_per_s)
+
+    def seconds(self, tokens: int) -> float:
+        """The seconds of sending K and V of so many tokens."""
+        return self.a + self.b * tokens
 
 
 class StagedPrefill(NamedTuple):
@@ -63,30 +83,61 @@ class StagedPrefill(NamedTuple):
 ONE_STAGE = StagedPrefill()
 
 
-class PrefillFit:
-    """A law that follows what is measured: weighted least squares of relative errors, the old forgotten by and by."""
+class _Follower:
+    """Coefficients that follow what is measured: weighted least squares of relative errors, the old forgotten by and
+    by.
+    """
 
-    def __init__(self, law: PrefillTime, *, trusted: bool = True) -> None:
-        """``law``: until something is measured. ``trusted``: it is worth one measurement then, else nothing."""
-        self.law = law
-        self._sums, self._count = Squares(3), 0
-        for tokens, prefix in _PRIOR_PROMPTS if trusted else ():
-            seconds = law.seconds(tokens, prefix)
-            if seconds > 0:
-                _add(self._sums, tokens, prefix, seconds, seconds, _PRIOR / len(_PRIOR_PROMPTS))
+    def __init__(self, features: int) -> None:
+        self._sums, self._count = Squares(features), 0
 
-    def observe(self, tokens: int, prefix: int, seconds: float) -> None:
-        """A prompt took so long on a worker that did nothing else."""
-        if seconds <= 0 or tokens <= prefix:
-            return
-        expected = self.law.seconds(tokens, prefix)
+    def trust(self, features: Sequence[float], seconds: float, weight: float) -> None:
+        """Something is thought to take so long, before anything is measured."""
+        if seconds > 0:
+            self._sums.add(features, seconds, seconds, weight)
+
+    def observe(self, features: Sequence[float], seconds: float, expected: float) -> list[float]:
+        """It took so long, where so long was ``expected``; the coefficients now."""
         size = seconds
         if self._count >= _FEW and expected > 0:
             seconds, size = min(seconds, expected * _MOST_OUTLIER), expected
         self._count += 1
         self._sums.forget(_KEPT)
-        _add(self._sums, tokens, prefix, seconds, size)
-        self.law = _law(self._sums)
+        self._sums.add(features, seconds, size)
+        return self._sums.solution()
+
+
+class PrefillFit:
+    """A law that follows what is measured."""
+
+    def __init__(self, law: PrefillTime, *, trusted: bool = True) -> None:
+        """``law``: until something is measured. ``trusted``: it is worth one measurement then, else nothing."""
+        self.law, self._follower = law, _Follower(3)
+        for tokens, prefix in _PRIOR_PROMPTS if trusted else ():
+            weight = _PRIOR / len(_PRIOR_PROMPTS)
+            self._follower.trust(_features(tokens, prefix), law.seconds(tokens, prefix), weight)
+
+    def observe(self, tokens: int, prefix: int, seconds: float) -> None:
+        """A prompt took so long on a worker that did nothing else."""
+        if seconds > 0 and tokens > prefix:
+            expected = self.law.seconds(tokens, prefix)
+            self.law = _law(self._follower.observe(_features(tokens, prefix), seconds, expected))
+
+
+class TransferFit:
+    """A law of transfers that follows what is measured. The first one is a guess, worth next to nothing."""
+
+    def __init__(self, law: TransferTime) -> None:
+        """``law``: until something is measured."""
+        self.law, self._follower = law, _Follower(2)
+        for tokens in _PRIOR_MOVED:
+            self._follower.trust((tokens / _UNIT, 1.0), law.seconds(tokens), _GUESS / len(_PRIOR_MOVED))
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A transfer of so many tokens took so long. One that nobody had to wait for says nothing."""
+        if tokens > 0 and seconds > 0:
+            b, a = self._follower.observe((tokens / _UNIT, 1.0), seconds, self.law.seconds(tokens))
+            self.law = TransferTime(a, b / _UNIT)
 
 
 class StepFit:
@@ -115,11 +166,11 @@ def fit_law(measured: Iterable[tuple[int, int, float]]) -> PrefillTime:
     """The law of prompts that took (tokens, prefix, seconds). Raises ValueError for none of them."""
     sums, count = Squares(3), 0
     for tokens, prefix, seconds in measured:
-        _add(sums, tokens, prefix, seconds, seconds)
+        sums.add(_features(tokens, prefix), seconds, seconds)
         count += 1
     if not count:
         raise ValueError("a law of prefill needs at least one measured prompt")
-    return _law(sums)
+    return _law(sums.solution())
 
 
 def _features(tokens: int, prefix: int) -> tuple[float, float, float]:
@@ -127,10 +178,6 @@ def _features(tokens: int, prefix: int) -> tuple[float, float, float]:
     return 1.0, t - p, t * t - p * p
 
 
-def _add(sums: Squares, tokens: int, prefix: int, seconds: float, size: float, weight: float = 1.0) -> None:
-    sums.add(_features(tokens, prefix), seconds, size, weight)
-
-
-def _law(sums: Squares) -> PrefillTime:
-    a, b, c = sums.solution()
+def _law(coefficients: Sequence[float]) -> PrefillTime:
+    a, b, c = coefficients
     return PrefillTime(a, b / _UNIT, c / _UNIT**2)

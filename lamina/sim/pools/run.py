@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from lamina.engine.conductor import Conductor, KnownPrompt
 from lamina.engine.conductor.choice import NOBODY, PromptChoice
-from lamina.engine.conductor.estimate import PrefillTime
+from lamina.engine.conductor.estimate import PrefillTime, TransferTime
 from lamina.engine.conductor.overload import TokenTime
 from lamina.sim.clock import VirtualClock
 
@@ -34,7 +34,7 @@ class PoolTruth(NamedTuple):
     """What workers really take. ``instances``: that decode; 0: nothing is decoded."""
 
     prefill: PrefillTime
-    tokens_per_s: float
+    transfer: TransferTime
     instances: int = 0
     decode: TokenTime = TokenTime(0.0, 0.0, 0.0)
 
@@ -123,7 +123,7 @@ class SimulatedPools:
 
     def _send(self, number: int, choice: PromptChoice) -> None:
         sender = self._workers[choice.source]
-        sender.sends_until_s = max(self.clock.now, sender.sends_until_s) + choice.moved / self._truth.tokens_per_s
+        sender.sends_until_s = max(self.clock.now, sender.sends_until_s) + self._truth.transfer.seconds(choice.moved)
         self._coming.add(number)
 
         def received() -> None:

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from lamina.engine.conductor import Conductor, ConductorRules, KnownPrompt
 from lamina.engine.conductor.choice import Question, WorkerMatch
 from lamina.engine.conductor.directory import Directory
-from lamina.engine.conductor.estimate import PrefillFit, PrefillTime
+from lamina.engine.conductor.estimate import PrefillFit, PrefillTime, TransferFit, TransferTime
 from lamina.engine.conductor.overload import NO_LIMITS, DecodePool, Limits, TokenTime
 from lamina.sim.pools.run import PoolTruth, SimulatedPools, TracedPrompt
 
 LAW = PrefillTime(0.0, 1 / 5000, 1 / 5e8)
 RATE = 31_000.0
+MOVES = TransferTime.at_rate(RATE)
 STEP = TokenTime(0.01, 0.0015, 8e-8)
 
 
@@ -63,7 +64,7 @@ def conductor(
 ) -> Conductor:  # fmt: skip
     return Conductor(
         rules=ConductorRules(**{"policy": "mooncake", "limits": limits, **rules}),  # type: ignore[arg-type]
-        directory=Directory(workers, pages), fit=PrefillFit(law), tokens_per_s=RATE,
+        directory=Directory(workers, pages), fit=PrefillFit(law), transfers=TransferFit(MOVES),
         decoding=DecodePool(instances, STEP, decode_s), num_workers=workers,
     )  # fmt: skip
 
@@ -71,7 +72,7 @@ def conductor(
 def played(
     one: Conductor, arrivals: Sequence[TracedPrompt], *, instances: int = 0, law: PrefillTime = LAW
 ) -> SimulatedPools:
-    pools = SimulatedPools(one, PoolTruth(law, RATE, instances, STEP), sample_s=1.0 if instances else 0.0)
+    pools = SimulatedPools(one, PoolTruth(law, MOVES, instances, STEP), sample_s=1.0 if instances else 0.0)
     pools.run(arrivals)
     return pools
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lamina.engine.conductor import Conductor, ConductorRules, KnownPrompt
 from lamina.engine.conductor.choice import NOBODY
 from lamina.engine.conductor.directory import Directory
+from lamina.engine.conductor.estimate import StagedPrefill, TransferTime
 from lamina.engine.conductor.lines import BookedPrompt, PromptLine
 from lamina.engine.conductor.overload import Limits
 
@@ -138,15 +139,54 @@ def test_a_prompt_waits_for_its_transfer() -> None:
         line.remove(0, 0.5)
 
 
-def test_the_rate_of_transfers_is_learned_from_long_ones() -> None:
-    one = conductor()
-    for _ in range(20):
-        one.transferred(8192, 8192 / 5000)
-    assert one.tokens_per_s == pytest.approx(5000, rel=0.05)
-    one.transferred(32, 1.0)
-    assert one.tokens_per_s > 4500, "a short one is as slow as its messages"
+def test_the_law_of_transfers_has_a_part_that_each_costs() -> None:
+    """A rate alone, whatever it is, is off by 2 for short or for long ones."""
+    one, rng, real = conductor(), random.Random(1), TransferTime(0.05, 1 / 5000)
+    assert one.transfers is not None
+    for _ in range(60):
+        tokens = rng.choice([32, 250, 8192])
+        one.transferred(tokens, real.seconds(tokens) * rng.uniform(0.95, 1.05))
+    for tokens in (32, 1024, 8192):
+        assert one.transfers.law.seconds(tokens) == pytest.approx(real.seconds(tokens), rel=0.1)
+    law = one.transfers.law
     one.transferred(8192, 0.0)
-    assert one.tokens_per_s > 4500, "nothing was waited for: it says nothing"
+    assert one.transfers.law == law, "nothing was waited for: it says nothing"
+    one.transferred(8192, 0.1, hidden=True)
+    assert one.transfers.law == law, "most of it was hidden behind another prompt"
+    one.transferred(8192, 4.0, hidden=True)
+    assert one.transfers.law.seconds(8192) > law.seconds(8192), "even the rest of it is more than was expected"
+
+
+def test_transfers_of_one_size_tell_what_a_token_costs() -> None:
+    one = conductor()
+    assert one.transfers is not None
+    for _ in range(2000):
+        one.transferred(1024, 0.5)
+    assert one.transfers.law.seconds(8192) > 4 * one.transfers.law.seconds(1024)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_way_has_one_price_when_it_is_chosen_and_when_it_is_booked(stages: int) -> None:
+    """Queues, transfers and the way through the stages, none of which need be the longest."""
+    rng, fetched, filled = random.Random(2), 0, 0
+    for _ in range(300):
+        one = conductor(3, policy="auto")
+        one.staged = StagedPrefill(stages, 512)
+        one.directory.take(0, LONG.keys)
+        one.directory.arrived(0, LONG.keys)
+        for number in range(rng.randrange(4)):
+            other = prompt(rng.randint(600, 60_000))
+            choice = one.choose(other, 0.0)._replace(worker=rng.randrange(3))
+            one.book(number, other, choice, 0.0)
+        assert one.transfers is not None
+        one.transfers.law = TransferTime(rng.choice([0.0, 0.3]), rng.choice([1e-6, 1e-4]))
+        choice = one.choose(LONG, 0.0)
+        one.book("it", LONG, choice, 0.0)
+        (due_s,) = [p.due_s for line in one._lines for p in line.prompts if p.request == "it"]
+        assert choice.ttft_s == pytest.approx(due_s), choice
+        fetched, filled = fetched + (choice.moved > 0), filled + (choice.fill_s > choice.queue_s)
+    assert fetched > 20
+    assert (filled > 20) == (stages > 1)
 
 
 def test_limits_refuse_with_what_was_expected() -> None:

@@ -10,15 +10,15 @@ import pytest
 from conducted import LAW, RATE, STEP, conductor, even, played, zipf
 
 from lamina.engine.conductor import ConductorRules, KnownPrompt
-from lamina.engine.conductor.estimate import PrefillFit
+from lamina.engine.conductor.estimate import PrefillFit, TransferFit, TransferTime
 from lamina.engine.conductor.overload import DecodePool, Limits
-from lamina.engine.promises import NO_TRANSFER
 from lamina.request import OverloadedError, RequestOutput, SamplingParams
 from lamina.sim.clock import VirtualClock
 from lamina.sim.lossless import RoundLoad, SimulatedPool, StepLoad
 from lamina.sim.pools.run import TracedPrompt
 
 CHUNK = 1024
+NO_TRANSFER = 0.0
 
 
 class Served(NamedTuple):
@@ -53,7 +53,7 @@ def served(
     engine, wire = pool.engine(clock, step_s, chunk_s)
     engine.promises.promise(rules)
     one = engine.promises.conductor
-    one.tokens_per_s, wire.tokens_per_s = tokens_per_s, tokens_per_s or math.inf
+    one.transfers, wire.tokens_per_s = moves_at(tokens_per_s), tokens_per_s or math.inf
     one.fit, one.decoding = PrefillFit(LAW), DecodePool(1, STEP, decode_s)
     numbers, came = dict[int, int](), Served([math.inf] * len(arrivals), [""] * len(arrivals))
 
@@ -73,6 +73,10 @@ def served(
     engine.settle()
     assert engine.promises.conductor.num_waiting == engine.promises.conductor.decoding.num_running == 0
     return came
+
+
+def moves_at(tokens_per_s: float) -> TransferFit | None:
+    return TransferFit(TransferTime.at_rate(tokens_per_s)) if tokens_per_s else None
 
 
 def tokens_of(prompt: KnownPrompt) -> list[int]:
@@ -100,7 +104,7 @@ def simulated(
     **rules: object,
 ) -> Served:
     one = conductor(workers, pages=pages, instances=1, decode_s=decode_s, **rules)  # type: ignore[arg-type]
-    one.tokens_per_s = tokens_per_s
+    one.transfers = moves_at(tokens_per_s)
     requests = played(one, arrivals, instances=1).requests
     decoded = [not r.refused for r in requests]
     return Served([r.ttft_s if d else math.inf for r, d in zip(requests, decoded, strict=True)],

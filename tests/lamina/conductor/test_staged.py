@@ -6,7 +6,7 @@ import pytest
 
 from lamina.engine.conductor import Conductor, ConductorRules, KnownPrompt
 from lamina.engine.conductor.directory import Directory
-from lamina.engine.conductor.estimate import ONE_STAGE, PrefillFit, PrefillTime, StagedPrefill
+from lamina.engine.conductor.estimate import ONE_STAGE, PrefillFit, PrefillTime, StagedPrefill, TransferTime
 from lamina.engine.conductor.overload import DecodePool, TokenTime
 from lamina.sim.pools.run import PoolTruth, SimulatedPools, TracedPrompt
 
@@ -18,12 +18,12 @@ def pools(staged: StagedPrefill) -> SimulatedPools:
         rules=ConductorRules(policy="auto"),
         directory=Directory(1, 1000),
         fit=PrefillFit(STAGE),
-        tokens_per_s=0.0,
+        transfers=None,
         decoding=DecodePool(1, TokenTime(0.0, 0.0, 0.0), 0.0),
         num_workers=1,
         staged=staged,
     )
-    return SimulatedPools(conductor, PoolTruth(STAGE, 0.0))
+    return SimulatedPools(conductor, PoolTruth(STAGE, TransferTime(0.0, 0.0)))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])

@@ -16,9 +16,10 @@ from lamina.engine.blocks.prompt_store import PromptKeys, PromptStore
 from lamina.engine.conductor import KnownPrompt
 from lamina.engine.conductor.choice import PromptChoice
 from lamina.engine.conductor.directory import Directory
+from lamina.engine.conductor.estimate import TransferFit, TransferTime
 from lamina.engine.engine import Engine
 from lamina.engine.prefill import Prefill
-from lamina.engine.promises import NO_TRANSFER, Promises
+from lamina.engine.promises import Promises
 from lamina.engine.sequence import Sequence
 from lamina.engine.wire import ViewChanged
 from lamina.protocol.beginnings import can_fetch
@@ -274,7 +275,8 @@ def test_a_holder_that_has_given_up_since_the_arrival_is_not_asked(given_up: boo
 def conducted(workers: int) -> tuple[Prefill, Desk]:
     """Workers whose stores are on a desk."""
     desk, promises = Desk(kept=20, workers=workers), Promises(workers)
-    promises.conductor.directory, promises.keys, promises.conductor.tokens_per_s = desk.directory, desk.keys, 1e6
+    promises.conductor.directory, promises.keys = desk.directory, desk.keys
+    promises.conductor.transfers = TransferFit(TransferTime.at_rate(1e6))
     return Prefill(workers, 8, 1, promises, desk.stores), desk
 
 
@@ -378,7 +380,7 @@ def test_who_takes_the_place_of_a_lost_worker_may_have_another_store(blocks: int
     wire = StoreWire(clock, blocks, later)
     options = {"transport": "shm", "block_size": PAGE, "prefill_chunk": 8, "prefill_workers": 1, "max_num_seqs": 8}
     engine = Engine(wire, make_config(options), clock)
-    engine.promises.conductor.tokens_per_s = learned = 7.0
+    engine.promises.conductor.transfers = learned = TransferFit(TransferTime(0.5, 7.0))
     for part in range(2):
         for number in range(6):
             engine.add([part, number] * 25, SamplingParams(max_tokens=2, ignore_eos=True))
@@ -388,5 +390,5 @@ def test_who_takes_the_place_of_a_lost_worker_may_have_another_store(blocks: int
         if not part:
             engine.look()
     keeps = later > 28
-    assert engine.promises.conductor.tokens_per_s == (learned if keeps else NO_TRANSFER)
+    assert engine.promises.conductor.transfers is (learned if keeps else None)
     assert (engine.promises.keys is not None) == keeps, "else the Conductor counts on pages that nobody has"
