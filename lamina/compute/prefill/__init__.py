@@ -180,6 +180,8 @@ class PrefillWorker:
         self._trace = trace
         self._links, self._view = links, view
         self._comes: Callable[[float], bool] = _is_here
+        self._before = 0  # stages
+        self._waits_since: float | None = None  # for the stage before
         self._timeout_s = timeout_s
         self._clock = clock
         self._computed: deque[StepDone] = deque()  # not stored everywhere yet
@@ -194,16 +196,16 @@ class PrefillWorker:
         """
         self._attention.connect(pool, keep)
         self._worker.connect(self._attention, view)
-        self._links, self._view, self._comes = links, view, _is_here
+        self._links, self._view, self._comes, self._waits_since = links, view, _is_here, None
         self._computed.clear()
         self._stored, self._fetch_s = [-1] * len(links), self._attention.fetch_s
 
-    def line_up(self, ring: Ring, comes: Callable[[float], bool]) -> None:
+    def line_up(self, ring: Ring, comes: Callable[[float], bool], before: int) -> None:
         """The stages before and behind are met under this view. ``comes``: whether what the next slice needs is there,
-        or comes within so many seconds.
+        or comes within so many seconds, from the last of so many stages ``before`` this one.
         """
         self._worker.connect(self._attention, self._view, ring)
-        self._comes = comes
+        self._comes, self._before = comes, before
 
     @property
     def has_work(self) -> bool:
@@ -216,7 +218,7 @@ class PrefillWorker:
 
     def turn(self) -> StepDone | None:
         """A slice of the chunk; returns the oldest step if that is done now. Raises ChannelError, ProtocolError."""
-        busy = self._worker.has_work and self._comes(0.0 if self._computed else PATIENCE_S)
+        busy = self._worker.has_work and self._may_run(0.0 if self._computed else PATIENCE_S)
         done = self._worker.turn() if busy else None
         if done is not None:
             if not self._computed:
@@ -244,6 +246,19 @@ class PrefillWorker:
         fetched = {"fetch_s": attention.fetch_s, "fetched_bytes": float(attention.fetched_bytes)}
         took = {"occupied_byte_s": attention.occupied.byte_s, "carry_s": worker["carry_s"]}
         return {**{name: worker[name] for name in names}, **own, **fetched, **took}
+
+    def _may_run(self, patience_s: float) -> bool:
+        """Whether what the next slice needs is there. Raises ChannelTimeout where the stages before have had their time
+        for it.
+        """
+        if self._comes(patience_s):
+            self._waits_since = None
+            return True
+        now = self._clock()
+        self._waits_since = now if self._waits_since is None else self._waits_since
+        if now - self._waits_since > (limit_s := self._before * self._timeout_s):
+            raise ChannelTimeout(f"the stage before sent nothing of a step in {limit_s:g} s")
+        return False
 
     def _is_stored(self, step: int, timeout_s: float) -> bool:
         for at, link in enumerate(self._links):

@@ -104,7 +104,7 @@ class PrefillServer(ModelServer):
             max_rows, name = self.start.batching.max_rows, self.start.name
             move = line_up(cut, order, fabric, self._stage_door, name, deadlines, max_rows)
             ring = StageRing(self._own, self._attention, move, self.staging, cut.dtype, fabric.view)
-            self._serving.line_up(ring, ring.comes)
+            self._serving.line_up(ring, ring.comes, self.start.number % self.start.topology.prefill_pipeline)
         if order.peers and self._door is not None:
             timeout_s, start = deadlines.step_timeout_s, self.around.start
             beginnings = Beginnings(self._store, self.staging, timeout_s, start, self.trace)

@@ -24,6 +24,9 @@ class FakeWorker:
     def has_work(self) -> bool:
         return bool(self.left)
 
+    def connect(self, *others: object) -> None:
+        pass
+
     def turn(self) -> StepDone:
         return self.left.popleft()
 
@@ -95,6 +98,32 @@ def test_a_memory_worker_that_never_stores_is_named() -> None:
     now[0] += 2.0
     with pytest.raises(ChannelTimeout, match="memory worker 1 did not store K and V in 1 s"):
         worker.turn()
+
+
+def test_a_stage_waits_for_those_before_it_as_long_as_they_may_take() -> None:
+    """A step's time for each of two; what it is waited for begins anew with each slice."""
+    worker, (link,), now = make(2, links=1, timeout_s=1.0)
+    here = False
+
+    def comes(timeout_s: float) -> bool:
+        now[0] += timeout_s
+        return here
+
+    worker.line_up(SimpleNamespace(), comes, before=2)  # type: ignore[arg-type]
+    assert worker.turn() is None
+    now[0] += 1.9
+    assert worker.turn() is None, "both may need their time"
+    here = True
+    assert worker.turn() is None, "computed, and not stored"
+    link.keys.append(Key(Kind.STORED, 0))
+    here = False
+    assert worker.turn() is not None
+    now[0] += 1.9
+    assert worker.turn() is None
+    now[0] += 0.2
+    with pytest.raises(ChannelTimeout, match="the stage before sent nothing of a step in 2 s"):
+        worker.turn()
+    assert worker.has_work
 
 
 def test_a_prompt_occupies_what_it_has_so_far_for_as_long_as_it_is_computed() -> None:
