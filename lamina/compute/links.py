@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from lamina.buffers import part_of, tensor_over
-from lamina.netstack import Arrival, Channel, ChannelTimeout
+from lamina.netstack import Arrival, Channel, ChannelError, ChannelTimeout
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.codec import Part
 from lamina.protocol.plan import (
@@ -25,6 +25,10 @@ from lamina.protocol.plan import (
 
 class RefusedError(Exception):
     """A memory worker refused a Bind or a step; its reason is the text."""
+
+
+class LacksError(ChannelError):
+    """A peer lives, and has not what the driver thinks that it has."""
 
 
 def next_of_view(channel: Channel, view: int, timeout_s: float) -> Arrival:

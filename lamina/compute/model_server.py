@@ -51,7 +51,7 @@ from lamina.workers.staging import Staging, open_staging
 from lamina.workers.surroundings import HERE, Surroundings
 from lamina.workers.view import ViewFabric
 
-from .links import RefusedError
+from .links import LacksError, RefusedError
 from .passes import passes
 
 MESSAGES = StartCompute | RunRound | Connect | MeetPrefill | Halt | AskStats | AskClock | AskTrace | Stop
@@ -319,7 +319,8 @@ class ModelServer:
             raise error
         self._broken = True
         self._in_view.leave(f"{self.role}: {error}")
-        self.service.link.send(Broken(view=self._in_view.view, text=str(error)))
+        lacks = isinstance(error, LacksError)
+        self.service.link.send(Broken(view=self._in_view.view, text=str(error), lacks=lacks))
 
     def _take_messages(self) -> bool:
         """Handle the messages that have come; waits for one where there is nothing else to do. Whether to go on."""

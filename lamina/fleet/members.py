@@ -307,6 +307,8 @@ class Members:
         """
         if self.lost:  # whose channels ended with it
             return next(iter(self.lost.values()))
+        if message.lacks:
+            return LostError(f"{member.name} has met what the driver did not know: {message.text}", [], ended=True)
         others = {id(m.link): m for m in self._members if m is not member and m not in self.lost}
         deadline = self._clock() + CAUSE_S
         while (left := deadline - self._clock()) > 0.0:

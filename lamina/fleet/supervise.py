@@ -68,7 +68,8 @@ class Supervisor:
         if not self._is_curable(loss):
             return False
         known = {*self._members.lost, *self._known(loss)}
-        return all(m.on_loan for m in {*known, *loss.members}) or self._recoveries.allow(known)
+        each = {*known, *loss.members}
+        return (bool(each) and all(m.on_loan for m in each)) or self._recoveries.allow(known)
 
     def last_words(self, loss: LostError) -> str:
         """About a run that ends by ``loss``."""
@@ -87,7 +88,9 @@ class Supervisor:
         lost = self._members.lost
         late = [m for m in loss.members if m not in lost and not loss.ended]
         each = {*lost, *loss.members}
-        if not each or (late and self._recoveries.under_way):
+        if not each:
+            return loss.ended  # of a view: nobody is lost, and all meet anew
+        if late and self._recoveries.under_way:
             return False
         return all(x.ended for x in lost.values()) and all(map(self._cohort.may_replace, each))
 

@@ -176,10 +176,13 @@ class Halted(msgspec.Struct, frozen=True, kw_only=True, tag="halted"):
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
-    """Compute or prefill worker -> driver: a channel of ``view`` has ended. It waits for Halt, Connect, or its end."""
+    """Compute or prefill worker -> driver: a channel of ``view`` has ended. It waits for Halt, Connect, or its end.
+    ``lacks``: nobody is lost, but a worker has not what the driver thinks that it has.
+    """
 
     view: int
     text: str
+    lacks: bool = False
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):

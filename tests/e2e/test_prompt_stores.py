@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from lamina import LLM, SamplingParams
 from lamina.engine.conductor import ConductorRules
+from lamina.memory.pages.stored_blocks import StoredBlocks
 from lamina.observe.trace import Event
 from lamina.observe.tripwire import TRIPWIRE, Tripwire
 
@@ -89,3 +91,31 @@ def test_completions_of_one_prompt_compute_it_once(llama_path: Path) -> None:
     with LLM(str(llama_path), transport="loopback", prefill_workers=1, prefill_chunk=32) as llm:
         assert len({tuple(one.token_ids) for one in llm.generate([prompt], params)[0].outputs}) > 1
         assert llm.stats()["prefill-0"]["rows"] == len(prompt)
+
+
+def test_what_the_driver_thinks_is_there_and_is_not_costs_no_worker(
+    llama_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that is wrong: the prompt is computed instead, what decodes goes on, and nobody is replaced."""
+    prompts, had, gone = asked(1, 5), StoredBlocks.ids, list[int]()
+
+    def forgetful(blocks: StoredBlocks, sequence: int, first: int, count: int) -> list[Sequence[int]] | None:
+        if threading.current_thread().name == "lamina-answer" and not gone:
+            gone.append(sequence)
+            return None
+        return had(blocks, sequence, first, count)
+
+    with LLM(str(llama_path), transport="loopback", prefill_workers=2, prefill_chunk=32, deterministic=True) as llm:
+        llm.engine.promises.promise(ConductorRules(policy="mooncake"))
+        before, view, runs = list(llm.pools._members), llm.engine.scheduler.view, list[list[list[int]]]()
+        for patched in (False, True):
+            llm.reset_prefix_cache()
+            begun = llm.generate(prompts[:1], GREEDY)
+            if patched:
+                monkeypatch.setattr(StoredBlocks, "ids", forgetful)
+            runs.append([o.outputs[0].token_ids for o in begun + llm.generate(prompts[1:], GREEDY)])
+        assert gone
+        assert runs[0] == runs[1]
+        assert list(llm.pools._members) == before, "all are who they were"
+        assert llm.engine.scheduler.view > view
+        assert llm.engine.promises.replicas, "and what others have is fetched again"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
+from lamina.compute.links import LacksError
 from lamina.memory.pages.stored_blocks import StoredBlocks
 from lamina.memory.store import Store
 from lamina.netstack import Channel, ChannelError, Geometry, PeerFault, Reception, Terms
@@ -138,7 +139,7 @@ class Beginnings:
         try:
             kind, at, number, said = _TAG.unpack_from(arrival.tag)
             if kind == PartKind.GONE:
-                raise PeerFault(f"prefill worker {due.op.worker} has no such tokens: {due.op}")
+                raise LacksError(f"prefill worker {due.op.worker} has no such tokens: {due.op}")
             came = (kind, at, number, arrival.data.nbytes)
             if came != (PartKind.BLOCKS, layer, part, wanted) or said != checksum(arrival.data):
                 raise PeerFault(

@@ -24,7 +24,7 @@ from lamina.fleet.seats import staying
 from lamina.fleet.standing import STOPPED_S, StandingStill
 from lamina.fleet.supervise import Supervisor
 from lamina.observe.collect import Tracer
-from lamina.protocol.control import ComputeReady, Connect, Failed, Halt, StartCompute, StartMemory, StepDone
+from lamina.protocol.control import Broken, ComputeReady, Connect, Failed, Halt, StartCompute, StartMemory, StepDone
 from lamina.protocol.plan import Keep
 
 KEEP = [Keep(4, 17), Keep(9, 3)]
@@ -336,6 +336,22 @@ def test_a_way_that_has_ended_between_two_that_live_costs_the_compute_worker() -
     run.supervisor.halt(loss)
     run.check(run.whole(run.supervisor.resume(KEEP)))
     assert sayer.ended
+
+
+def test_where_one_lacks_what_it_should_have_all_meet_anew_and_nobody_is_replaced() -> None:
+    run = Run(max_recoveries=2)
+    everybody = list(run.members)
+    for _ in range(2):
+        asker = run.now("prefill", 0)
+        asker.inbox.append(Broken(view=run.cohort.view, text="no such tokens", lacks=True))
+        _, ready = run.recover()
+        run.check(ready)
+        assert list(run.members) == everybody
+    run.now("prefill", 0).inbox.append(Broken(view=run.cohort.view, text="no such tokens", lacks=True))
+    loss = run.loss()
+    assert not run.supervisor.may_make_good(loss), "not for ever"
+    assert "no such tokens" in str(loss)
+    assert "--max-recoveries 2" in run.supervisor.last_words(loss)
 
 
 def test_one_that_says_why_it_has_failed_is_not_replaced() -> None:

@@ -13,6 +13,7 @@ import torch
 from memory_peer import WAIT_S, bind, shape
 
 from lamina import netstack
+from lamina.compute.links import LacksError
 from lamina.compute.prefill import OwnAttention, beginnings
 from lamina.compute.prefill.beginnings import Beginnings, prompts_name, prompts_reception
 from lamina.memory.pages.stored_blocks import StoredBlocks
@@ -142,7 +143,7 @@ def test_what_has_come_counts_under_all_views_and_for_no_slice() -> None:
 @pytest.mark.parametrize(("sequence", "count"), [(2, 16), (1, STORED + 16)])
 def test_what_is_not_there_is_told_by_whoever_is_asked(sequence: int, count: int) -> None:
     """As where a directory would name what is gone: nobody goes on with other K and V."""
-    with met(2) as workers, pytest.raises(PeerFault, match="prefill worker 0 has no such tokens"):
+    with met(2) as workers, pytest.raises(LacksError, match="prefill worker 0 has no such tokens"):
         workers[1].fetch(Fetch(5, 0, count, 0, sequence))
 
 
