@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -119,3 +121,21 @@ def test_what_the_driver_thinks_is_there_and_is_not_costs_no_worker(
         assert list(llm.pools._members) == before, "all are who they were"
         assert llm.engine.scheduler.view > view
         assert llm.engine.promises.replicas, "and what others have is fetched again"
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "prefill-1"])
+def test_a_worker_that_stands_still_is_replaced_while_the_other_serves(victim: str, llama_path: Path) -> None:
+    """Who has the document, or who is to have it: in time of a stop, and not of a step."""
+    prompts = asked(1, 6)
+    with LLM(str(llama_path), prefill_workers=2, prefill_chunk=32, deterministic=True) as llm:
+        llm.engine.promises.promise(ConductorRules(policy="mooncake"))
+        runs = list[list[list[int]]]()
+        for stops in (False, True):
+            llm.reset_prefix_cache()
+            begun = llm.generate(prompts[:1], GREEDY)
+            pids = llm.pools.pids
+            if stops:
+                os.kill(pids[victim], signal.SIGSTOP)
+            runs.append([o.outputs[0].token_ids for o in begun + llm.generate(prompts[1:], GREEDY)])
+        assert [worker for worker, pid in llm.pools.pids.items() if pid != pids[worker]] == [victim]
+        assert runs[0] == runs[1]
