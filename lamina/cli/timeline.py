@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from lamina.engine.conductor.reasons import CHOICE
 from lamina.observe.analysis import Report, analyse
 from lamina.observe.page import page, report_json
 from lamina.observe.perfetto import read
 from lamina.observe.states import STATES
+from lamina.observe.trace import Note
 
 from .flags import check_writable
 
@@ -19,6 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", help="a file that was written with --trace or LAMINA_TRACE")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page with the picture to FILE; it needs no other file")
+    parser.add_argument(
+        "--choices",
+        action="store_true",
+        help="print of each request who computed its prompt and why, and where it decoded",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check the trace, say what would be written, and exit")
 
 
@@ -33,8 +43,41 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.html:
         Path(args.html).write_text(page(recording, report, Path(args.trace).name))
-    print(json.dumps(report_json(report), indent=2) if args.json else report_text(report))
+    if args.json:
+        choices = [{"at_s": note.at, "event": note.name, **note.said} for note in recording.notes]
+        print(json.dumps({**report_json(report), "choices": choices}, indent=2))
+    else:
+        print("\n".join([report_text(report), *choices_text(recording.notes, each=args.choices)]))
     return 0
+
+
+def choices_text(notes: Sequence[Note], *, each: bool) -> list[str]:
+    """Who computed how many prompts, and why; ``each``: a line for each of them besides."""
+    whys = [(n.said["by"], n.said["reason"]) if n.name == CHOICE else ("refused", n.said["limit"]) for n in notes]
+    counted = Counter(whys)
+    lines = ["", "prompts, by who computed them and why:"] if counted else []
+    lines += [f"  {by:<12}{why:<42}{count:>7}" for (by, why), count in sorted(counted.items())]
+    return [*lines, *([""] if each else []), *(_choice(note) for note in (notes if each else ()))]
+
+
+def _choice(note: Note) -> str:
+    said = note.said
+    name = f"request {said['request']}" + (f".{said['completion']}" if said["completion"] else "")
+    asked = f"{name}, {said['tokens']} tokens: "
+    if note.name != CHOICE:
+        return f"{asked}refused by {said['limit']}, first token foreseen after {_ms(said['ttft_s'])}{_prices(said)}"
+    moved = f" ({said['moved']} tokens from {said['source']})" if said.get("moved") else ""
+    foreseen = f", first token foreseen after {_ms(said['ttft_s'])}" if "ttft_s" in said else ""
+    memory = ", ".join(map(str, said["memory"]))
+    return (
+        f"{asked}{said['by']}, {said['reason']}{moved}, {said['cached']} tokens there{foreseen}{_prices(said)}; batch "
+        f"{said['batch']} of {len(said['batch_loads'])}, memory workers {memory}: {said['lane_reason']}"
+    )
+
+
+def _prices(said: dict[str, Any]) -> str:
+    ways = [f"prefill-{way['worker']} {way['way']} {_ms(way['ttft_s'])}" for way in said["prices"]]
+    return f"; ways: {', '.join(ways)}" if ways else ""
 
 
 def report_text(report: Report) -> str:

@@ -319,8 +319,7 @@ class ModelServer:
             raise error
         self._broken = True
         self._in_view.leave(f"{self.role}: {error}")
-        lacks = isinstance(error, LacksError)
-        self.service.link.send(Broken(view=self._in_view.view, text=str(error), lacks=lacks))
+        self.service.link.send(Broken(self._in_view.view, str(error), isinstance(error, LacksError)))
 
     def _take_messages(self) -> bool:
         """Handle the messages that have come; waits for one where there is nothing else to do. Whether to go on."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from msgspec import structs
 
+from lamina.observe.trace import Recorder
 from lamina.protocol.beginnings import prompt_room
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.control import ComputeReady
@@ -23,6 +24,7 @@ from .blocks.prompt_store import PromptKeys, PromptStore
 from .blocks.swaps import Swaps
 from .blocks.tier import Tier
 from .conductor.estimate import StagedPrefill, TransferFit, TransferTime
+from .conductor.reasons import Reasons
 from .prefill import Prefill
 from .promises import Promises
 from .scheduler import Scheduler
@@ -113,7 +115,13 @@ def scheduler_of(
         view=info.view,
     )
     promises.pooled, promises.shared = prefixes.length_of, prefixes.shared
+    _explain(promises, info)
     return scheduler
+
+
+def _explain(promises: Promises, info: ComputeReady) -> None:
+    if promises.reasons:
+        promises.reasons.info = info
 
 
 def _stores(config: EngineConfig, info: ComputeReady, promises: Promises, page: int) -> list[PromptStore]:
@@ -149,6 +157,7 @@ def renew_stores(scheduler: Scheduler, config: EngineConfig, info: ComputeReady,
     """``info`` with the stores that prefill workers have now. A worker that has taken a lost one's place may have
     another size of it; behind the loss all are empty.
     """
+    _explain(scheduler.prefill.promises, info)
     if stores == info.stores:
         return info
     info = structs.replace(info, stores=stores)
@@ -156,10 +165,12 @@ def renew_stores(scheduler: Scheduler, config: EngineConfig, info: ComputeReady,
     return info
 
 
-def promises_of(config: EngineConfig, clock: Callable[[], float]) -> Promises:
-    """Nothing is promised at first. ``clock``: seconds, for what prompts take."""
+def promises_of(config: EngineConfig, clock: Callable[[], float], trace: Recorder) -> Promises:
+    """Nothing is promised at first. ``clock``: seconds, for what prompts take. ``trace``: of its reasons."""
     staged = StagedPrefill(config.topology.prefill_pipeline, config.batching.prefill_chunk)
-    return Promises(config.topology.prefill_groups, config.batching.max_num_seqs, clock, staged)
+    promises = Promises(config.topology.prefill_groups, config.batching.max_num_seqs, clock, staged)
+    promises.reasons = Reasons(trace.note) if trace.notes is not None else None
+    return promises
 
 
 def _prefixes(config: EngineConfig, ledger: BlockTables, clock: Callable[[], float]) -> Prefixes:

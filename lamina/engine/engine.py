@@ -45,7 +45,7 @@ class Engine:
         self._ledger = blocks_of(self.info)
         self._tuner: Tuner | None = None
         num_batches = 1 if config.topology.plans else config.topology.most_batches
-        self.promises = promises_of(config, clock)
+        self.promises = promises_of(config, clock, trace)
         self.scheduler = scheduler_of(config, self.info, self._ledger, num_batches, self.promises, clock)
         stripe = self.info.stripe * self.info.block_size * self._ledger.num_lanes
         self._overflow = overflow_of(config.overflow, self.info.max_model_len, stripe)

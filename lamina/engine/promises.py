@@ -20,6 +20,7 @@ from .conductor.choice import PromptChoice, begins_s
 from .conductor.directory import Directory
 from .conductor.estimate import ONE_STAGE, PrefillFit, PrefillTime, StagedPrefill, StepFit, TransferFit
 from .conductor.overload import NO_LIMITS, DecodePool, TokenTime
+from .conductor.reasons import INLINE, AskedPrompt, Reasons, Seat
 from .sequence import Sequence
 
 NO_BOUND = 1 << 62  # pages of a worker: its store says what it gives up
@@ -31,6 +32,7 @@ class _Booking(NamedTuple):
     at_s: float
     ttft_s: float  # that was expected
     shares: bool = False  # another completion of the request computes its prompt
+    prices: Several[PromptChoice] = ()  # of all ways, where somebody wants to know
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Promises:
         self.keys: PromptKeys | None = None  # of what prefill workers keep of prompts; None: nothing
         self.shared: Callable[[Sequence], int] = lambda sequence: 0  # those that completions of a request compute once
         self.limited = False
+        self.reasons: Reasons | None = None  # of all choices; None: nobody wants to know
         directory = Directory(max(1, num_workers), NO_BOUND)
         self.conductor = _conductor(directory, ConductorRules(policy="auto"), staged)
         self._clock, self._max_num_seqs, self._apart = clock, max_num_seqs, num_workers > 0
@@ -97,6 +100,8 @@ class Promises:
         most, ahead = min(self._max_num_seqs, places(max(1, own))), self._ahead(prompt) + len(self._decoding)
         choice, room_s = self.conductor.choose(prompt, now), decoding.room_s(most, ahead) if ahead else 0.0
         if (refusal := self.conductor.refuses(prompt, choice, now, room_s)) is not None:
+            if self.reasons:
+                self.reasons.refused(_asked(sequences[0]), refusal, self.conductor.prices(prompt, now))
             raise OverloadedError(refusal)
 
     def _ahead(self, prompt: KnownPrompt) -> int:
@@ -114,8 +119,9 @@ class Promises:
             else:
                 choice = self.conductor.choose(prompt, now)
                 self._first.setdefault(sequence.request_id, sequence)
+            prices = self.conductor.prices(prompt, now) if self.reasons else ()
             self.conductor.book(sequence, prompt, choice, now)
-            self._booked[sequence] = _Booking(choice, now, choice.ttft_s, shares)
+            self._booked[sequence] = _Booking(choice, now, choice.ttft_s, shares, prices)
         return self._booked[sequence].choice.worker
 
     def _behind(self, first: Sequence, prompt: KnownPrompt, now: float) -> PromptChoice:
@@ -126,6 +132,23 @@ class Promises:
         own_s = 0.0 if self._apart else at.prefill_s - self.conductor.fit.law.a
         ttft_s, reason = begins_s(at.queue_s, at.transfer_s, 0.0) + own_s, "shared with another completion"
         return at._replace(prefill_s=own_s, fill_s=0.0, ttft_s=ttft_s, reason=reason)
+
+    def seated(self, sequence: Sequence, seat: Seat, *, apart: bool) -> None:
+        """It is chosen where a sequence decodes; ``apart``: its worker computes the prompt, else compute workers do."""
+        if self.reasons is None:
+            return
+        booked, cached = self._booked.get(sequence), sequence.num_cached
+        prices = booked.prices if booked else ()
+        if not booked and self._apart:
+            prices = self.conductor.prices(self._known(sequence), self._clock())
+        choice = booked.choice if booked and (apart or not self._apart) else None
+        if choice is not None and apart:
+            by, why = f"prefill-{choice.worker}", choice.reason
+        elif self._apart:
+            by, why = INLINE, "a short rest, where its beginning lies" if cached else "a row alone"
+        else:
+            by, why = INLINE, "no prefill workers"
+        self.reasons.taken(_asked(sequence), cached, by, why, choice, prices, seat)
 
     def is_booked(self, sequence: Sequence) -> bool:
         """Whether a worker is to compute its prompt, for it alone or for others too."""
@@ -289,6 +312,10 @@ class Promises:
         self._since_s = now
         if self._inline:
             self.begun(next(iter(self._inline)))
+
+
+def _asked(sequence: Sequence) -> AskedPrompt:
+    return AskedPrompt(sequence.request_id, sequence.output.index, sequence.num_promised)
 
 
 def _conductor(

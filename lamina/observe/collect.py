@@ -71,7 +71,8 @@ class Tracer:
         """Write the file, if there is anything to write. Raises OSError."""
         ordered, self._spans = sorted(self._spans, key=lambda s: s.start), []
         if ordered:
-            write(self.path, Recording(ordered, self._dropped, self._clocks, span_cost_s()))
+            notes = list(self.recorder.notes or ())
+            write(self.path, Recording(ordered, self._dropped, self._clocks, span_cost_s(), notes))
 
     def _take(self, name: str, trace: Trace) -> None:
         clock = self._clocks.get(name)

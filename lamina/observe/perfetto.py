@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .trace import ENGINE, ClockOffset, Event, Recording, Span
+from .trace import ENGINE, ClockOffset, Event, Note, Recording, Span
 
 FORMAT = 1
+NOTE = "NOTE"  # the category of one
 LANES = ("work", "messages", "waiting", "pages", "saves")
 MESSAGES = {Event.SEND_PLAN, Event.SEND_Q, Event.SEND_KV, Event.RECEIVE_O, Event.SEND_O}
 WAITING = {
@@ -88,7 +89,7 @@ def write(path: str, recording: Recording) -> None:
     }
     with open(path, "w") as f:
         f.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(head)},"traceEvents":[\n')
-        f.write(",\n".join(json.dumps(e, separators=(",", ":")) for e in _trace_events(recording.spans, base)))
+        f.write(",\n".join(json.dumps(e, separators=(",", ":")) for e in _trace_events(recording, base)))
         f.write("\n]}\n")
 
 
@@ -101,13 +102,15 @@ def read(path: str) -> Recording:
             raise ValueError(f"{path}: trace format {head['lamina_trace']}, this version reads {FORMAT}")
         clocks = {n: ClockOffset(c["offset_s"], c["uncertainty_s"]) for n, c in head["clocks"].items()}
         spans = list(_spans(data["traceEvents"], head["start_s"]))
-        return Recording(spans, head["dropped"], clocks, head["span_cost_s"])
+        notes = list(_notes(data["traceEvents"], head["start_s"]))
+        return Recording(spans, head["dropped"], clocks, head["span_cost_s"], notes)
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as e:
         raise ValueError(f"{path} is not a trace of lamina ({type(e).__name__}: {e}): make one with --trace") from e
 
 
-def _trace_events(spans: list[Span], base: float) -> Iterator[dict[str, Any]]:
-    devices = sorted({s.device for s in spans}, key=order)
+def _trace_events(recording: Recording, base: float) -> Iterator[dict[str, Any]]:
+    spans = recording.spans
+    devices = sorted({*(s.device for s in spans), *(ENGINE for _ in recording.notes)}, key=order)
     pids = {device: i + 1 for i, device in enumerate(devices)}
     for device, pid in pids.items():
         yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": device}}
@@ -127,6 +130,9 @@ def _trace_events(spans: list[Span], base: float) -> Iterator[dict[str, Any]]:
             "ts": round(start, 3), "dur": round(end - start, 3), "args": args,
         }  # fmt: skip
         yield from _arrow(span, place, start, sent)
+    for note in recording.notes:
+        at = {"pid": pids[ENGINE], "tid": lane(Event.SCHEDULE), "ts": round((note.at - base) * 1e6, 3)}
+        yield {"ph": "i", "s": "p", "name": note.name, "cat": NOTE, **at, "args": note.said}
 
 
 def _arrow(span: Span, place: dict[str, int], start: float, sent: set[str]) -> Iterator[dict[str, Any]]:
@@ -148,6 +154,12 @@ def _arrow(span: Span, place: dict[str, int], start: float, sent: set[str]) -> I
 
 def _value(args: dict[str, Any]) -> int:
     return next((args[unit] for unit in (*_UNITS.values(), "bytes") if unit in args), 0)
+
+
+def _notes(events: Iterable[dict[str, Any]], base: float) -> Iterator[Note]:
+    for e in events:
+        if e["ph"] == "i" and e["cat"] == NOTE:
+            yield Note(base + e["ts"] / 1e6, e["name"], e["args"])
 
 
 def _spans(events: Iterable[dict[str, Any]], base: float) -> Iterator[Span]:

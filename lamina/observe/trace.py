@@ -16,11 +16,13 @@ import enum
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 ENGINE = "engine"  # the driver's device name; workers are "compute-0", "memory-1"
+NOTES = 1 << 14  # that a process keeps, the newest ones
 CAPACITY = 1 << 18  # records of a process: 12 MiB, of which only the pages in use are ever touched
 FLIP = 255  # no Event, as it is never recorded: a drill wants a memory worker to damage its KV
 _NATIVE = struct.Struct("=qqqqqq")
@@ -85,6 +87,14 @@ class Span(NamedTuple):
     end: float
 
 
+class Note(NamedTuple):
+    """Something that the engine has decided, and when; in names, with numbers, text and lists as JSON has them."""
+
+    at: float
+    name: str
+    said: dict[str, Any]
+
+
 ROUNDING_S = 1e-9  # of differences of times
 
 
@@ -106,13 +116,14 @@ class Recording:
     """The spans of all devices on the engine's clock, by their start.
 
     ``dropped``: device -> spans that a full recorder has lost, the oldest ones. ``span_cost_s``: seconds that recording
-    one span took.
+    one span took. ``notes``: of the engine.
     """
 
     spans: list[Span]
     dropped: dict[str, int]
     clocks: dict[str, ClockOffset]
     span_cost_s: float
+    notes: Sequence[Note] = ()
 
 
 class Recorder:
@@ -124,6 +135,7 @@ class Recorder:
         self._data = bytearray(capacity * _RECORD.size)
         self._capacity = capacity
         self._count, self._adding = 0, threading.Lock()
+        self.notes: deque[Note] | None = deque(maxlen=NOTES)
 
     def add(self, event: Event, start: float, at: Moment, layer: int = -1, peer: int = -1, value: int = 0) -> float:
         """Record what ran from ``start`` until now; returns now."""
@@ -139,6 +151,11 @@ class Recorder:
             offset = self._count % self._capacity * _RECORD.size
             _RECORD.pack_into(self._data, offset, event, layer, at.batch, peer, at.step, value, start, end)
             self._count += 1
+
+    def note(self, name: str, said: dict[str, Any]) -> None:
+        """Keep some words of now. Not for what comes with every step."""
+        if self.notes is not None:
+            self.notes.append(Note(time.perf_counter(), name, said))
 
     def due(self, event: int) -> bool:
         """Whether somebody wants something done here that nothing brings by itself."""
@@ -166,6 +183,7 @@ class Silent(Recorder):
 
     def __init__(self) -> None:
         super().__init__(0)
+        self.notes = None
 
     now = staticmethod(lambda: 0.0)
 

@@ -175,14 +175,12 @@ class Halted(msgspec.Struct, frozen=True, kw_only=True, tag="halted"):
     kept: dict[int, int] = {}  # of a memory worker: sequence -> tokens whose K and V it has in all layers
 
 
-class Broken(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
-    """Compute or prefill worker -> driver: a channel of ``view`` has ended. It waits for Halt, Connect, or its end.
-    ``lacks``: nobody is lost, but a worker has not what the driver thinks that it has.
-    """
+class Broken(msgspec.Struct, frozen=True, tag="broken"):
+    """Compute or prefill worker -> driver: a channel of ``view`` has ended. It waits for Halt, Connect, or its end."""
 
     view: int
     text: str
-    lacks: bool = False
+    lacks: bool = False  # nobody is lost, but one has not what the driver thinks that it has
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
@@ -297,14 +295,12 @@ class Drawn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step-done"):
-    """The replica that ran the last slice -> driver: the tokens of one step, in the order of its draws. Or a prefill
-    worker, once all memory workers have the K and V of the step's rows.
-    """
+    """The replica of the last slice, or a prefill worker once all its K and V are stored -> driver: a step's tokens."""
 
     view: int = 0  # of the step's plan
     batch: int
     step: int
-    drawn: list[Drawn]
+    drawn: list[Drawn]  # in the order of its draws
     more: bool = False  # of the step's tokens follow, in messages of their own; see step_parts
     fetch_s: float = 0.0  # of a prefill worker: what its Fetch took
 

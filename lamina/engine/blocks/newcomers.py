@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
+from lamina.engine.conductor.reasons import Seat
 from lamina.engine.conversations.sessions import NOWHERE, POOL
 from lamina.engine.prefill import Prefill
 from lamina.engine.sequence import Sequence, Shadow
@@ -227,8 +228,11 @@ class Newcomers:
         else:
             return None
         here.left = less(here.left, fit.blocks)
+        seat = Seat(to, tuple(here.loads), fit.place, self._why(sequence, fit), here.left)
         here.loads[to] += sequence.num_promised
         self._join(here.batches, here.batches[to], sequence, fit)
+        if not isinstance(sequence, Shadow):
+            self._prefill.promises.seated(sequence, seat, apart=elsewhere)
         if elsewhere:
             self._prefill.add(sequence)
             return True
@@ -298,6 +302,13 @@ class Newcomers:
         hit = self._prefixes.match_leaf(sequence) if alike else None
         load = self._tier.find_moved(sequence) if self._tier and session is not None and hit is None else None
         return [way for way in (load, hit) if way is not None] + [None]
+
+    def _why(self, sequence: Sequence, fit: Fit) -> str:
+        """Why it begins there."""
+        if fit.hit is not None:
+            return "its beginning lies there" if isinstance(fit.hit, Hit) else "its beginning is loaded there"
+        beside = bool(sequence.kin) and self._kin.get(sequence.kin) == fit.place
+        return "beside its kin" if beside else "so all have their parts"
 
     def _join(self, batches: Several[Batch], batch: Batch, sequence: Sequence, fit: Fit) -> None:
         hit = fit.hit if isinstance(fit.hit, Hit) else None

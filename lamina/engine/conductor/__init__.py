@@ -123,7 +123,7 @@ class Conductor:
         limits, waits_s, tbt_s = self.rules.limits, max(0.0, room_s - choice.queue_s), 0.0
         ttft_s = choice.ttft_s + waits_s
         if limits.tbt_s < math.inf:
-            tbt_s = self._tbt_s(prompt, now_s, now_s + ttft_s)
+            tbt_s = self.tbt_s(prompt, now_s, now_s + ttft_s)
         if ttft_s > limits.ttft_s and choice.queue_s + waits_s > 0:
             return Refusal("ttft", ttft_s, tbt_s, max(1.0, ttft_s - limits.ttft_s))
         if tbt_s > limits.tbt_s and (self.decoding.num_running or self._booked):
@@ -202,18 +202,21 @@ class Conductor:
         """A step's time over the limit of a gap."""
         return self.decoding.tbt_s() / self.rules.limits.tbt_s
 
-    def _transfer_s(self, source: int, tokens: int, now_s: float) -> float:
-        """Of so many tokens, behind what ``source`` has to send before: who is asked by many is slow."""
-        own_s = self.transfers.law.seconds(tokens) if self.transfers else 0.0
-        return max(0.0, self._sends_until[source] - now_s) + own_s
-
-    def _tbt_s(self, prompt: KnownPrompt, now_s: float, done_s: float) -> float:
+    def tbt_s(self, prompt: KnownPrompt, now_s: float, done_s: float) -> float:
+        """A step of those that will decode with ``prompt`` at ``done_s``, when it is computed, by ``--overload``: as it
+        is foreseen now.
+        """
         if self.rules.overload == "baseline":
             return 0.0
         if self.rules.overload == "early":
             return self.decoding.select(prompt.tokens)[1]
         joining = chain(*(line.joining() for line in self._lines), [(done_s, prompt.tokens)])
         return self.decoding.tbt_at(done_s, now_s, joining)
+
+    def _transfer_s(self, source: int, tokens: int, now_s: float) -> float:
+        """Of so many tokens, behind what ``source`` has to send before: who is asked by many is slow."""
+        own_s = self.transfers.law.seconds(tokens) if self.transfers else 0.0
+        return max(0.0, self._sends_until[source] - now_s) + own_s
 
     def _relief_s(self, now_s: float, tbt_s: float) -> float:
         """Seconds until enough completions have ended, if they end evenly."""

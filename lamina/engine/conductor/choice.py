@@ -125,7 +125,7 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-class _Most(NamedTuple):
+class _MostKept(NamedTuple):
     """Who could send the most, and what is left to compute behind that, wherever it goes."""
 
     holder: int
@@ -134,9 +134,9 @@ class _Most(NamedTuple):
     fill_s: float
 
 
-def _most(asked: Question) -> _Most:
+def _most(asked: Question) -> _MostKept:
     holder = max(asked.workers, key=lambda at: at.sendable)
-    return _Most(holder.worker, holder.sendable, *_computing(asked, holder.sendable))
+    return _MostKept(holder.worker, holder.sendable, *_computing(asked, holder.sendable))
 
 
 def _computing(asked: Question, prefix: int) -> tuple[float, float]:
@@ -160,7 +160,7 @@ def alone(asked: Question, at: WorkerMatch) -> PromptChoice:
     return PromptChoice(at.worker, at.prefix, at.queue_s, 0.0, prefill_s, ttft_s, reason, fill_s=fill_s)
 
 
-def _fetching(asked: Question, at: WorkerMatch, most: _Most, *, hides: bool = True) -> PromptChoice:
+def _fetching(asked: Question, at: WorkerMatch, most: _MostKept, *, hides: bool = True) -> PromptChoice:
     """``hides``: a transfer comes while the queue is computed; Algorithm 1 adds both."""
     moved, (holder, prefix, prefill_s, fill_s) = most.prefix - at.prefix, most
     transfer_s = asked.transfer_s(holder, at.worker, moved)

@@ -14,20 +14,22 @@ from lamina.sim.clock import VirtualClock
 from lamina.sim.lossless import TOKEN, RoundLoad, SimulatedPool, leap
 
 # Room that nobody fills: what binds here are times.
-_ROOM = SimulatedPool(layers=1, blocks=1 << 18, block=128, longest=1 << 20, most=1 << 14)
+ROOM = SimulatedPool(layers=1, blocks=1 << 18, block=128, longest=1 << 20, most=1 << 14)
 
 
 class SimulatedInstance:
     """Prompts come with their KV and first token."""
 
-    def __init__(self, clock: VirtualClock, law: TokenTime, ended: Callable[[int, float], None]) -> None:
+    def __init__(
+        self, clock: VirtualClock, law: TokenTime, ended: Callable[[int, float], None], room: SimulatedPool = ROOM
+    ) -> None:
         """``ended`` is told of a completion at its last token, and the longest of its steps in seconds."""
 
         def seconds(load: RoundLoad) -> float:
             return law.seconds(load.rows, sum(step.stored for step in load.steps) - load.rows)
 
         self._clock, self._ended = clock, ended
-        self._engine, self._wire = _ROOM.engine(clock, seconds)
+        self._engine, self._wire = room.engine(clock, seconds)
         self._names = dict[int, int]()  # request of the engine -> completion
         self._longest = dict[int, float]()  # request -> seconds
         self._since_s = 0.0  # when the round in flight began

@@ -18,8 +18,9 @@ from lamina.engine.conductor.choice import NOBODY, PromptChoice
 from lamina.engine.conductor.estimate import PrefillTime, TransferTime
 from lamina.engine.conductor.overload import TokenTime
 from lamina.sim.clock import VirtualClock
+from lamina.sim.lossless import SimulatedPool
 
-from .decode import SimulatedInstance
+from .decode import ROOM, SimulatedInstance
 
 
 class TracedPrompt(NamedTuple):
@@ -31,12 +32,13 @@ class TracedPrompt(NamedTuple):
 
 
 class PoolTruth(NamedTuple):
-    """What workers really take. ``instances``: that decode; 0: nothing is decoded."""
+    """What workers really take, and have. ``instances``: that decode; 0: nothing is decoded."""
 
     prefill: PrefillTime
     transfer: TransferTime
     instances: int = 0
     decode: TokenTime = TokenTime(0.0, 0.0, 0.0)
+    room: SimulatedPool = ROOM  # of an instance
 
 
 @dataclass
@@ -50,7 +52,14 @@ class Conducted:
     longest_step_s: float = math.inf
     prefix: int = 0  # tokens that were not computed
     computed: int = 0  # tokens that were
-    ended: bool = False
+    expected_tbt_s: float = math.nan  # of a step at the end of its prompt, foreseen at its arrival
+    tbt_s: float = math.nan  # the same as it was: the mean of the instances
+    ended_s: float = math.inf
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has all its tokens."""
+        return self.ended_s < math.inf
 
 
 class LoadSample(NamedTuple):
@@ -85,7 +94,9 @@ class SimulatedPools:
         self.clock = clock or VirtualClock()
         self._conductor, self._truth, self._sample_s = conductor, truth, sample_s
         self._workers = [_SimulatedWorker() for _ in range(conductor.num_workers)]
-        self._instances = [SimulatedInstance(self.clock, truth.decode, self._ended) for _ in range(truth.instances)]
+        self._instances = [
+            SimulatedInstance(self.clock, truth.decode, self._ended, truth.room) for _ in range(truth.instances)
+        ]
         self._coming = set[int]()  # whose transfer is under way
         self._left = 0  # requests that have not come to their end
         self.requests: list[Conducted] = []
@@ -115,6 +126,8 @@ class SimulatedPools:
             request.refused = refusal.reason
             self._left -= 1
             return
+        if self._truth.instances:
+            request.expected_tbt_s = conductor.tbt_s(arrival.prompt, now, now + choice.ttft_s)
         conductor.book(number, arrival.prompt, choice, now)
         self._workers[choice.worker].line.append(number)
         if choice.source != NOBODY:
@@ -181,6 +194,7 @@ class SimulatedPools:
             return
         instance, _ = self._conductor.decoding.select(tokens)
         self._conductor.decoding.join(number, instance, tokens, self.clock.now)
+        request.tbt_s = self._conductor.decoding.tbt_s()
         if answer < 1:
             self._ended(number, 0.0)
         else:
@@ -188,7 +202,7 @@ class SimulatedPools:
 
     def _ended(self, number: int, longest_step_s: float) -> None:
         request = self.requests[number]
-        request.longest_step_s, request.ended = longest_step_s, True
+        request.longest_step_s, request.ended_s = longest_step_s, self.clock.now
         self._conductor.decoding.leave(number, self.clock.now, request.arrival.answer)
         self._left -= 1
 
