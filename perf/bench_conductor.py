@@ -114,6 +114,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
         **_told("served", [s.real_s for s in served]),
         **_told("simulated", simulated),
         "expected_off": median(abs(s.expected_s - s.real_s) / s.real_s for s in served if math.isfinite(s.expected_s)),
+        "first_tokens": [[round(s.expected_s, 3), round(s.real_s, 3)] for s in served if math.isfinite(s.expected_s)],
         "same_verdict": sum((a.real_s < math.inf) == (b < math.inf) for a, b in zip(served, simulated, strict=True)),
         "law": engine.promises.conductor.fit.law._asdict(),
         "cpu_pressure_avg10": cpu_pressure(),
