@@ -17,7 +17,9 @@ perf/results/model_mooncake.jsonl.
 from __future__ import annotations
 
 import argparse
+import math
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import chain, pairwise
@@ -32,7 +34,7 @@ from lamina.engine.conductor.overload import DecodePool, TokenTime
 from lamina.facts.hardware import DEVICES
 from lamina.request import SamplingParams
 from lamina.sim.clock import VirtualClock
-from lamina.sim.lossless import RoundLoad, SimulatedPool
+from lamina.sim.lossless import RoundLoad, SimulatedPool, leap
 from lamina.sim.pools.run import PoolTruth, SimulatedPools, TracedPrompt
 
 CARDS, FLOPS_SHARE, READ_SHARE, IN_USE = 8, 0.5, 0.8, 0.9  # of a host; of peak; of memory
@@ -220,18 +222,20 @@ def coupled(host: HostLaws, hosts: int, chunk: int, limits: Limits, arrivals: li
 
 def _alone(pool: SimulatedPool, host: HostLaws, arrivals: list[TracedPrompt], limits: Limits) -> Lateness:
     clock = VirtualClock()
-    engine, _ = pool.engine(clock, host.round_s)
+    engine, wire = pool.engine(clock, host.round_s)
     told: dict[int, tuple[TracedPrompt, list[float]]] = {}
-
-    def arrive(arrival: TracedPrompt) -> None:
-        params = SamplingParams(max_tokens=arrival.answer, ignore_eos=True, temperature=0)
-        told[engine.add([0] * arrival.prompt.tokens, params)] = arrival, []
-
-    for arrival in arrivals:
-        clock.later(arrival.at_s, lambda arrival=arrival: arrive(arrival))  # type: ignore[misc]
-    while engine.has_work or clock.advance():
-        for output in engine.step() if engine.has_work else []:
+    left = deque(arrivals)
+    while left or engine.has_work:
+        if not engine.has_work:
+            clock.now = max(clock.now, left[0].at_s)
+        while left and left[0].at_s <= clock.now:
+            params = SamplingParams(max_tokens=left[0].answer, ignore_eos=True, temperature=0)
+            told[engine.add([0] * left[0].prompt.tokens, params)] = left.popleft(), []
+        for output in engine.step():
             told[output.request_id][1].append(clock.now)
+        times = leap(engine, wire, left[0].at_s if left else math.inf)  # rounds that are all alike
+        for sequence in engine.scheduler.running if times else []:
+            told[sequence.request_id][1].extend(times)
     late = Lateness([], [], [])
     for arrival, times in told.values():
         ttft_s, tbt_s = limits(arrival)
