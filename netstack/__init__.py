@@ -21,7 +21,7 @@ from .contract.fabric import (
     Slot,
 )
 from .contract.terms import Geometry, Reception, Terms
-from .schemes import HERE, SCHEMES, beyond_host, check_scheme, in_process, open, within_process
+from .schemes import HERE, SCHEMES, beyond_host, check_scheme, in_process, made_at_start, open, within_process
 
 __all__ = [
     "HERE",
@@ -47,6 +47,7 @@ __all__ = [
     "beyond_host",
     "check_scheme",
     "in_process",
+    "made_at_start",
     "open",
     "within_process",
 ]

@@ -5,7 +5,8 @@ socket whose name contains that address. A connector goes each way that it has i
 user does, or the listener lacks that way, it is the next one's turn.
 
 RDMA is a way only where both sides name a device for it: NICs do not authenticate what they send, so somebody has to
-say that the fabric is isolated. ``cuda`` is none: its kernels are for messages in GPU memory, and ours are elsewhere.
+say that the fabric is isolated. It is taken once messages of a trial have gone there and back over it. ``mlx5`` is for
+channels whose messages kernels send, where both sides compute on a GPU. ``cuda`` is no way: processes of one host.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 
 from .contract.base import RDMA_DEVICE, BaseFabric
@@ -22,8 +25,10 @@ from .contract.terms import RECEPTION, Reception, Terms
 from .host.shm import ShmFabric
 from .host.tcp import TcpFabric
 from .meeting.listener import StreamListener
+from .rdma.verbs import VerbsFabric
 
 log = logging.getLogger(__name__)
+AGAIN_S = 60.0  # what a trial said of a place holds for so long
 
 
 def _name(place: str) -> str:
@@ -36,33 +41,43 @@ class Way:
     at: Callable[[str], str]  # the listener's address there, of its IP:PORT
     reach: str  # what the two are within
     because: str = ""
+    kernels: bool = False  # for channels of kernels alone
 
 
 WAYS = (
     Way("shm", _name, "memory", "the listener is on this host and of this user"),
-    Way("verbs", str, "RDMA", "both sides name a device for it"),
+    Way("mlx5", str, "RDMA by kernels", "both sides name a device, have a GPU, and messages pass", kernels=True),
+    Way("verbs", str, "RDMA", "both sides name a device for it, and messages pass"),
     Way("tcp", str, "the network"),
 )
 
 
 class AutoFabric(BaseFabric):
-    """``reason``: what the last connect took, and why. It is logged too."""
+    """``reason``: what the last connect took, and why. It is logged too. ``gpu``: that which the caller computes on."""
 
     scheme = "auto"
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, gpu: int | None = None) -> None:
         super().__init__(key)
         self._shm, self._tcp = ShmFabric(key), TcpFabric(key)
-        self._verbs, self._lacks_verbs = _verbs(key)
+        self._lacks: dict[str, str] = {}
+        self._rdma: dict[str, VerbsFabric] = {}
+        opened: dict[str, Callable[[], VerbsFabric]] = {"mlx5": partial(_mlx5, key, gpu), "verbs": partial(_verbs, key)}
+        for scheme, open_way in opened.items():
+            try:
+                self._rdma[scheme] = open_way()
+            except ImportError as error:
+                self._lacks[scheme] = str(error)
+        self._tried: dict[str, tuple[float, str]] = {}  # by URL: until when, and why messages do not pass
         self.reason = ""
 
     def register(self, buffer: memoryview) -> Region:
-        return (self._verbs or self._tcp).register(buffer)
+        return (self._rdma.get("verbs") or self._tcp).register(buffer)
 
     def listen(self, address: str = "", reception: Reception = RECEPTION) -> StreamListener:
         listener = self._tcp.listen(address, reception)
-        if self._verbs is not None:
-            self._verbs.join(listener)
+        for fabric in self._rdma.values():
+            fabric.join(listener)
         place = listener.url.partition("://")[2]
         try:
             listener.adopt(self._shm.listen(_name(place)))
@@ -74,16 +89,20 @@ class AutoFabric(BaseFabric):
     def connect(self, url: str, terms: Terms, *, timeout_s: float = CONNECT_S) -> Channel:
         deadline = monotonic() + timeout_s
         place = self._address(url)
-        fabrics: dict[str, Fabric | None] = {"shm": self._shm, "verbs": self._verbs, "tcp": self._tcp}
+        fabrics: dict[str, Fabric] = {"shm": self._shm, "tcp": self._tcp, **self._rdma}
         beyond: list[str] = []
         for way in WAYS:
-            fabric = fabrics[way.scheme]
-            if fabric is None:
-                beyond.append(f"{way.reach} ({self._lacks_verbs})")
+            if way.kernels and not terms.kernels:
                 continue
-            there, left_s = f"{way.scheme}://{way.at(place)}", max(0.0, deadline - monotonic())
+            fabric = fabrics.get(way.scheme)
+            if fabric is None:
+                beyond.append(f"{way.reach} ({self._lacks[way.scheme]})")
+                continue
+            there = f"{way.scheme}://{way.at(place)}"
             try:
-                channel = fabric.connect(there, terms, timeout_s=left_s)
+                if isinstance(fabric, VerbsFabric):
+                    self._try_out(fabric, there, terms, (deadline - monotonic()) / 2)
+                channel = fabric.connect(there, terms, timeout_s=max(0.0, deadline - monotonic()))
             except ChannelError as error:
                 if isinstance(error, ChannelTimeout) and way is WAYS[0]:
                     raise  # the listener is here; it does not accept
@@ -95,9 +114,18 @@ class AutoFabric(BaseFabric):
         raise type(last)(f"{url}: {_not_within(beyond)}") from last
 
     def close(self) -> None:
-        for fabric in (self._shm, self._verbs, self._tcp):
-            if fabric is not None:
-                fabric.close()
+        with ExitStack() as parts:
+            for fabric in (self._tcp, *self._rdma.values(), self._shm):
+                parts.callback(fabric.close)
+
+    def _try_out(self, fabric: VerbsFabric, url: str, terms: Terms, timeout_s: float) -> None:
+        """Raises ChannelError where messages to ``url`` and back do not pass, or did not lately."""
+        until, why = self._tried.get(url, (0.0, ""))
+        if monotonic() >= until:
+            why = fabric.try_out(url, terms, timeout_s=max(0.0, timeout_s))
+            self._tried[url] = monotonic() + AGAIN_S, why
+        if why:
+            raise ChannelError(f"a trial failed: {why}")
 
     def _say(self, url: str, way: Way, beyond: list[str]) -> None:
         because = "; ".join(filter(None, (_not_within(beyond), way.because)))
@@ -109,18 +137,26 @@ def _not_within(beyond: list[str]) -> str:
     return f"the listener is not within reach of {', nor of '.join(beyond)}" if beyond else ""
 
 
-def _verbs(key: bytes) -> tuple[TcpFabric | None, str]:
-    """The fabric, or why this side has none."""
+def _named() -> str:
+    """Raises ImportError, as the next two do where this side lacks a way."""
     device = os.environ.get(RDMA_DEVICE, "")
     if not device:
-        return None, f"{RDMA_DEVICE} names no device here"
-    try:
-        from .rdma.verbs import VerbsFabric
-
-        return VerbsFabric(key, device=device), ""
-    except ImportError as error:
-        return None, str(error)
+        raise ImportError(f"{RDMA_DEVICE} names no device here")
+    return device
 
 
-def open_fabric(key: bytes) -> Fabric:
-    return AutoFabric(key)
+def _verbs(key: bytes) -> VerbsFabric:
+    return VerbsFabric(key, device=_named())
+
+
+def _mlx5(key: bytes, gpu: int | None) -> VerbsFabric:
+    if gpu is None:
+        raise ImportError("no GPU computes here")
+    _named()
+    from .mlx5.mlx5 import open_fabric
+
+    return open_fabric(key, gpu=gpu)
+
+
+def open_fabric(key: bytes, *, gpu: int | None = None) -> Fabric:
+    return AutoFabric(key, gpu)

@@ -15,6 +15,7 @@ SCHEMES: dict[str, str] = {
     "tcp": "host.tcp",
     "cuda": "cuda.cuda",
     "mlx5": "mlx5.mlx5",
+    "gin": "gin.gin",
     "nic-model": "nic_model.nic_model",
     "nic-model-proxy": "nic_model.nic_model_proxy",
     "verbs": "rdma.verbs",
@@ -26,6 +27,7 @@ THREADS = ("loopback",)  # whose peers are threads of one process
 NEAR = {"shm": "auto"}  # within one host only -> what is the same there, and goes on beyond it
 HERE = "shm"  # between processes of this machine, where nobody has chosen
 WITHIN = {"": "loopback", "auto": "loopback"}  # no choice, or the nearest -> what is nearest within one process
+AT_START = ("gin",)  # whose channels are all made before the first message: for pools that stay as they are
 WRAPPERS = ("emulate",)  # used as NAME+OTHER; their open_fabric takes what is behind the plus, too
 
 
@@ -67,6 +69,12 @@ def in_process(scheme: str) -> bool:
     check_scheme(scheme)
     name, plus, other = scheme.partition("+")
     return in_process(other.partition("?")[0]) if plus else name in THREADS
+
+
+def made_at_start(scheme: str) -> bool:
+    """Whether all channels of ``scheme`` have to be made before the first message."""
+    name, plus, other = scheme.partition("+")
+    return made_at_start(other.partition("?")[0]) if plus else name in AT_START
 
 
 def beyond_host(scheme: str) -> str:

@@ -1,4 +1,6 @@
-"""The stand-in of the CUDA driver, for tests on machines without a GPU: built once, kept under build/, by content."""
+"""The stand-ins of the CUDA driver and of NCCL, as one library, for tests on machines without a GPU: built once, kept
+under build/, by content.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +9,38 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE = ROOT / "tests" / "netstack" / "gpu" / "fake_cuda.cpp"
-# Names of transports among parameters of tests: `cuda` over the stand-in; `loopback` whose ends compute on one GPU, and
-# that over the stand-in.
-STAND_IN = "cuda on a CPU"
+HERE = ROOT / "tests" / "netstack" / "gpu"
+SOURCE, NCCL, HEADERS = HERE / "fake_cuda.cpp", HERE / "fake_nccl.cpp", HERE / "nccl"
+# Names of transports among parameters of tests: `cuda` and `gin` over the stand-ins; `loopback` whose ends compute on
+# one GPU, and that over the stand-in.
+STAND_IN, GIN_STAND_IN = "cuda on a CPU", "gin on a CPU"
 ONE_GPU, ONE_STAND_IN = "loopback on one GPU", "loopback on one GPU on a CPU"
-_REAL = {STAND_IN: "cuda", ONE_GPU: "loopback", ONE_STAND_IN: "loopback"}
+_REAL = {STAND_IN: "cuda", GIN_STAND_IN: "gin", ONE_GPU: "loopback", ONE_STAND_IN: "loopback"}
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]  # nvcc's are none of g++'s
-FLAGS = ["-std=c++17", "-O2", *WARNINGS, "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'csrc'}"]
+FLAGS = ["-std=c++17", "-O2", *WARNINGS, "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'csrc'}", f"-I{HEADERS}"]
 
 
 def build() -> Path:
     """The library. Skips the test where there is no compiler."""
     if shutil.which("g++") is None:
         pytest.skip("no g++: the stand-in of the CUDA driver cannot be built")
-    digest = hashlib.sha256(repr(FLAGS).encode() + SOURCE.read_bytes())
-    for path in sorted((ROOT / "csrc" / "netstack").rglob("*.*")):
+    digest = hashlib.sha256(repr(FLAGS).encode())
+    for path in [SOURCE, NCCL, *sorted(HEADERS.iterdir()), *sorted((ROOT / "csrc" / "netstack").rglob("*.*"))]:
         digest.update(path.read_bytes())
-    library = ROOT / "build" / "cuda_stand_in" / f"libcuda-{digest.hexdigest()[:16]}.so"
+    folder = ROOT / "build" / "cuda_stand_in" / digest.hexdigest()[:16]
+    library = folder / "lib" / "libcuda.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         partial = library.with_suffix(f".{os.getpid()}")
-        subprocess.run(["g++", *FLAGS, str(SOURCE), "-o", str(partial)], check=True, timeout=110)
+        subprocess.run(["g++", *FLAGS, str(SOURCE), str(NCCL), "-o", str(partial)], check=True, timeout=110)
+        with suppress(FileExistsError):
+            (folder / "include").symlink_to(HEADERS)  # as NCCL's package has them beside its library
         partial.rename(library)
     return library
 
@@ -42,14 +48,14 @@ def build() -> Path:
 def environment() -> dict[str, str]:
     """What makes the product load it in place of libcuda and NVRTC."""
     library = str(build())
-    return {"LAMINA_LIBCUDA": library, "LAMINA_LIBNVRTC": library}
+    return {"LAMINA_LIBCUDA": library, "LAMINA_LIBNVRTC": library, "LAMINA_LIBNCCL": library}
 
 
 @contextmanager
 def scheme_of(transport: str) -> Iterator[str]:
     """The scheme of a transport, or of the names above, in the environment that it needs."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment().items() if transport in (STAND_IN, ONE_STAND_IN) else ():
+        for name, value in environment().items() if transport in (STAND_IN, GIN_STAND_IN, ONE_STAND_IN) else ():
             patch.setenv(name, value)
         yield _REAL.get(transport, transport)
 

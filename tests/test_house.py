@@ -44,7 +44,7 @@ STOREYS = (
 NETWORK_STOREYS = (
     ("bench", "doctor"),
     ("auto", "checksum", "emulate", "loopback"),  # made of other transports
-    ("mlx5",),  # a NIC that a GPU drives
+    ("gin", "mlx5"),  # NICs that a GPU drives
     ("cuda", "nic_model", "rdma"),
     ("host",),  # shared memory, TCP, one process
     ("schemes",),  # the table of transports: their names, none of their modules

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "netstack/gin_channel.h"
 #include "netstack/memory_channel.h"
 #include "netstack/mlx5_channel.h"
 
@@ -70,6 +71,15 @@ inline void add_fields(const mlx5::Channel& c, Fields& fields) {
   LAMINA_FIELD(peer.key);
   LAMINA_FIELD(source.address);
   LAMINA_FIELD(source.key);
+}
+
+inline void add_fields(const gin::Channel& c, Fields& fields) {
+  add_fields(static_cast<const Ends&>(c), fields);
+  LAMINA_FIELD(communicator);
+  LAMINA_FIELD(window);
+  LAMINA_FIELD(peer);
+  LAMINA_FIELD(to);
+  LAMINA_FIELD(from);
 }
 
 #undef LAMINA_FIELD

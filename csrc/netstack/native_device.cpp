@@ -12,6 +12,7 @@ PyMethodDef device_methods[] = {{"inbox_bytes", device::inbox_bytes, METH_VARARG
                                 {"slot_stride", device::slot_stride, METH_VARARGS, nullptr},
                                 {"channel_layout", device::channel_layout<memory::Channel>, METH_NOARGS, nullptr},
                                 {"mlx5_layout", device::channel_layout<mlx5::Channel>, METH_NOARGS, nullptr},
+                                {"gin_layout", device::channel_layout<gin::Channel>, METH_NOARGS, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
 
 bool add_device(PyObject* module) {

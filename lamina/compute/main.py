@@ -181,7 +181,8 @@ class ComputeServer(ModelServer):
             ring.await_turn()
         rows = {"max_rows": start.batching.max_rows, "max_len": cut.max_len, "num_batches": start.topology.most_batches}
         outbound, inbound = geometries(cut.layers, partition, cut.dtype.itemsize, **rows)
-        terms = netstack.Terms(outbound=outbound, inbound=inbound, name=start.name)
+        kernels = self._layer_path(kernels=True) is LayerPath.DEVICE
+        terms = netstack.Terms(outbound=outbound, inbound=inbound, name=start.name, kernels=kernels)
         links, bounds = list[MemoryLink](), list[Bound]()
         connects = [
             partial(

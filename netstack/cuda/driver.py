@@ -279,9 +279,11 @@ class CudaGraph:
 
 
 class Driver:
-    """One GPU's primary context, with our kernels. Raises ImportError, in one line, for what is missing."""
+    """One GPU's primary context, with our kernels, compiled with ``options``. Raises ImportError, in one line, for what
+    is missing.
+    """
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int = 0, options: tuple[str, ...] = ()) -> None:
         self.index = index
         self._library = load([os.environ.get(LIBCUDA) or "libcuda.so.1"], SIGNATURES)
         device, context = c_int(), Handle()
@@ -302,7 +304,7 @@ class Driver:
         try:
             if self.shares_memory:
                 self.call("cuMemGetAllocationGranularity", byref(granularity), byref(self.properties), 0)
-            self.call("cuModuleLoadData", byref(module), compiled(self.architecture, tuple(nvrtc_names())))
+            self.call("cuModuleLoadData", byref(module), compiled(self.architecture, tuple(nvrtc_names()), options))
         except (ImportError, RuntimeError, CudaError) as error:
             self._library.cuDevicePrimaryCtxRelease_v2(self.device)
             raise ImportError(f"{error}; pip install an nvidia-cuda-nvrtc that fits the driver") from error
@@ -324,7 +326,7 @@ class Driver:
 
     def call(self, name: str, *arguments: object) -> None:
         """A function of the driver in our context, which need not be this thread's. Raises CudaError."""
-        with self._current():
+        with self.current():
             self._check(name, getattr(self._library, name)(*arguments))
 
     def allocate(self, data: bytes, nbytes: int = 0) -> int:
@@ -370,7 +372,8 @@ class Driver:
             self._library.cuDevicePrimaryCtxRelease_v2(self.device)
 
     @contextmanager
-    def _current(self) -> Iterator[None]:
+    def current(self) -> Iterator[None]:
+        """Our context is this thread's within."""
         self._check("cuCtxPushCurrent", self._library.cuCtxPushCurrent_v2(self._context))
         try:
             yield

@@ -135,6 +135,18 @@ class KernelChannel(WatchedChannel):
     def _end_waits(self) -> None:
         self._pinned.view[0] = 1
 
+    def _flush(self) -> None:
+        """Wait until the link needs nothing more of what was put; STALL_NS at most, and not for a peer that left."""
+        if self._peer_end is not None:
+            return
+        with self._launching, suppress(CudaError), ExitStack() as parts:
+            if self._closed:
+                return  # with its memory
+            stream = parts.enter_context(closing(CudaStream(self._driver)))
+            # The abort word is set; behind it, in its line, are one for this kernel and its status.
+            at = self._address(self._pinned.view)
+            self._driver.launch(stream.number, f"{self._kind.name}_flush", self._channel, at + 8, STALL_NS, at + 16)
+
     def _events(self) -> LinkEvents | None:
         """None where the link says nothing of itself."""
         return None

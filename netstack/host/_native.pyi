@@ -151,6 +151,9 @@ def channel_layout() -> tuple[int, dict[str, tuple[int, int]]]:
 def mlx5_layout() -> tuple[int, dict[str, tuple[int, int]]]:
     """The same of the Channel of mlx5_channel.h."""
 
+def gin_layout() -> tuple[int, dict[str, tuple[int, int]]]:
+    """The same of the Channel of gin_channel.h."""
+
 def slot_stride(slot_bytes: int, /) -> int:
     """Bytes from one slot to the next, header included."""
 

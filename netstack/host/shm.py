@@ -21,7 +21,7 @@ from lamina.netstack.contract.base import SPIN_S, BaseFabric, affordable_spin
 from lamina.netstack.contract.fabric import CONNECT_S, Channel, ChannelTimeout, Fabric, HandshakeError
 from lamina.netstack.contract.terms import RECEPTION, Reception, Terms
 from lamina.netstack.meeting.handshake import Hello, PeerSession, offer, run
-from lamina.netstack.meeting.listener import Meeting, StreamListener
+from lamina.netstack.meeting.listener import StreamListener, Visit
 from lamina.netstack.meeting.sockets import dial, open_place
 
 from .native import open_link, ring_bytes
@@ -71,7 +71,7 @@ class ShmFabric(BaseFabric):
         finally:
             os.close(memory)
 
-    def _welcome(self, url: str, sock: socket.socket, terms: PeerSession) -> Channel | Meeting:
+    def _welcome(self, url: str, sock: socket.socket, terms: PeerSession) -> Channel | Visit:
         pid, _, _ = _credentials(sock)
         memory = os.memfd_create("lamina", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

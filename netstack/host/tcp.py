@@ -15,7 +15,7 @@ from lamina.netstack.contract.base import SPIN_S, BaseFabric, affordable_spin
 from lamina.netstack.contract.fabric import CONNECT_S, Channel, ChannelError, Fabric
 from lamina.netstack.contract.terms import RECEPTION, Reception, Terms
 from lamina.netstack.meeting.handshake import SEAL, Hello, PeerSession, offer, run
-from lamina.netstack.meeting.listener import Meeting, StreamListener
+from lamina.netstack.meeting.listener import StreamListener, Visit
 from lamina.netstack.meeting.sockets import dial, open_place
 
 from .native import crypto_fault, open_stream
@@ -59,9 +59,13 @@ class TcpFabric(BaseFabric):
         listener.speak(self.scheme, self._welcome, self._must_seal)
 
     def connect(self, url: str, terms: Terms, *, timeout_s: float = CONNECT_S) -> Channel:
+        return self._connect(url, terms, self.scheme, timeout_s)
+
+    def _connect(self, url: str, terms: Terms, scheme: str, timeout_s: float) -> Channel:
+        """``scheme``: that which the hello says."""
         deadline = monotonic() + timeout_s
         host, port, family = self._endpoint(self._address(url))
-        hello = Hello(**vars(terms), scheme=self.scheme, cipher=self._cipher(host, f"{url}: connect"))
+        hello = Hello(**vars(terms), scheme=scheme, cipher=self._cipher(host, f"{url}: connect"))
         sock = dial(family, (host, port), url, timeout_s)
         try:
             session = run(sock, offer(terms.key or self._key, hello), url, deadline=deadline)
@@ -88,7 +92,7 @@ class TcpFabric(BaseFabric):
             )
         return SEAL
 
-    def _welcome(self, sock: socket.socket, session: PeerSession) -> Channel | Meeting:
+    def _welcome(self, sock: socket.socket, session: PeerSession) -> Channel | Visit:
         return self._channel(sock, self._url(sock.getpeername()), session, listening=True)
 
     def _connected(self, sock: socket.socket, peer: str, session: PeerSession, deadline: float) -> Channel:

@@ -33,17 +33,22 @@ class WatchedChannel(BaseChannel):
         self._peer_end: str | None = None
 
     def abort(self, reason: str) -> None:
-        self._leave(f"aborted: {reason}")
+        self._leave(f"aborted: {reason}", finishes=False)
 
     @abstractmethod
     def _end_waits(self) -> None:
         """End the calls in progress on this side soon; may be called from any thread."""
 
-    def _leave(self, why: str) -> None:
+    def _finish(self) -> None:
+        """Let what was put arrive, for a bounded time, before the peer hears that this side closes."""
+
+    def _leave(self, why: str, *, finishes: bool = True) -> None:
         if self._stopped:
             return
         self._stopped = True
         self._end_waits()
+        if finishes:
+            self._finish()
         self._say(why)
 
     def _say(self, why: str) -> None:

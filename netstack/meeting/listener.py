@@ -23,8 +23,9 @@ HALF_OPEN_MAX = 64  # peers without a channel yet; one more drops the oldest
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this host has no socket for a peer
 
 Meeting = Generator[int, None, Channel]  # yields what to poll its peer's socket for; raises HandshakeError, OSError
+Visit = Generator[int, None, Channel | None]  # the same; None: the peer came for no channel
 MustSeal = Callable[[socket.socket], bool]
-Welcome = Callable[[socket.socket, PeerSession], Channel | Meeting]
+Welcome = Callable[[socket.socket, PeerSession], Channel | Visit]
 
 
 @dataclass(frozen=True)
@@ -52,23 +53,24 @@ class _HalfOpen:
         self.proven = False  # whether the peer has shown that it holds the key
         self.expiry = monotonic() + HANDSHAKE_S
         self.events = select.POLLIN
+        self.channel: Channel | None = None
         self._sock = sock
         self._way = self._go(door, steps)
 
-    def advance(self) -> Channel | None:
-        """Go on as far as the socket allows; the channel, which owns the socket, at the end. Raises as Meeting."""
+    def advance(self) -> bool:
+        """Go on as far as the socket allows: whether this is the end, where somebody else owns it. Raises as Visit."""
         try:
             self.events = next(self._way)
         except StopIteration as end:
-            channel: Channel = end.value
-            return channel
-        return None
+            self.channel = end.value
+            return True
+        return False
 
     def close(self) -> None:
         self._way.close()
         self._sock.close()
 
-    def _go(self, door: Door, steps: Steps) -> Meeting:
+    def _go(self, door: Door, steps: Steps) -> Visit:
         session = yield from exchanged(self._sock, steps)
         self.proven, self.expiry = True, monotonic() + HANDSHAKE_S
         welcome, _ = door.ways[session.scheme]
@@ -81,7 +83,7 @@ class StreamListener:
 
     ``screen(sock)`` may refuse a peer before the handshake by raising HandshakeError; ``welcome(sock, session)`` makes
     the channel, owning ``sock``, and may raise OSError when there is no memory for its terms. Where the peer has to
-    send something first it returns a Meeting, which goes on beside all others and over several calls of accept.
+    send something first it returns a Visit, which goes on beside all others and over several calls of accept.
     ``must_seal(sock)`` says whether that peer's terms need a cipher. A refused peer is dropped; the reason of the last
     one is part of the text of accept's ChannelTimeout.
     """
@@ -187,18 +189,17 @@ class StreamListener:
         return self._reception.excess(terms, channels)
 
     def _advance(self, fd: int) -> Channel | None:
+        peer = self._half_open[fd]
         try:
-            channel = self._half_open[fd].advance()
+            if peer.advance():
+                del self._half_open[fd]
         except HandshakeError as error:
             self._drop(fd, str(error))
-            return None
         except OSError as error:
             self._drop(fd, f"no memory for its terms: {error}")
-            return None
-        if channel is not None:
-            del self._half_open[fd]
-            self._accepted.add(channel)
-        return channel
+        if peer.channel is not None:
+            self._accepted.add(peer.channel)
+        return peer.channel
 
     def _drop_late(self) -> None:
         now = monotonic()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import socket
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lamina.netstack.contract.layout import StructLayout
 from lamina.netstack.contract.terms import EPOCH_SHIFT, Terms
-from lamina.netstack.cuda.driver import CudaError, CudaStream, Driver
+from lamina.netstack.cuda.driver import CudaError, Driver
 from lamina.netstack.cuda.ends import ends_of
-from lamina.netstack.cuda.kernel_channel import STALL_NS, KernelChannel, LinkKind, directions
+from lamina.netstack.cuda.kernel_channel import KernelChannel, LinkKind, directions
 from lamina.netstack.host.native import FAILED, mlx5_layout
 from lamina.netstack.meeting.lifeline import LinkEvents
 from lamina.netstack.rdma.card import Card
@@ -77,19 +77,9 @@ class Mlx5Channel(KernelChannel):
         sock.setblocking(False)
         super().__init__(driver, MLX5, parts, describe, sock, peer, session, listening=listening)
 
-    def _end_waits(self) -> None:
-        """And let the NIC finish what was put, before the peer hears of the end: with the queue pair the rest goes."""
-        super()._end_waits()
-        if self._peer_end is not None:
-            return
-        with self._launching, suppress(CudaError), ExitStack() as parts:
-            if self._closed:
-                return  # with its memory
-            stream = parts.enter_context(closing(CudaStream(self._driver)))
-            at = self._address(
-                self._pinned.view
-            )  # the abort word; behind it, in its line, are one of ours and a status
-            self._driver.launch(stream.number, "mlx5_flush", self._channel, at + 8, STALL_NS, at + 16)
+    def _finish(self) -> None:
+        """With the queue pair goes what its NIC has not sent."""
+        self._flush()
 
     def _events(self) -> LinkEvents:
         return self._nic

@@ -19,7 +19,7 @@ import socket
 from contextlib import ExitStack, closing
 
 from lamina.netstack.contract.base import RDMA_DEVICE
-from lamina.netstack.contract.fabric import Fabric, HandshakeError
+from lamina.netstack.contract.fabric import HandshakeError
 from lamina.netstack.contract.terms import EPOCH_SHIFT, MESSAGE_MOST, Geometry
 from lamina.netstack.cuda.cuda import DEVICE
 from lamina.netstack.cuda.driver import CudaError, Driver
@@ -117,7 +117,7 @@ class Mlx5Fabric(VerbsFabric):
     scheme = "mlx5"
 
 
-def open_fabric(key: bytes, *, gpu: int = 0) -> Fabric:
+def open_fabric(key: bytes, *, gpu: int = 0) -> Mlx5Fabric:
     """Raises ImportError, with its cause, where there is no GPU or no NIC for it."""
     if fault := mlx5_fault():
         raise ImportError(_unusable(fault))

@@ -15,6 +15,9 @@ life line. From there on the NICs move the data:
 - Who loses its queue pair, by a failed request or by an event of its device, says so on the life line, since a peer
   that only waits has nothing to fail.
 
+Who can do without goes first for a trial: it connects by the scheme with a question mark behind it, and a thread of
+the listener's answers (meeting/trial.py).
+
 What NICs send is neither encrypted nor authenticated: use a network that strangers cannot write to. Only the inbox is
 open to the peer, for writing. Each peer has a protection domain of its own, so that a key of one peer's inbox is of no
 use to another.
@@ -24,17 +27,24 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import closing
+from threading import BoundedSemaphore, Thread
+from time import monotonic
 
 from lamina.netstack.contract.base import RDMA_DEVICE, SPIN_S, affordable_spin
-from lamina.netstack.contract.fabric import CONNECT_S, Channel, ChannelError, Fabric, Region
+from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric, HandshakeError, Region
 from lamina.netstack.contract.terms import Terms
 from lamina.netstack.host.native import verbs_fault
 from lamina.netstack.host.tcp import TcpFabric
 from lamina.netstack.meeting.handshake import PeerSession, drive
-from lamina.netstack.meeting.listener import Meeting
+from lamina.netstack.meeting.listener import Meeting, StreamListener, Visit
+from lamina.netstack.meeting.trial import TRIAL, TRIAL_S, answer_trial, run_trial
 
 from .native_way import NativeWay
 from .way import NicWay
+
+ASKS = "?"  # behind the scheme of who comes for a trial
+TRIALS_AT_ONCE = 16  # of a listener; each has a thread, and TRIAL_S
 
 
 class VerbsFabric(TcpFabric):
@@ -47,21 +57,64 @@ class VerbsFabric(TcpFabric):
     def __init__(self, key: bytes, *, device: str = "", spin_s: float = SPIN_S, way: NicWay | None = None) -> None:
         super().__init__(key)
         self._way = way or open_way(device, affordable_spin(spin_s))
+        self._trials = BoundedSemaphore(TRIALS_AT_ONCE)
 
     def register(self, buffer: memoryview) -> Region:
         region = super().register(buffer)
         self._way.register(region.data)
         return region
 
-    def connect(self, url: str, terms: Terms, *, timeout_s: float = CONNECT_S) -> Channel:
-        try:
-            return super().connect(url, terms, timeout_s=timeout_s)
-        except OSError as error:
-            raise ChannelError(f"{url}: connect: {error}") from error
+    def join(self, listener: StreamListener) -> None:
+        """And for trials of it."""
+        super().join(listener)
+        listener.speak(self.scheme + ASKS, self._answer, self._must_seal)
+
+    def try_out(self, url: str, terms: Terms, *, timeout_s: float) -> str:
+        """Why messages to and from a listener that this transport has joined do not pass; empty if they do. Raises
+        ChannelError where there is nobody to ask.
+        """
+        deadline = monotonic() + timeout_s
+        asks = Terms(outbound=TRIAL, inbound=TRIAL, name=terms.name, peer=terms.peer, key=terms.key)
+        with closing(self._connect(url, asks, self.scheme + ASKS, timeout_s)) as channel:
+            try:
+                run_trial(channel, min(TRIAL_S, deadline - monotonic()))
+            except ChannelError as error:
+                return str(error)
+        return ""
 
     def close(self) -> None:
         super().close()
         self._way.close()
+
+    def _connect(self, url: str, terms: Terms, scheme: str, timeout_s: float) -> Channel:
+        try:
+            return super()._connect(url, terms, scheme, timeout_s)
+        except OSError as error:
+            raise ChannelError(f"{url}: connect: {error}") from error
+
+    def _answer(self, sock: socket.socket, session: PeerSession) -> Visit:
+        """Of a peer that comes for a trial."""
+        if session.outbound != TRIAL or session.inbound != TRIAL:
+            raise HandshakeError(f"a trial has inboxes of {TRIAL}, not {session.outbound} and {session.inbound}")
+        if not self._trials.acquire(blocking=False):
+            raise HandshakeError(f"{TRIALS_AT_ONCE} trials are under way, as many as may be")
+        try:
+            channel = yield from self._welcome(sock, session)
+        except BaseException:
+            self._trials.release()
+            raise
+
+        def run() -> None:
+            try:
+                with closing(channel):
+                    answer_trial(channel, TRIAL_S)
+            except ChannelError:
+                pass  # the peer has heard
+            finally:
+                self._trials.release()
+
+        Thread(target=run, name="lamina-trial", daemon=True).start()
+        return None
 
     def _hides(self, host: str) -> bool:
         """False: nothing encrypts messages that NICs send."""

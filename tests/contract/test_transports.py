@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuda_stand_in import ONE_GPU, ONE_STAND_IN, STAND_IN, gpu_of, scheme_of
+from cuda_stand_in import GIN_STAND_IN, ONE_GPU, ONE_STAND_IN, STAND_IN, gpu_of, scheme_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +33,7 @@ SOON_S = 20.0  # for what is on its way, on a busy machine
 NOTICED_S = 5 * DEATH_NOTICED_S  # there
 SMALL = Geometry(slots=3, slot_bytes=257)
 SLOW_LINKS = [f"emulate+{other}?latency_ms=0.5&jitter_ms=0.5&gbps=5" for other in ("loopback", "shm")]
-FOR_KERNELS = ["cuda", "mlx5", STAND_IN, ONE_GPU, ONE_STAND_IN]
+FOR_KERNELS = ["cuda", "mlx5", STAND_IN, GIN_STAND_IN, ONE_GPU, ONE_STAND_IN]
 SEALED = "tcp as beyond this host"
 BY_PYTHON = pytest.param("verbs by pyverbs", marks=[pytest.mark.rdma, pytest.mark.slow])
 TRANSPORTS = [*netstack.SCHEMES, SEALED, BY_PYTHON, *SLOW_LINKS, *FOR_KERNELS[2:]]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from lamina import netstack
 from lamina.netstack import Channel, Fabric, Geometry, Listener, Terms
+from lamina.netstack.auto import AutoFabric, _name
 from lamina.netstack.bench.job import Payloads
+from lamina.netstack.meeting.listener import StreamListener
 
 KEY = b"k" * 32
 SOON_S = 20.0  # on a busy machine
@@ -34,14 +37,30 @@ def open_or_skip(scheme: str) -> Fabric:
 
 
 def connect(
-    fabric: Fabric, listener: Listener | None = None, geometry: Geometry = GEOMETRY, epoch: int = 0
+    fabric: Fabric,
+    listener: Listener | None = None,
+    geometry: Geometry = GEOMETRY,
+    epoch: int = 0,
+    kernels: bool = False,
 ) -> tuple[Channel, Channel]:
     """(the connected end, the accepted end) of a new channel."""
     place = listener or fabric.listen()
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(place.accept, timeout_s=SOON_S)
-        connected = fabric.connect(place.url, Terms(outbound=geometry, inbound=geometry, epoch=epoch), timeout_s=SOON_S)
+        terms = Terms(outbound=geometry, inbound=geometry, epoch=epoch, kernels=kernels)
+        connected = fabric.connect(place.url, terms, timeout_s=SOON_S)
         return connected, accepted.result(SOON_S)
+
+
+def beyond_memory(fabric: AutoFabric) -> StreamListener:
+    """A listener of ``fabric`` as one on another host is seen: its local name is squatted on."""
+    squatter = netstack.open("shm", key=b"another key, of a stranger")
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))  # nobody is given this port, and who names it may still listen there (socket(7))
+        place = f"127.0.0.1:{kept.getsockname()[1]}"
+        with closing(squatter.listen(_name(place))):
+            return fabric.listen(place)
 
 
 def spoil_payloads(monkeypatch: pytest.MonkeyPatch, side: str) -> None:

@@ -2,13 +2,15 @@
 // changes from one launch to the next (seqno, slot, length) is in device memory, so a graph can be replayed. All
 // launches of a channel's direction are ordered by one stream or by edges of a graph: its counters have no lock.
 // `*status` is sticky: after the first failure every later launch returns at once, and the host reads why. Compiled by
-// nvcc and, at run time, by NVRTC.
+// nvcc and, at run time, by NVRTC; links of NCCL's device API with -DLAMINA_GIN, where its headers are.
+#include "netstack/gin_channel.h"
 #include "netstack/memory_channel.h"
 #include "netstack/mlx5_channel.h"
 
 using namespace lamina::device;
 using Mlx5 = lamina::mlx5::Channel;
 using Memory = lamina::memory::Channel;
+using Gin = lamina::gin::Channel;
 
 namespace {
 
@@ -221,6 +223,22 @@ __device__ void rounds(C& c, const u8* sources, u64 kinds, u8* targets, u64 byte
 #include "netstack/kernels/link.h"
 #undef LAMINA_OF_LINK
 #undef LAMINA_LINK
+
+#if defined(LAMINA_GIN)
+#define LAMINA_OF_LINK(name) lamina_gin_##name
+#define LAMINA_LINK Gin
+#include "netstack/kernels/link.h"
+#undef LAMINA_OF_LINK
+#undef LAMINA_LINK
+
+// As lamina_mlx5_flush, but by cycles of the GPU, of which no known one has fewer than one in a nanosecond at work.
+LAMINA_KERNEL lamina_gin_flush(Gin* channel, const u64*, u64 timeout_ns, int* status) {
+  if (threadIdx.x != 0) return;
+  const lamina::gin::Putter p(*channel);
+  const auto found = p.gin.flush(ncclCoopThread{}, cuda::memory_order_acquire, ncclGin_None{}, timeout_ns);
+  settle(status, found == ncclSuccess ? kOk : kTimeout);
+}
+#endif
 
 // Wait until the NIC needs nothing any more of what was sent. `abort` is this kernel's own: the channel's waits are over.
 LAMINA_KERNEL lamina_mlx5_flush(Mlx5* channel, const u64* abort, u64 timeout_ns, int* status) {

@@ -36,9 +36,10 @@ template <class T>
 static inline T __ldcg(const T* at) {
   return *at;
 }
+#define LAMINA_GIN
 #include "netstack/kernels/kernels.cu"
 
-static_assert(sizeof(Memory) == 14 * 8 && sizeof(Mlx5) == 248);
+static_assert(sizeof(Memory) == 14 * 8 && sizeof(Mlx5) == 248 && sizeof(Gin) == 19 * 8);
 
 #if defined(WITH_CUDA_H)
 #define uint4 cuda_uint4
@@ -169,6 +170,8 @@ std::map<std::string, Kernel>& kernels() {
       KERNELS(memory),
       KERNELS(mlx5),
       KERNEL(lamina_mlx5_flush),
+      KERNELS(gin),
+      KERNEL(lamina_gin_flush),
       KERNEL(lamina_stamp),
   };
   return all;

@@ -55,7 +55,8 @@ def ends(epoch: int = 0) -> tuple[netstack.Fabric, CudaChannel, CudaChannel]:
 
 @pytest.mark.skipif(not CUDA_H.exists(), reason=f"no {CUDA_H}: install the CUDA toolkit")
 def test_the_stand_in_has_the_functions_of_cuda_h(tmp_path: Path) -> None:
-    flags = ["-std=c++17", "-DWITH_CUDA_H", f"-I{CUDA_H.parent}", f"-I{ROOT / 'csrc'}", "-fsyntax-only"]
+    flags = ["-std=c++17", "-DWITH_CUDA_H", f"-I{CUDA_H.parent}", f"-I{ROOT / 'csrc'}"]
+    flags += [f"-I{cuda_stand_in.HEADERS}", "-fsyntax-only"]
     done = subprocess.run(
         ["g++", *flags, str(cuda_stand_in.SOURCE)], capture_output=True, text=True, timeout=110, check=False
     )

@@ -5,17 +5,23 @@ from __future__ import annotations
 import logging
 import re
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from typing import Any
 
 import pytest
-from wiring import KEY, connect, open_or_skip, send
+from wiring import KEY, beyond_memory, connect, open_or_skip, send
 
 from lamina import netstack
+from lamina.netstack import Channel, Terms
 from lamina.netstack.auto import AutoFabric, _name
 from lamina.netstack.contract.base import RDMA_DEVICE
 from lamina.netstack.host.tcp import TcpFabric
-from lamina.netstack.meeting.listener import StreamListener
+from lamina.netstack.meeting.handshake import PeerSession
+from lamina.netstack.meeting.listener import Meeting
+from lamina.netstack.meeting.trial import SIZES, TRIAL, run_trial
+from lamina.netstack.rdma import verbs
+from lamina.netstack.rdma.verbs import ASKS, TRIALS_AT_ONCE, VerbsFabric
 
 
 @pytest.fixture
@@ -23,17 +29,6 @@ def fabric() -> AutoFabric:
     fabric = open_or_skip("auto")
     assert isinstance(fabric, AutoFabric)
     return fabric
-
-
-def beyond_memory(fabric: AutoFabric) -> StreamListener:
-    """A listener of ``fabric`` as one on another host is seen: its local name is squatted on."""
-    squatter = netstack.open("shm", key=b"another key, of a stranger")
-    with socket.socket() as kept:
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind(("127.0.0.1", 0))  # nobody is given this port, and who names it may still listen there (socket(7))
-        place = f"127.0.0.1:{kept.getsockname()[1]}"
-        with closing(squatter.listen(_name(place))):
-            return fabric.listen(place)
 
 
 def test_the_same_host_and_user_share_memory(fabric: AutoFabric, caplog: pytest.LogCaptureFixture) -> None:
@@ -88,15 +83,54 @@ def test_where_the_local_name_is_taken_the_network_is_left(
     fabric.close()
 
 
-class Rdma(TcpFabric):
-    """A stand-in for verbs: their scheme, without a NIC."""
+class NoWay:
+    """To no NIC."""
+
+    def register(self, source: memoryview) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Bent:
+    """A channel whose ``nth`` message is changed on its way, or never leaves; it is counted from 0."""
+
+    def __init__(self, real: Channel, nth: int, *, drops: bool) -> None:
+        self._real, self._nth, self._drops, self._sent = real, nth, drops, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def put_signal(self, slot: netstack.Slot, tag: bytes) -> int:
+        self._sent += 1
+        if self._sent - 1 == self._nth:
+            if self._drops:
+                return 0
+            slot.data[-1] ^= 1
+        return self._real.put_signal(slot, tag)
+
+
+class Rdma(VerbsFabric):
+    """A stand-in for verbs: their scheme, without a NIC. ``bend``: what its wire does to a channel."""
 
     scheme = "verbs"
 
+    def __init__(self, key: bytes, bend: Callable[[Channel], Any] | None = None) -> None:
+        super().__init__(key, way=NoWay())  # type: ignore[arg-type]
+        self._bend = bend
+        self.met: list[str] = []
 
-def with_rdma() -> AutoFabric:
+    def _meeting(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Meeting:
+        self.met.append(session.scheme)
+        made = self._channel(sock, peer, session, listening=listening)
+        return self._bend(made) if self._bend and session.scheme.endswith(ASKS) else made
+        yield 0
+
+
+def with_rdma(bend: Callable[[Channel], Any] | None = None) -> AutoFabric:
     fabric = AutoFabric(KEY)
-    fabric._verbs = Rdma(KEY)
+    fabric._rdma["verbs"] = Rdma(KEY, bend)
     return fabric
 
 
@@ -110,6 +144,71 @@ def test_rdma_goes_before_the_network_where_both_sides_have_it(rdma: str, monkey
     assert re.search("verbs, for the listener is not within reach of memory .*; both sides name", fabric.reason)
     send(a, b"by its door")
     assert b.wait_signal(timeout_s=5).data == b"by its door"
+    fabric.close()
+
+
+@pytest.mark.parametrize("who", ["connector", "listener"])
+@pytest.mark.parametrize("nth", range(len(SIZES) - 1))  # the last one has no byte
+def test_rdma_that_changes_a_byte_is_not_taken(who: str, nth: int) -> None:
+    ends = {"connector": with_rdma(), "listener": with_rdma()}
+    ends[who] = with_rdma(lambda channel: Bent(channel, nth, drops=False))
+    a, b = connect(ends["connector"], beyond_memory(ends["listener"]))
+    assert a.peer.startswith("tcp://")
+    why = f"a message of {SIZES[nth]} bytes came with others than were sent"
+    assert re.search(f"tcp, for .* RDMA .a trial failed: .*{why}", ends["connector"].reason)
+    send(a, b"by the network")
+    assert b.wait_signal(timeout_s=5).data == b"by the network"
+    for end in ends.values():
+        end.close()
+
+
+@pytest.mark.parametrize("who", ["connector", "listener"])
+def test_rdma_that_loses_a_message_is_not_taken_nor_tried_again_at_once(
+    who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verbs, "TRIAL_S", 0.2)
+    ends = {"connector": with_rdma(), "listener": with_rdma()}
+    ends[who] = with_rdma(lambda channel: Bent(channel, 2, drops=True))
+    listener = beyond_memory(ends["listener"])
+    for _ in range(2):
+        a, _ = connect(ends["connector"], listener)
+        assert a.peer.startswith("tcp://")
+        assert re.search("tcp, for .* RDMA .a trial failed: .*no message within", ends["connector"].reason)
+    assert ends["connector"]._rdma["verbs"].met == ["verbs?"]  # type: ignore[attr-defined]
+    for end in ends.values():
+        end.close()
+
+
+def test_a_trial_goes_before_the_first_channel_to_a_place_alone() -> None:
+    fabric = with_rdma()
+    listener = beyond_memory(fabric)
+    for _ in range(2):
+        a, _ = connect(fabric, listener)
+        assert a.peer.startswith("verbs://")
+    schemes = fabric._rdma["verbs"].met  # type: ignore[attr-defined]
+    assert sorted(schemes) == ["verbs"] * 4 + ["verbs?"] * 2, "both ends are of this fabric"
+    fabric.close()
+
+
+def test_trials_are_of_their_size_and_bounded() -> None:
+    """A peer that holds the key takes no more of a listener than trials may."""
+    fabric = with_rdma()
+    rdma = fabric._rdma["verbs"]
+    listener = beyond_memory(fabric)
+    url, small = listener.url.replace("auto", "verbs"), netstack.Geometry(slots=1, slot_bytes=8)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, timeout_s=20)
+        odd = rdma._connect(url, Terms(outbound=small, inbound=small), "verbs?", 5)
+        with pytest.raises(netstack.PeerFault):
+            odd.wait_signal(timeout_s=5)
+        asks = Terms(outbound=TRIAL, inbound=TRIAL)
+        silent = [rdma._connect(url, asks, "verbs?", 5) for _ in range(TRIALS_AT_ONCE)]
+        with pytest.raises(netstack.PeerFault):
+            run_trial(rdma._connect(url, asks, "verbs?", 5), 5)
+        for channel in silent:
+            run_trial(channel, 5)
+        a = TcpFabric(KEY).connect(url.replace("verbs", "tcp"), Terms(outbound=small, inbound=small))
+        assert accepted.result(20).epoch == a.epoch == 0
     fabric.close()
 
 

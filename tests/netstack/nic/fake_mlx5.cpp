@@ -86,6 +86,7 @@ std::map<int, int> events;  // the process's end of a pipe, the kernel's
 int exports = 0;  // memories that were registered by dma-buf
 std::uint32_t next_handle = 1;
 Adversary adversary{};
+bool is_deaf = false;
 std::map<int, std::uint64_t> buffers;  // where the memory behind a dma-buf begins
 
 template <class T>
@@ -249,6 +250,7 @@ int create_pair(const Command& c) {
                  true,
                  mine.uidx};
   pair->nic = std::make_unique<Nic>(pair->setup, adversary, number);
+  pair->nic->peer_gone = is_deaf;
   pairs[number] = std::move(pair);
   ib_uverbs_create_qp_resp core{};
   core.qp_handle = core.qpn = number;
@@ -496,6 +498,11 @@ void fake_mlx5_serve(bool on) {
 void fake_mlx5_silence(std::uint32_t number) {
   const std::lock_guard<std::mutex> lock(mutex);
   pairs.at(number)->nic->peer_gone = true;
+}
+// Nobody acknowledges what queue pairs send that are made from here on.
+void fake_mlx5_deafen(bool on) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  is_deaf = on;
 }
 // The device tells the owner of queue pair `number` of it.
 void fake_mlx5_event(std::uint32_t number, std::uint32_t type) {

@@ -11,10 +11,13 @@ from collections.abc import Iterator
 import pytest
 from mlx5_without_nic import FAKE
 from test_verbs_faults import SMALL, fault_of
-from wiring import KEY, SOON_S, connect, send
+from wiring import KEY, SOON_S, beyond_memory, connect, send
 
 from lamina import netstack
+from lamina.netstack.auto import AutoFabric
+from lamina.netstack.contract.base import RDMA_DEVICE
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
+from lamina.netstack.cuda import kernel_channel
 from lamina.netstack.cuda.driver import CudaStream, Driver, Pinned
 from lamina.netstack.host.native import ABORTED
 from lamina.netstack.mlx5.channel import MLX5, Mlx5Channel
@@ -43,7 +46,7 @@ def number_of(end: Mlx5Channel) -> int:
     return end._struct()["queue.number"]
 
 
-def talk(a: Mlx5Channel, b: Mlx5Channel) -> None:
+def talk(a: netstack.Channel, b: netstack.Channel) -> None:
     send(a, b"hello")
     arrival = b.wait_signal(timeout_s=SOON_S)
     assert arrival.data == b"hello"
@@ -124,6 +127,29 @@ def test_mlx5_kernels_that_wait_hear_of_their_device() -> None:
         part.close()
 
 
+def test_mlx5_an_abort_waits_for_no_nic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for its peer: what was put may be lost. A close waits for it, but for a NIC that stands still not long."""
+    fabric, a, b = ends()
+    talk(a, b)
+    FAKE.fake_mlx5_serve(False)
+    monkeypatch.setattr(kernel_channel, "STALL_NS", 10**15)
+    send(a, b"on its way")
+    a.abort("enough")
+    assert "the peer aborted: enough" in fault_of(b)
+    send_is_over = pytest.raises(netstack.ChannelAborted, match="aborted or closed on this side")
+    with send_is_over:
+        a.reserve(1, timeout_s=SOON_S)
+    a.close()
+    c, d = connect(fabric, geometry=SMALL)
+    send(c, b"on its way")
+    monkeypatch.setattr(kernel_channel, "STALL_NS", 10**7)
+    c.close()
+    FAKE.fake_mlx5_serve(True)
+    with pytest.raises(netstack.PeerFault, match="the peer closed the channel"):
+        d.wait_signal(timeout_s=SOON_S)
+    fabric.close()
+
+
 def test_mlx5_a_wrong_key_ends_the_channel() -> None:
     """A lie of this side's own: the peer's NIC takes it for what it is, and nothing of the peer's is touched."""
     fabric, a, b = ends()
@@ -152,6 +178,29 @@ def test_mlx5_a_gpu_that_is_none_for_it_is_refused_in_one_line(
     with pytest.raises(ImportError, match=words) as refusal:
         netstack.open("mlx5", key=KEY)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(("kernels", "deaf"), [(True, False), (False, False), (True, True)])
+def test_mlx5_is_what_auto_takes_for_kernels_once_messages_pass(
+    kernels: bool, deaf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ends compute on a GPU and name a device; where its NIC's packets do not arrive, they meet all the same."""
+    monkeypatch.setenv(RDMA_DEVICE, "mlx5_0")
+    fabric = netstack.open("auto", key=KEY, gpu=0)
+    assert isinstance(fabric, AutoFabric)
+    FAKE.fake_mlx5_deafen(deaf)
+    a, b = connect(fabric, beyond_memory(fabric), geometry=SMALL, kernels=kernels)
+    FAKE.fake_mlx5_deafen(False)
+    if kernels and not deaf:
+        assert "mlx5, for " in fabric.reason
+        assert isinstance(a, Mlx5Channel)
+        assert isinstance(b, Mlx5Channel)
+    else:
+        assert not isinstance(a, netstack.DeviceChannel)
+        assert ("RDMA by kernels (a trial failed: " in fabric.reason) == deaf
+    talk(a, b)
+    talk(b, a)
+    fabric.close()
 
 
 def test_mlx5_takes_each_page_once() -> None:

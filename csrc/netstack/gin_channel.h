@@ -1,0 +1,70 @@
+// A channel of device.h over NCCL's device API (GIN): a communicator of the two peers alone, and one symmetric window in
+// which each direction has a place, at one offset on both sides: staging where it is sent from, inbox where it arrives.
+//
+// HARDWARE-UNVERIFIED: compiled for GPUs with NCCL's headers; run on CPUs over a stand-in of NCCL, where the source is
+// the same.
+#pragma once
+
+#include "netstack/device.h"
+
+#if defined(LAMINA_GIN)
+#include <nccl_device.h>
+#endif
+
+namespace lamina::gin {
+
+using namespace device;
+
+struct Channel : Ends {
+  // Filled by the control plane.
+  u64 communicator;  // address of the ncclDevComm
+  u64 window;  // an ncclWindow_t
+  u64 peer;  // its rank
+  u64 to, from;  // offsets in the window of the direction that we send, and of the other
+};
+
+#if defined(LAMINA_GIN)
+
+// Sends and receives of a channel are in no order, but both put by its one context, which NCCL guards.
+struct Putter {
+  const ncclDevComm& communicator;
+  ncclGin gin{communicator, 0, NCCL_GIN_RESOURCE_SHARING_GPU};
+  ncclTeam team = ncclTeamWorld(communicator);
+  ncclWindow_t window;
+  int peer;
+
+  __device__ explicit Putter(const Channel& c)
+      : communicator(*reinterpret_cast<const ncclDevComm*>(c.communicator)),
+        window(reinterpret_cast<ncclWindow_t>(c.window)), peer(int(c.peer)) {}
+};
+
+// Adds to a word of the peer's inbox, behind all that this context has put there before: NCCL calls that strong. A weak
+// one, which follows its own put alone, would count a message that has come before another one.
+__device__ inline ncclGin_StrongVASignalAdd behind_all(const Channel& c, u64 at, u64 more) {
+  return {reinterpret_cast<ncclWindow_t>(c.window), c.to + at, more};
+}
+
+// Put the oldest granted message, whose payload of `bytes` is in its staging.
+template <class B>
+__device__ Status publish(B& bus, Channel& c, u64 bytes, const u64* tag) {
+  write_header(bus, c, bytes, tag);
+  const Putter p(c);
+  const u64 at = c.to + c.out.at(c.published);
+  p.gin.put(p.team, p.peer, p.window, at, p.window, at, sizeof(Header) + bytes, behind_all(c, kSignalAt, 1));
+  c.published += 1;
+  return kOk;
+}
+
+// Tell the peer what has been released. Its word for that lies in its inbox.
+template <class B>
+__device__ Status report(B&, Channel& c) {
+  if (c.reported == c.released) return kOk;
+  const Putter p(c);
+  p.gin.signal(p.team, p.peer, behind_all(c, kCreditAt, c.released - c.reported));
+  c.reported = c.released;
+  return kOk;
+}
+
+#endif
+
+}  // namespace lamina::gin

@@ -1,0 +1,1 @@
+"""The transport ``gin``: kernels that put by NCCL's device API."""

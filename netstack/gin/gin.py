@@ -1,0 +1,217 @@
+"""Between GPUs of two hosts: their kernels put by NCCL's device API, which drives what NICs it knows: GIN.
+
+HARDWARE-UNVERIFIED. Kernels are compiled with NCCL's headers, and this module runs with a stand-in of the library and
+one of CUDA's driver; neither has run on a GPU.
+
+Peers meet as those of ``verbs`` do: over TCP, which stays as the life line, with cards under the session's keys. The
+connector's card names a communicator of the two, which both then make together, with a window that each reaches of the
+other's, by which its NIC, its GID and its queues are NCCL's to choose (NCCL_IB_HCA, NCCL_IB_GID_INDEX). A message is
+one put with a strong signal, so the network may reorder. NCCL's own sockets, and what NICs send, are neither encrypted
+nor authenticated: use a network that strangers cannot write to.
+
+Making a communicator takes memory of the GPU and may wait for kernels that run on it, which may wait for a peer: so all
+channels are made before the first step, and pools that change meanwhile take another transport (``schemes.AT_START``).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from time import monotonic
+
+from lamina.netstack.contract.fabric import Fabric, HandshakeError
+from lamina.netstack.contract.layout import StructLayout
+from lamina.netstack.contract.terms import EPOCH_SHIFT, MESSAGE_MOST
+from lamina.netstack.cuda.cuda import DEVICE
+from lamina.netstack.cuda.driver import CudaError, Driver
+from lamina.netstack.cuda.ends import clear_inbox, ends_of, inbox_bytes
+from lamina.netstack.cuda.kernel_channel import KernelChannel, LinkKind, directions
+from lamina.netstack.host.native import gin_layout
+from lamina.netstack.meeting.handshake import PeerSession, exchanged
+from lamina.netstack.meeting.listener import HANDSHAKE_S, Meeting
+from lamina.netstack.meeting.swap import swap
+from lamina.netstack.rdma.quality import service
+from lamina.netstack.rdma.verbs import VerbsFabric
+
+from .nccl import ID_BYTES, Communicator, Nccl, NcclError, header_folders
+
+GIN = LinkKind("gin", StructLayout(*gin_layout()))
+CARD = struct.Struct(f"!4sI{ID_BYTES}s")  # magic, version of NCCL, the communicator's name
+MAGIC, MADE = b"NGIN", b"made"
+MAKE_S = HANDSHAKE_S - 1.0  # for both to make a communicator, before the listener takes the connector for silent
+LATE_S = 1.0  # between the two
+PAGE = 4096
+
+
+@dataclass(frozen=True)
+class GinLink:
+    """``parts``: all of it, to be closed once. ``fields``: of the channel's struct."""
+
+    parts: ExitStack
+    communicator: Communicator
+    staging: int
+    inbox: int
+    fields: dict[str, int]
+
+
+class GinChannel(KernelChannel):
+    """Owns ``sock`` and the parts of ``link`` once this returns."""
+
+    def __init__(
+        self, driver: Driver, link: GinLink, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool
+    ) -> None:
+        self._communicator = link.communicator
+        shapes, zero = directions(session, listening=listening), session.epoch << EPOCH_SHIFT
+
+        def describe(abort: int) -> bytes:
+            return GIN.layout.pack(ends_of(link.staging, link.inbox, abort, *shapes, zero) | link.fields)
+
+        sock.setblocking(False)
+        super().__init__(driver, GIN, link.parts, describe, sock, peer, session, listening=listening)
+
+    def _finish(self) -> None:
+        """With the communicator goes what its NIC has not sent."""
+        self._flush()
+
+    def _look(self) -> None:
+        super()._look()
+        with self._launching:
+            why = "" if self._closed or self._peer_end is not None else self._communicator.fault()
+        if why:
+            self._lose(f"NCCL reports: {why}")
+            self._say(f"aborted: NCCL reports: {why}")
+
+
+class GinWay:
+    """A NicWay whose NICs are NCCL's."""
+
+    scheme = "gin"
+
+    def __init__(self, driver: Driver, nccl: Nccl, traffic_class: int) -> None:
+        """Makes a communicator of this process alone, which takes what NCCL takes once. Raises NcclError."""
+        self._driver, self._nccl, self._traffic_class = driver, nccl, traffic_class
+        alone = Communicator(nccl, driver, 1, nccl.new_id(), 0, monotonic() + 10 * MAKE_S, threading.Event())
+        alone.close()
+
+    def register(self, source: memoryview) -> None:
+        """Nothing: what is put is copied to memory that the NIC has."""
+
+    def meeting(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Meeting:
+        if (most := max(session.outbound.slot_bytes, session.inbound.slot_bytes)) > MESSAGE_MOST:
+            raise HandshakeError(f"slot_bytes is at most {MESSAGE_MOST} over {self.scheme}, not {most}")
+        names = [] if listening else [self._nccl.new_id()]
+
+        def read(text: bytes) -> None:
+            magic, version, name = CARD.unpack(text)
+            if magic != MAGIC or version != self._nccl.version:
+                raise HandshakeError(f"its NCCL is {version}, ours is {self._nccl.version}: install one on both hosts")
+            names.append(name)
+
+        card = CARD.pack(MAGIC, self._nccl.version, b"" if listening else names[0])
+        yield from exchanged(sock, swap(session, card, read, listening=listening))
+        given_up, links = threading.Event(), list[GinLink]()
+        making = _begun(lambda: self._link(session, names[0], given_up, listening=listening))
+        try:
+            if not listening:
+                links.append(_made(making, MAKE_S + LATE_S))
+
+            def reach(text: bytes) -> None:
+                if text != MADE:
+                    raise HandshakeError("it made no communicator")
+                if listening:
+                    links.append(_made(making, LATE_S))
+
+            yield from exchanged(sock, swap(session, MADE, reach, listening=listening))
+            channel = GinChannel(self._driver, links[0], sock, peer, session, listening=listening)
+        except BaseException as error:
+            given_up.set()
+            making.add_done_callback(_thrown_away)
+            if isinstance(error, CudaError):
+                raise HandshakeError(str(error)) from error
+            raise
+        return channel
+
+    def close(self) -> None:
+        self._driver.close()
+
+    def _link(self, session: PeerSession, name: bytes, given_up: threading.Event, *, listening: bool) -> GinLink:
+        """Both sides make it at the same time. Raises NcclError, CudaError."""
+        driver, rank, zero = self._driver, int(listening), session.epoch << EPOCH_SHIFT
+        back = -(-inbox_bytes(session.outbound) // PAGE) * PAGE  # where the direction to the connector lies
+        to, origin = (back, 0) if listening else (0, back)
+        outbound, inbound = directions(session, listening=listening)
+        with ExitStack() as parts:
+            deadline = monotonic() + MAKE_S
+            both = Communicator(self._nccl, driver, 2, name, rank, deadline, given_up)
+            parts.enter_context(closing(both))
+            properties = both.properties()
+            if not properties.deviceApiSupport or not properties.ginType:
+                raise NcclError("NCCL finds no NIC that kernels can use: see its words with NCCL_DEBUG=INFO")
+            base, window = both.window(back + inbox_bytes(session.inbound))
+            clear_inbox(driver, base + origin, zero)
+            device_side = driver.allocate(both.device_side(2 * outbound.slots + inbound.slots, self._traffic_class))
+            parts.callback(driver.free, device_side)
+            fields = {"communicator": device_side, "window": window, "peer": 1 - rank, "to": to, "from": origin}
+            return GinLink(parts.pop_all(), both, base + to, base + origin, fields)
+
+
+class GinFabric(VerbsFabric):
+    """Listens and connects as ``verbs`` does."""
+
+    scheme = "gin"
+
+
+def _begun(call: Callable[[], GinLink]) -> Future[GinLink]:
+    """On a thread of its own, for which nobody waits at the end of the process."""
+    future = Future[GinLink]()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - it is the future's
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="lamina-gin", daemon=True).start()
+    return future
+
+
+def _made(making: Future[GinLink], timeout_s: float) -> GinLink:
+    try:
+        return making.result(timeout_s)
+    except TimeoutError as error:
+        raise HandshakeError("NCCL made no communicator in time") from error
+    except OSError as error:
+        raise HandshakeError(str(error)) from error
+
+
+def _thrown_away(making: Future[GinLink]) -> None:
+    if making.exception() is None:
+        making.result().parts.close()
+
+
+def open_fabric(key: bytes, *, gpu: int = 0) -> Fabric:
+    """Raises ImportError, with its cause, where there is no NCCL, no compiler's headers, or no GPU."""
+    try:
+        nccl, folders = Nccl(), header_folders()
+        if not any((folder / "nccl_device.h").is_file() for folder in folders):
+            raise ImportError("NCCL's headers are not there")
+        options = "-DLAMINA_GIN", *(f"-I{folder}" for folder in folders)
+        driver = Driver(int(os.environ.get(DEVICE) or gpu), options)
+    except ImportError as error:
+        raise ImportError(_unusable(error)) from error
+    try:
+        return GinFabric(key, way=GinWay(driver, nccl, service().traffic_class))
+    except (NcclError, ValueError) as error:
+        driver.close()
+        raise ImportError(_unusable(error)) from error
+
+
+def _unusable(cause: object) -> str:
+    fix = "pip install nvidia-nccl-cu13 nvidia-cuda-cccl, or take --transport mlx5 or verbs"
+    return f"transport 'gin' cannot be used here: {cause}; {fix}"
