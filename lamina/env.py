@@ -31,6 +31,7 @@ VARIABLES = {
     "LAMINA_LIBCUDA": "the CUDA driver's library, where it is not found by its name; tests put another in its place",
     "LAMINA_LIBCRYPTO": "OpenSSL's libcrypto, which encrypts what leaves a host, where it is not found by its name",
     "LAMINA_LIBNCCL": "NCCL's library, where it is not found by its name; its headers are in ../include beside it",
+    "LAMINA_NVCC": "nvcc, which compiles kernels with NCCL's headers, where it is not found by its name",
     "LAMINA_LIBNVRTC": "the library that compiles CUDA kernels, where it is not found by its name",
     "LAMINA_CACHE": "folder of captures kept from one start to the next; empty: none; default: ~/.cache/lamina",
     LEASE_BYTES: "set by `lend` for its guests: the most KV memory that one may take",

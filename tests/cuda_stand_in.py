@@ -23,6 +23,11 @@ STAND_IN, GIN_STAND_IN = "cuda on a CPU", "gin on a CPU"
 ONE_GPU, ONE_STAND_IN = "loopback on one GPU", "loopback on one GPU on a CPU"
 _REAL = {STAND_IN: "cuda", GIN_STAND_IN: "gin", ONE_GPU: "loopback", ONE_STAND_IN: "loopback"}
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]  # nvcc's are none of g++'s
+NVCC = """#!/bin/sh
+# as its NVRTC compiles anything, to a file behind -o
+while [ "$1" != -o ]; do shift; done
+printf 'image\\0' > "$2"
+"""
 FLAGS = ["-std=c++17", "-O2", *WARNINGS, "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'csrc'}", f"-I{HEADERS}"]
 
 
@@ -30,7 +35,7 @@ def build() -> Path:
     """The library. Skips the test where there is no compiler."""
     if shutil.which("g++") is None:
         pytest.skip("no g++: the stand-in of the CUDA driver cannot be built")
-    digest = hashlib.sha256(repr(FLAGS).encode())
+    digest = hashlib.sha256(repr((FLAGS, NVCC)).encode())
     for path in [SOURCE, NCCL, *sorted(HEADERS.iterdir()), *sorted((ROOT / "csrc" / "netstack").rglob("*.*"))]:
         digest.update(path.read_bytes())
     folder = ROOT / "build" / "cuda_stand_in" / digest.hexdigest()[:16]
@@ -41,6 +46,10 @@ def build() -> Path:
         subprocess.run(["g++", *FLAGS, str(SOURCE), str(NCCL), "-o", str(partial)], check=True, timeout=110)
         with suppress(FileExistsError):
             (folder / "include").symlink_to(HEADERS)  # as NCCL's package has them beside its library
+        compiler = partial.with_name(f"nvcc.{os.getpid()}")
+        compiler.write_text(NVCC)
+        compiler.chmod(0o755)
+        compiler.rename(library.with_name("nvcc"))
         partial.rename(library)
     return library
 
@@ -48,7 +57,8 @@ def build() -> Path:
 def environment() -> dict[str, str]:
     """What makes the product load it in place of libcuda and NVRTC."""
     library = str(build())
-    return {"LAMINA_LIBCUDA": library, "LAMINA_LIBNVRTC": library, "LAMINA_LIBNCCL": library}
+    places = dict.fromkeys(("LAMINA_LIBCUDA", "LAMINA_LIBNVRTC", "LAMINA_LIBNCCL"), library)
+    return places | {"LAMINA_NVCC": str(Path(library).with_name("nvcc"))}
 
 
 @contextmanager

@@ -44,13 +44,23 @@ __device__ inline ncclGin_StrongVASignalAdd behind_all(const Channel& c, u64 at,
   return {reinterpret_cast<ncclWindow_t>(c.window), c.to + at, more};
 }
 
+// `bytes` at `at` of the staging to the same place of the inbox, then one more message. Once in the machine code, as is
+// `add_credit`: each holds the code of all NICs that NCCL knows.
+__device__ __noinline__ void put_message(const Channel& c, u64 at, u64 bytes) {
+  const Putter p(c);
+  p.gin.put(p.team, p.peer, p.window, c.to + at, p.window, c.to + at, bytes, behind_all(c, kSignalAt, 1));
+}
+
+__device__ __noinline__ void add_credit(const Channel& c, u64 more) {
+  const Putter p(c);
+  p.gin.signal(p.team, p.peer, behind_all(c, kCreditAt, more));
+}
+
 // Put the oldest granted message, whose payload of `bytes` is in its staging.
 template <class B>
 __device__ Status publish(B& bus, Channel& c, u64 bytes, const u64* tag) {
   write_header(bus, c, bytes, tag);
-  const Putter p(c);
-  const u64 at = c.to + c.out.at(c.published);
-  p.gin.put(p.team, p.peer, p.window, at, p.window, at, sizeof(Header) + bytes, behind_all(c, kSignalAt, 1));
+  put_message(c, c.out.at(c.published), sizeof(Header) + bytes);
   c.published += 1;
   return kOk;
 }
@@ -59,8 +69,7 @@ __device__ Status publish(B& bus, Channel& c, u64 bytes, const u64* tag) {
 template <class B>
 __device__ Status report(B&, Channel& c) {
   if (c.reported == c.released) return kOk;
-  const Putter p(c);
-  p.gin.signal(p.team, p.peer, behind_all(c, kCreditAt, c.released - c.reported));
+  add_credit(c, c.released - c.reported);
   c.reported = c.released;
   return kOk;
 }

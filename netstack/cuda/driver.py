@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from mmap import mmap
 from pathlib import Path
@@ -166,6 +167,17 @@ def compiled(architecture: int, names: tuple[str, ...], options: tuple[str, ...]
         nvrtc.nvrtcDestroyProgram(byref(program))
 
 
+@dataclass(frozen=True)
+class Compiler:
+    """``build``: kernels.cu for an architecture; raises ImportError and RuntimeError. ``package``: has it."""
+
+    package: str
+    build: Callable[[int], bytes]
+
+
+BY_NVRTC = Compiler("nvidia-cuda-nvrtc", lambda architecture: compiled(architecture, tuple(nvrtc_names())))
+
+
 class Shared:
     """Device memory that another process may map: the allocation lives until its last mapping is gone."""
 
@@ -279,11 +291,9 @@ class CudaGraph:
 
 
 class Driver:
-    """One GPU's primary context, with our kernels, compiled with ``options``. Raises ImportError, in one line, for what
-    is missing.
-    """
+    """One GPU's primary context, with our kernels. Raises ImportError, in one line, for what is missing."""
 
-    def __init__(self, index: int = 0, options: tuple[str, ...] = ()) -> None:
+    def __init__(self, index: int = 0, compiler: Compiler = BY_NVRTC) -> None:
         self.index = index
         self._library = load([os.environ.get(LIBCUDA) or "libcuda.so.1"], SIGNATURES)
         device, context = c_int(), Handle()
@@ -304,10 +314,10 @@ class Driver:
         try:
             if self.shares_memory:
                 self.call("cuMemGetAllocationGranularity", byref(granularity), byref(self.properties), 0)
-            self.call("cuModuleLoadData", byref(module), compiled(self.architecture, tuple(nvrtc_names()), options))
+            self.call("cuModuleLoadData", byref(module), compiler.build(self.architecture))
         except (ImportError, RuntimeError, CudaError) as error:
             self._library.cuDevicePrimaryCtxRelease_v2(self.device)
-            raise ImportError(f"{error}; pip install an nvidia-cuda-nvrtc that fits the driver") from error
+            raise ImportError(f"{error}; pip install an {compiler.package} that fits the driver") from error
         self.granularity = granularity.value or 1
         self._module = module
         self._functions: dict[str, Handle] = {}

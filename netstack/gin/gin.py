@@ -39,7 +39,7 @@ from lamina.netstack.meeting.swap import swap
 from lamina.netstack.rdma.quality import service
 from lamina.netstack.rdma.verbs import VerbsFabric
 
-from .nccl import ID_BYTES, Communicator, Nccl, NcclError, header_folders
+from .nccl import BY_NVCC, ID_BYTES, Communicator, Nccl, NcclError
 
 GIN = LinkKind("gin", StructLayout(*gin_layout()))
 CARD = struct.Struct(f"!4sI{ID_BYTES}s")  # magic, version of NCCL, the communicator's name
@@ -196,22 +196,21 @@ def _thrown_away(making: Future[GinLink]) -> None:
 
 
 def open_fabric(key: bytes, *, gpu: int = 0) -> Fabric:
-    """Raises ImportError, with its cause, where there is no NCCL, no compiler's headers, or no GPU."""
+    """Raises ImportError, with its cause, where there is no NCCL, no nvcc, or no GPU."""
     try:
-        nccl, folders = Nccl(), header_folders()
-        if not any((folder / "nccl_device.h").is_file() for folder in folders):
-            raise ImportError("NCCL's headers are not there")
-        options = "-DLAMINA_GIN", *(f"-I{folder}" for folder in folders)
-        driver = Driver(int(os.environ.get(DEVICE) or gpu), options)
-    except ImportError as error:
+        nccl, traffic_class = Nccl(), service().traffic_class
+        driver = Driver(int(os.environ.get(DEVICE) or gpu), BY_NVCC)
+    except (ImportError, ValueError) as error:
         raise ImportError(_unusable(error)) from error
     try:
-        return GinFabric(key, way=GinWay(driver, nccl, service().traffic_class))
-    except (NcclError, ValueError) as error:
+        return GinFabric(key, way=GinWay(driver, nccl, traffic_class))
+    except BaseException as error:
         driver.close()
-        raise ImportError(_unusable(error)) from error
+        if isinstance(error, NcclError):
+            raise ImportError(_unusable(error)) from error
+        raise
 
 
 def _unusable(cause: object) -> str:
-    fix = "pip install nvidia-nccl-cu13 nvidia-cuda-cccl, or take --transport mlx5 or verbs"
+    fix = "pip install nvidia-nccl-cu13 and a CUDA toolkit with nvcc, or take --transport mlx5 or verbs"
     return f"transport 'gin' cannot be used here: {cause}; {fix}"

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import subprocess
 import threading
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_bool, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 
-from lamina.netstack.cuda.driver import Driver, Handle, load
+from lamina.netstack.cuda.driver import CSRC, FLAGS, KERNELS, Compiler, Driver, Handle, load
 
 LIBNCCL = "LAMINA_LIBNCCL"  # another file to load instead of the installed one
 LEAST = 23200  # of which the device API has strong signals in windows, and sizes for kernels compiled at run time
@@ -26,6 +29,8 @@ SUCCESS, IN_PROGRESS = 0, 7
 WINDOW = 1 | 2  # symmetric, strictly ordered
 FULLY_CONNECTED = 1
 AGAIN_S = 1e-3
+NVCC = "LAMINA_NVCC"  # another compiler to run instead of the installed one
+COMPILE_S = 600.0
 
 
 class Id(ctypes.Structure):
@@ -98,14 +103,39 @@ def names() -> list[str]:
 
 
 def header_folders() -> list[Path]:
-    """Where the compiler of the kernels finds NCCL's headers, beside its library, and CUDA's; of each the packages',
-    then the installed.
-    """
+    """Where nvcc finds NCCL's headers, beside the library, and those of CUDA's packages; nvcc knows its own."""
     named = os.environ.get(LIBNCCL)
     places = [Path(named).parents[1] / "include"] if named else []
     places += [p for folder in _folders() for p in (folder / "nccl/include", *folder.glob("cu1*/include"))]
-    places += [Path("/usr/local/cuda/include")]
     return [p for place in places for p in (place, place / "cccl") if p.is_dir()]
+
+
+def build(architecture: int) -> bytes:
+    """kernels.cu, with links of NCCL's device API, by nvcc: NVRTC does not take NCCL's headers. Raises ImportError for
+    what is missing, RuntimeError with the words of nvcc.
+    """
+    folders = header_folders()
+    if not any((folder / "nccl_device.h").is_file() for folder in folders):
+        raise ImportError("NCCL's headers are not there")
+    packaged = (str(path) for folder in _folders() for path in folder.glob("cu1*/bin/nvcc"))
+    places = os.environ.get(NVCC), *packaged, "nvcc", "/usr/local/cuda/bin/nvcc"
+    found = next((path for place in places if place and (path := shutil.which(place))), None)
+    if found is None:
+        raise ImportError("nvcc, which compiles kernels with NCCL's headers, is not there")
+    with TemporaryDirectory() as folder:
+        image = Path(folder) / "kernels.cubin"
+        flags = [f"-arch=sm_{architecture}", *FLAGS, "-DLAMINA_GIN", f"-I{CSRC}", *(f"-I{p}" for p in folders)]
+        command = [found, *flags, "-cubin", str(KERNELS), "-o", str(image)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise RuntimeError(f"{found}: {error}") from error
+        if done.returncode:
+            raise RuntimeError(f"{KERNELS.name} does not compile for sm_{architecture}: {done.stderr.strip()}")
+        return image.read_bytes()
+
+
+BY_NVCC = Compiler("nvidia-cuda-nvcc", build)
 
 
 def _folders() -> list[Path]:

@@ -2,7 +2,7 @@
 // changes from one launch to the next (seqno, slot, length) is in device memory, so a graph can be replayed. All
 // launches of a channel's direction are ordered by one stream or by edges of a graph: its counters have no lock.
 // `*status` is sticky: after the first failure every later launch returns at once, and the host reads why. Compiled by
-// nvcc and, at run time, by NVRTC; links of NCCL's device API with -DLAMINA_GIN, where its headers are.
+// NVRTC at run time, and by nvcc; with -DLAMINA_GIN, which adds links of NCCL's device API, by nvcc alone.
 #include "netstack/gin_channel.h"
 #include "netstack/memory_channel.h"
 #include "netstack/mlx5_channel.h"

@@ -24,6 +24,7 @@
 #define __global__
 #define __launch_bounds__(threads)
 #define __device__
+#define __noinline__
 #define __shared__ static thread_local
 struct uint4 {
   unsigned x, y, z, w;
