@@ -19,6 +19,7 @@ from pathlib import Path
 
 from .contract.base import RDMA_DEVICE
 from .cuda.driver import NVRTC_SIGNATURES, load, nvrtc_names
+from .gin.nccl import NcclLibrary, lack_of_compiler
 from .host.native import mlx5_fault
 from .rdma.nearest import gpus, nearest_first
 from .rdma.ports import NONE, Wanted, lack, named, ports
@@ -201,6 +202,18 @@ def nvrtc(_: Machine) -> Verdict:
     return True, "loads", ""
 
 
+def nccl(_: Machine) -> Verdict:
+    """Its library, its headers, and the compiler that takes these."""
+    try:
+        version = NcclLibrary().version
+        lacks = lack_of_compiler()
+    except ImportError as error:
+        return False, str(error), "pip install nvidia-nccl-cu13"
+    if lacks:
+        return False, f"{version}; {lacks}", "pip install nvidia-nccl-cu13, and a CUDA toolkit with nvcc"
+    return None, f"{version}, headers, nvcc", "what NICs its device API drives it says as it meets: NCCL_DEBUG=INFO"
+
+
 def gpu_registration(machine: Machine) -> Verdict:
     """How a NIC gets at GPU memory: dma-buf, else nvidia-peermem."""
     release = tuple(int(n) for n in machine.kernel.split("-")[0].split(".")[:2] if n.isdigit())
@@ -245,8 +258,8 @@ RDMA = ("verbs", *MLX5)
 MODELS = ("nic-model", "nic-model-proxy")
 CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
     ("shared memory", ("shm", "auto", *MODELS), shared_memory),
-    ("loopback interface", ("tcp", "auto", *RDMA, *MODELS), tcp_loopback),
-    ("C++ compiler", ("shm", "tcp", "auto", *MLX5, *MODELS), compiler),
+    ("loopback interface", ("tcp", "auto", "gin", *RDMA, *MODELS), tcp_loopback),
+    ("C++ compiler", ("shm", "tcp", "auto", "gin", *MLX5, *MODELS), compiler),
     ("RDMA device", RDMA, rdma_device),
     ("ConnectX", MLX5, connectx),
     ("verbs device nodes", RDMA, verbs_nodes),
@@ -254,7 +267,8 @@ CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
     ("libmlx5", MLX5, libmlx5),
     ("pyverbs", ("verbs",), pyverbs),
     ("locked memory", RDMA, memlock),
-    ("CUDA", ("cuda", *MLX5), cuda),
+    ("CUDA", ("cuda", "gin", *MLX5), cuda),
+    ("NCCL", ("gin",), nccl),
     ("NVRTC", ("cuda", *MLX5), nvrtc),
     ("GPU memory between processes", ("cuda",), cuda_sharing),
     ("RDMA port of each GPU", ("mlx5",), gpu_ports),

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from msgspec import structs
 
+from lamina.netstack import made_at_start
 from lamina.protocol.control import Address
 from lamina.protocol.move_ops import Neighbour
 from lamina.protocol.options.engine import EngineConfig
@@ -24,6 +25,8 @@ def check_in_place(config: EngineConfig, *, same: bool = False) -> None:
     """Raises NotInPlaceError where other memory workers can come or go only with all workers anew; ``same``: where
     those that there are cannot have other parts of the work.
     """
+    if made_at_start(config.launching.scheme):
+        raise NotInPlaceError(f"--transport {config.launching.transport} makes all channels at the start")
     if config.overflow.truncates:
         raise NotInPlaceError("--context-overflow cuts sessions at stripes")
     if config.kv.evicts or config.kv.selects:

@@ -32,7 +32,7 @@ from .server import local_servers, serve, watch_life_line
 
 SIZES = "8,64,256,1KiB,4KiB,16KiB,64KiB,256KiB,1MiB"
 ROUNDS_MIN = 20
-DEVICES = {"cpu": (), "cuda": ("cuda", "mlx5", "gin")}  # what makes the calls -> the transports of its kernels; none: any
+DEVICES = {"cpu": (), "cuda": ("cuda", "mlx5", "gin")}  # what makes the calls -> transports of its kernels; none: any
 COLUMNS = ("p50_us", "p99_us", "p999_us", "max_us", "msg/s", "GB/s", "CPU %")
 
 

@@ -39,7 +39,7 @@ from lamina.netstack.meeting.swap import swap
 from lamina.netstack.rdma.quality import service
 from lamina.netstack.rdma.verbs import VerbsFabric
 
-from .nccl import BY_NVCC, ID_BYTES, Communicator, Nccl, NcclError
+from .nccl import BY_NVCC, ID_BYTES, Communicator, NcclError, NcclLibrary
 
 GIN = LinkKind("gin", StructLayout(*gin_layout()))
 CARD = struct.Struct(f"!4sI{ID_BYTES}s")  # magic, version of NCCL, the communicator's name
@@ -93,7 +93,7 @@ class GinWay:
 
     scheme = "gin"
 
-    def __init__(self, driver: Driver, nccl: Nccl, traffic_class: int) -> None:
+    def __init__(self, driver: Driver, nccl: NcclLibrary, traffic_class: int) -> None:
         """Makes a communicator of this process alone, which takes what NCCL takes once. Raises NcclError."""
         self._driver, self._nccl, self._traffic_class = driver, nccl, traffic_class
         alone = Communicator(nccl, driver, 1, nccl.new_id(), 0, monotonic() + 10 * MAKE_S, threading.Event())
@@ -198,7 +198,7 @@ def _thrown_away(making: Future[GinLink]) -> None:
 def open_fabric(key: bytes, *, gpu: int = 0) -> Fabric:
     """Raises ImportError, with its cause, where there is no NCCL, no nvcc, or no GPU."""
     try:
-        nccl, traffic_class = Nccl(), service().traffic_class
+        nccl, traffic_class = NcclLibrary(), service().traffic_class
         driver = Driver(int(os.environ.get(DEVICE) or gpu), BY_NVCC)
     except (ImportError, ValueError) as error:
         raise ImportError(_unusable(error)) from error

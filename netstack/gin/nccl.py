@@ -110,26 +110,34 @@ def header_folders() -> list[Path]:
     return [p for place in places for p in (place, place / "cccl") if p.is_dir()]
 
 
+def lack_of_compiler() -> str:
+    """What of it is missing to compile kernels with NCCL's headers; empty: nothing."""
+    if not any((folder / "nccl_device.h").is_file() for folder in header_folders()):
+        return "NCCL's headers are not there"
+    return "" if _nvcc() else "nvcc, which compiles kernels with NCCL's headers, is not there"
+
+
+def _nvcc() -> str | None:
+    packaged = (str(path) for folder in _folders() for path in folder.glob("cu1*/bin/nvcc"))
+    places = os.environ.get(NVCC), *packaged, "nvcc", "/usr/local/cuda/bin/nvcc"
+    return next((path for place in places if place and (path := shutil.which(place))), None)
+
+
 def build(architecture: int) -> bytes:
     """kernels.cu, with links of NCCL's device API, by nvcc: NVRTC does not take NCCL's headers. Raises ImportError for
     what is missing, RuntimeError with the words of nvcc.
     """
-    folders = header_folders()
-    if not any((folder / "nccl_device.h").is_file() for folder in folders):
-        raise ImportError("NCCL's headers are not there")
-    packaged = (str(path) for folder in _folders() for path in folder.glob("cu1*/bin/nvcc"))
-    places = os.environ.get(NVCC), *packaged, "nvcc", "/usr/local/cuda/bin/nvcc"
-    found = next((path for place in places if place and (path := shutil.which(place))), None)
-    if found is None:
-        raise ImportError("nvcc, which compiles kernels with NCCL's headers, is not there")
+    compiler = _nvcc()
+    if (why := lack_of_compiler()) or compiler is None:
+        raise ImportError(why)
     with TemporaryDirectory() as folder:
         image = Path(folder) / "kernels.cubin"
-        flags = [f"-arch=sm_{architecture}", *FLAGS, "-DLAMINA_GIN", f"-I{CSRC}", *(f"-I{p}" for p in folders)]
-        command = [found, *flags, "-cubin", str(KERNELS), "-o", str(image)]
+        flags = [f"-arch=sm_{architecture}", *FLAGS, "-DLAMINA_GIN", f"-I{CSRC}", *(f"-I{p}" for p in header_folders())]
+        command = [compiler, *flags, "-cubin", str(KERNELS), "-o", str(image)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise RuntimeError(f"{found}: {error}") from error
+            raise RuntimeError(f"{compiler}: {error}") from error
         if done.returncode:
             raise RuntimeError(f"{KERNELS.name} does not compile for sm_{architecture}: {done.stderr.strip()}")
         return image.read_bytes()
@@ -143,7 +151,7 @@ def _folders() -> list[Path]:
     return [Path(p) for p in (spec.submodule_search_locations or [] if spec else [])]
 
 
-class Nccl:
+class NcclLibrary:
     """The library. Raises ImportError, in one line, where it is missing or too old."""
 
     def __init__(self) -> None:
@@ -179,7 +187,14 @@ class Communicator:
     """
 
     def __init__(
-        self, nccl: Nccl, driver: Driver, ranks: int, name: bytes, rank: int, deadline: float, given_up: threading.Event
+        self,
+        nccl: NcclLibrary,
+        driver: Driver,
+        ranks: int,
+        name: bytes,
+        rank: int,
+        deadline: float,
+        given_up: threading.Event,
     ) -> None:
         self._nccl, self._driver = nccl, driver
         self._deadline, self._given_up = deadline, given_up
@@ -197,9 +212,10 @@ class Communicator:
             raise
 
     def properties(self) -> Properties:
-        found = Properties(ctypes.sizeof(Properties), MAGIC, self._nccl.version)
-        self._step("ncclCommQueryProperties", self._handle, byref(found))
-        return found
+        """What NCCL says of it, and of its device side."""
+        told = Properties(ctypes.sizeof(Properties), MAGIC, self._nccl.version)
+        self._step("ncclCommQueryProperties", self._handle, byref(told))
+        return told
 
     def window(self, nbytes: int) -> tuple[int, int]:
         """(address, handle) of memory of the GPU's that all ranks reach; they make it together, of one size."""

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Collection
 from typing import NamedTuple
 
-from lamina.netstack import beyond_host, check_scheme, in_process
+from lamina.netstack import beyond_host, check_scheme, in_process, made_at_start
 from lamina.protocol.partition import PARTITIONS, Partition
 
 from .declare import flag
@@ -33,6 +33,7 @@ def check_together(config: EngineConfig) -> None:
     _check_prefixes(config)
     _check_sparsity(config)
     _check_devices(config)
+    _check_made_at_start(config)
     _check_spares(config)
     _check_loans(config)
     _check_parity(config)
@@ -150,6 +151,24 @@ def _check_addresses(config: EngineConfig) -> None:
     if config.devices.cores:
         theirs = "over --ray-address Ray gives workers theirs" if over_ray else "start workers elsewhere under taskset"
         raise ValueError(f"--cores are of this machine: {theirs}")
+
+
+def _check_made_at_start(config: EngineConfig) -> None:
+    """Where no channel may come later, nobody joins a pool that computes."""
+    topology, launching = config.topology, config.launching
+    if not made_at_start(launching.scheme):
+        return
+    joins = {
+        **{flag(f"spare_{role}"): count > 0 for role, count in launching.spares.items()},
+        topology.loan_flag: topology.on_loan,
+        "--kv-parity": topology.kv_parity > 0,
+        "--prefill-workers": topology.prefill_workers > 0,
+    }
+    if name := next((name for name, is_given in joins.items() if is_given), ""):
+        raise ValueError(
+            f"{name}: --transport {launching.transport} makes all channels at the start, and nobody joins later: take "
+            "another transport, or leave it out"
+        )
 
 
 def _check_spares(config: EngineConfig) -> None:

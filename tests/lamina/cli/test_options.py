@@ -10,6 +10,7 @@ import pytest
 
 from lamina.cli.launch import main
 from lamina.config import OPTIONS, changed, flat, make_config
+from lamina.fleet.seats import NotInPlaceError, check_in_place
 from lamina.protocol.options.declare import options_of
 from lamina.protocol.options.engine import EngineConfig, KVOptions
 from lamina.protocol.options.topology import TopologyOptions
@@ -160,3 +161,22 @@ def test_the_old_number_of_replicas_names_the_new_one(capsys: pytest.CaptureFixt
 def test_spares_where_there_can_be_none_are_refused_by_name(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=f"^{words}"):
         make_config(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"spare_memory": 1}, "--spare-memory"),
+        ({"spare_compute": 1}, "--spare-compute"),
+        ({"borrow": "1GiB", "ledger": "h:1"}, "--borrow"),
+        ({"kv_parity": 1, "memory_workers": 2}, "--kv-parity"),
+        ({"prefill_workers": 1}, "--prefill-workers"),
+    ],
+)
+def test_nobody_joins_where_all_channels_are_made_at_the_start(options: dict[str, Any], name: str) -> None:
+    words = f"^{name}: --transport gin makes all channels at the start, and nobody joins later: take another transport"
+    with pytest.raises(ValueError, match=words):
+        make_config({"transport": "gin", **options})
+    config = make_config({"transport": "gin", "memory_workers": 2})
+    with pytest.raises(NotInPlaceError, match="--transport gin makes all channels at the start"):
+        check_in_place(config)
