@@ -3,7 +3,7 @@
 A slice sends Q, K and V while it runs, and meets other ranks. Where a host does that it cannot be recorded: a graph
 ends there, and the next one begins behind it. What kernels do (``recordable``), messages or meetings, is part of the
 graph; for ranks that meet so, all have graphs, which they record at the same time and with the same rows. Rows
-are padded to a power of two, whose extra results nobody takes. A graph reads and writes the same memory at every
+are padded (``padded``), and nobody takes what the extra ones give. A graph reads and writes the same memory at every
 replay, so what leaves it is a copy: a message, or a carried tensor that waits for other batches, would be overwritten
 by the next replay.
 """
@@ -23,6 +23,17 @@ from lamina.collective import Collective, Joining
 
 log = logging.getLogger(__name__)
 MOST_ROWS = 256  # of a graph; with more, launches cost little of a slice
+
+
+def padded(rows: int) -> int:
+    """The rows of the graph that ``rows`` run in: a power of two up to 8, as weights are what few rows read; then steps
+    of 8, which tensor cores take at a time, or of a quarter of the power of two below.
+    """
+    below = 1 << max(0, rows - 1).bit_length()
+    if below <= 8:
+        return below
+    step = max(8, below // 8)
+    return -(-rows // step) * step
 
 
 class Graph(Protocol):
@@ -122,7 +133,7 @@ class GraphedSlice:
 
     def __call__(self, *args: Any) -> tuple[Tensor, ...]:
         rows = args[0].shape[0]
-        bucket = 1 << max(0, rows - 1).bit_length()
+        bucket = padded(rows)
         if bucket > MOST_ROWS or self._refused:
             return self._plain(args)
         inputs, send = (args, None) if isinstance(args[-1], Tensor) else (args[:-1], args[-1])

@@ -9,7 +9,7 @@ import torch
 from stand_in_device import RecordingCapture
 from torch import Tensor
 
-from lamina.workers.graphs import MOST_ROWS, GraphedSlice, Meetings
+from lamina.workers.graphs import MOST_ROWS, GraphedSlice, Meetings, padded
 
 
 class Kept:
@@ -119,6 +119,18 @@ def test_the_last_slice_sends_nothing() -> None:
         _, x = inputs(rows, seed)
         torch.testing.assert_close(graphed(x, x * 3)[0], last_slice(x, x * 3)[0])
     assert capture.graphs == 1
+
+
+def test_padding_is_a_quarter_at_most_and_graphs_are_few() -> None:
+    sizes = [padded(rows) for rows in range(1, MOST_ROWS + 1)]
+    assert sizes == sorted(sizes)
+    for rows, size in enumerate(sizes, 1):
+        assert rows <= size == padded(size)
+        assert size <= (2 * rows if rows < 8 else max(1.25 * rows, rows + 7))
+    assert sizes[-1] == MOST_ROWS
+    assert len({*sizes}) == 19
+    average = sum(sizes) / sum(range(1, MOST_ROWS + 1))
+    assert average < 1.1, "powers of two, as they were: 1.33"
 
 
 def test_many_rows_run_without_graphs() -> None:
