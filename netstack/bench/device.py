@@ -2,8 +2,10 @@
 
     device  a graph for each round, as a step of Lamina is one. The clock runs from the end of the kernel before the
             send to the start of the kernel behind the receive; the host fills and checks payloads while it stands
-    kernel  one kernel for all rounds: what the network costs without a launch. The host compares all that came in the
-            end. A GPU's clock may step by a microsecond: then the mean says more than a percentile
+    kernel  one kernel for as many rounds as KEPT_BYTES hold the messages of: what the network costs without a launch.
+            The host compares all that came when a kernel has ended. A kernel's first round, which waits for the other
+            side's launch, does not count. A GPU's clock may step by a microsecond: then the mean says more than a
+            percentile
 
 HARDWARE-UNVERIFIED, as ``cuda`` is.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from itertools import pairwise
 
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric
@@ -23,6 +26,7 @@ from lamina.netstack.host.native import OK
 from .job import PAYLOADS, TIMEOUT_S, Job, Measured, Payloads, check_bytes
 
 TIMEOUT_NS = int(TIMEOUT_S * 1e9)
+KEPT_BYTES = 64 << 20  # of messages that came, in the GPU's memory: there is always room for PAYLOADS and one
 HEAD = struct.Struct("<Q32si4xQ8x2Q")  # bytes, tag, status of the kernels, count of stamps, stamps
 TAG_AT, STATUS_AT, COUNT_AT, STAMPS_AT, PAYLOAD_AT = 8, 40, 48, 64, 128
 
@@ -122,30 +126,63 @@ def device_server(_: Fabric, channel: Channel, job: Job) -> None:
     driven.take_back()
 
 
+@dataclass(frozen=True)
+class KernelLaunch:
+    """``rounds`` of one kernel, the first of which is message ``first``; ``skipped`` of them do not count."""
+
+    first: int
+    rounds: int
+    skipped: int
+
+
+def kernel_launches(job: Job) -> list[KernelLaunch]:
+    """Both sides' launches: ``job.rounds`` count altogether. All but the last have a multiple of PAYLOADS and one, so
+    that no place gets the payload that it had.
+    """
+    most = max(1, KEPT_BYTES // job.query // PAYLOADS) * PAYLOADS + 1
+    launches, first, unskipped, counted = list[KernelLaunch](), 0, max(1, job.warm_up), job.rounds
+    while counted:
+        skipped = min(max(1, unskipped), most)
+        launches.append(KernelLaunch(first, min(most, skipped + counted), skipped))
+        first += launches[-1].rounds
+        unskipped -= skipped
+        counted -= launches[-1].rounds - skipped
+    return launches
+
+
 class KernelRounds:
-    """All rounds of one side as one kernel. ``run`` gives the seconds of each, and raises as Mail.check does."""
+    """One side's rounds by kernels. ``run`` gives the seconds of each round that counts, and raises as Mail.check."""
 
     def __init__(self, channel: KernelChannel, job: Job, parts: ExitStack) -> None:
-        self._view, self._job, self._payloads = channel.lend(), job, Payloads(job.query)
-        self._driver, self._rounds = self._view.driver, job.warm_up + job.rounds
+        self._view, self._nbytes, self._payloads = channel.lend(), job.query, Payloads(job.query)
+        self._driver, self._launches = self._view.driver, kernel_launches(job)
         self._stream = parts.enter_context(closing(CudaStream(self._driver)))
-        sources = b"".join(self._payloads.each)
+        sources = b"".join(self._payloads[n] for n in range(2 * PAYLOADS - 1))  # PAYLOADS of them from any payload on
+        most = max(launch.rounds for launch in self._launches)
         self._places = []
-        for data, nbytes in ((sources, 0), (b"", self._rounds * job.query), (bytes(8), 8 * (self._rounds + 2))):
+        for data, nbytes in ((sources, 0), (b"", most * job.query), (bytes(8), 8 * (most + 2))):
             self._places.append(self._driver.allocate(data, nbytes))
             parts.callback(self._driver.free, self._places[-1])
 
     def run(self, peer: str, *, leads: bool) -> list[float]:
+        """Of all launches."""
+        times: list[float] = []
+        for launch in self._launches:
+            times += self._run(peer, launch, leads=leads)[launch.skipped :]
+        return times
+
+    def _run(self, peer: str, launch: KernelLaunch, *, leads: bool) -> list[float]:
         sources, targets, status = self._places
-        times, nbytes = status + 8, self._job.query
-        shape = nbytes, self._rounds, int(leads), times
-        self._view.launch(self._stream.number, "rounds", sources, PAYLOADS, targets, *shape, TIMEOUT_NS, status)
+        begin, times, nbytes = sources + launch.first % PAYLOADS * self._nbytes, status + 8, self._nbytes
+        shape = nbytes, launch.rounds, int(leads), times
+        self._view.launch(self._stream.number, "rounds", begin, PAYLOADS, targets, *shape, TIMEOUT_NS, status)
         self._stream.synchronize()
         if code := int.from_bytes(self._driver.read(status, 4), "little"):
             raise ChannelError(f"{peer}: the kernel ended with status {code} of csrc/netstack/device.h")
-        for n in range(self._rounds):
-            check_bytes(memoryview(self._driver.read(targets + n * nbytes, nbytes)), n, self._payloads[n])
-        stamps = memoryview(self._driver.read(times, 8 * (self._rounds + 1))).cast("Q").tolist()
+        for n in range(launch.rounds):
+            came = memoryview(self._driver.read(targets + n * nbytes, nbytes))
+            check_bytes(came, launch.first + n, self._payloads[launch.first + n])
+        stamps = memoryview(self._driver.read(times, 8 * (launch.rounds + 1))).cast("Q").tolist()
         return [(end - start) / 1e9 for start, end in pairwise(stamps)]
 
 
@@ -153,7 +190,7 @@ def kernel_client(_: Fabric, channels: Sequence[Channel], job: Job, __: float) -
     (channel,) = channels
     driven = _driven(channel)
     with ExitStack() as parts:
-        samples = KernelRounds(driven, job, parts).run(channel.peer, leads=True)[job.warm_up :]
+        samples = KernelRounds(driven, job, parts).run(channel.peer, leads=True)
     driven.take_back()
     return Measured(samples, sum(samples))
 

@@ -13,15 +13,18 @@ from contextlib import nullcontext
 
 import cuda_stand_in
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from wiring import ROOT, SOON_S, connect, open_or_skip, send, spoil_payloads
 
 from lamina import netstack
 from lamina.netstack import Channel, Fabric
 from lamina.netstack.bench import command as bench
 from lamina.netstack.bench import device as bench_device
-from lamina.netstack.bench.device import Mail
-from lamina.netstack.bench.job import SLOTS, Job
+from lamina.netstack.bench.device import Mail, kernel_launches
+from lamina.netstack.bench.job import PAYLOADS, SLOTS, Job
 from lamina.netstack.bench.patterns import client_of, server_of
+from lamina.netstack.cuda.driver import Driver
 
 
 @pytest.fixture
@@ -76,6 +79,39 @@ def test_the_calls_of_the_host_go_on_where_the_kernels_ended(fabric: Fabric, dri
                 assert arrival.data == bytes([n]) * n
                 receiver.release(arrival)
         assert len(run(fabric, a, b, job)) == job.rounds
+
+
+@given(query=st.integers(1, 1 << 30), warm_up=st.integers(0, 3000), rounds=st.integers(1, 3000))
+def test_launches_of_the_kernel_count_every_round_and_keep_few_messages(query: int, warm_up: int, rounds: int) -> None:
+    launches = kernel_launches(Job("rtt", "kernel", query=query, warm_up=warm_up, rounds=rounds))
+    assert sum(launch.rounds - launch.skipped for launch in launches) == rounds
+    assert sum(launch.skipped for launch in launches) >= max(1, warm_up)
+    assert all(launch.skipped >= 1 for launch in launches), "each begins with a wait for the other side's launch"
+    assert max(launch.rounds for launch in launches) * query <= max(bench_device.KEPT_BYTES, PAYLOADS * query) + query
+    held, number = dict[tuple[str, int], int](), 0
+    for launch in launches[:50]:
+        assert launch.first == number
+        for n in range(launch.rounds):
+            for place in (("target", n), ("slot", number % SLOTS)):
+                assert held.get(place) != number % PAYLOADS, "old bytes would pass for new ones"
+                held[place] = number % PAYLOADS
+            number += 1
+
+
+def test_memory_of_the_kernel_is_bounded(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, room = Job("rtt", "kernel", query=1000, warm_up=7, rounds=40), 9000
+    a, b = connect(fabric, geometry=job.geometry())
+    real, asked = Driver.allocate, list[int]()
+
+    def counted(self: Driver, data: bytes, nbytes: int = 0) -> int:
+        asked.append(max(len(data), nbytes))
+        return real(self, data, nbytes)
+
+    monkeypatch.setattr(bench_device, "KEPT_BYTES", room)
+    monkeypatch.setattr(Driver, "allocate", counted)
+    assert len(run(fabric, a, b, job)) == job.rounds
+    assert len(asked) == 6, "payloads, what came, and the clock, of two sides"
+    assert sorted(asked)[-2:] == [room + 1000, room + 1000]
 
 
 @pytest.mark.parametrize("slow_side", ["client", "server"])
