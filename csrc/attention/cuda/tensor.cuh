@@ -75,26 +75,27 @@ struct TensorCore {
     Softmax softmax[2 * kColumns];
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) core.fetch(first + i, i);
-    int stage = 0;
+    int tile = first, stage = 0;
 #pragma unroll 1
-    for (int tile = first; tile < end; ++tile) {
-      if (tile == first || tile % kPerChunk == 0) {
-        node.clear();
-        for (auto& x : softmax) x.open();
+    while (tile < end) {
+      const int chunk = tile / kPerChunk, stop = least((chunk + 1) * kPerChunk, end);
+      node.clear();
+      for (auto& x : softmax) x.open();
+#pragma unroll 1
+      for (; tile < stop; ++tile) {
+        wait<kStages - 2>();
+        sync();  // everybody's part of this tile has landed, and nobody reads the one before, which is overwritten now
+        core.fetch(tile + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
+        core.add(tile * kTokens, core.ring_ + stage * kStage, node, softmax);
+        stage = stage + 1 == kStages ? 0 : stage + 1;
       }
-      wait<kStages - 2>();
-      sync();  // everybody's part of this tile has landed, and nobody reads the one before, which is overwritten now
-      core.fetch(tile + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
-      core.add(tile * kTokens, core.ring_ + stage * kStage, node, softmax);
-      stage = stage + 1 == kStages ? 0 : stage + 1;
-      if ((tile + 1) % kPerChunk && tile + 1 < end) continue;
 #pragma unroll
       for (int q = 0; q < Node::kQueries; ++q) {
         const float share = softmax[q].close(over_tokens_sum(softmax[q].total), node.lse[q]);
 #pragma unroll
         for (int i = 0; i < Node::kNumbers; ++i) node.o[q][i] *= share;
       }
-      done(tile / kPerChunk, tile + 1 == end);
+      done(chunk, tile == end);
     }
     wait<0>();
     sync();
@@ -102,7 +103,8 @@ struct TensorCore {
 
  private:
   LAMINA_DEVICE TensorCore(const Work<T, S>& work, char* ring, int low, int high)
-      : work_(work), ring_(ring), low_(low), high_(high), score_(work.call.op) {
+      : work_(work), ring_(ring), low_(low), high_(high), score_(work.call.op),
+        together_(work.call.stored && 1 << work.call.step.block_shift >= kTokens) {
     const int queries = work.queries(kQueries);
 #pragma unroll
     for (int q = 0; q < Node::kQueries; ++q)
@@ -132,8 +134,14 @@ struct TensorCore {
   LAMINA_DEVICE void fetch(int tile, int stage) {
     if (tile * kTokens < high_) {
       char* const to = ring_ + stage * kStage;
-      copy_rows<kKeyDim>(work_.call.k, tile * kTokens, to, kKeyRow);
-      copy_rows<kValueDim>(work_.call.v, tile * kTokens, to + kValues, kValueRow);
+      if (together_ && tile * kTokens >= low_ && (tile + 1) * kTokens <= high_) {
+        const int first = row_ - lane() % kTokens;
+        copy_block<kKeyDim>(work_.call.k, first, to, kKeyRow);
+        copy_block<kValueDim>(work_.call.v, first, to + kValues, kValueRow);
+      } else {
+        copy_rows<kKeyDim>(work_.call.k, tile * kTokens, to, kKeyRow);
+        copy_rows<kValueDim>(work_.call.v, tile * kTokens, to + kValues, kValueRow);
+      }
       if constexpr (kScaled) {  // a lane's are those of token lane % 16
         const float* const from = lane() < kTokens ? work_.call.k_scale : work_.call.v_scale;
         copy<4>(to + kScales + lane() * 4, from + row_, seen(tile * kTokens + lane() % kTokens));
@@ -141,6 +149,23 @@ struct TensorCore {
       row_ = row_of(tile + 1);
     }
     commit();  // also if there is nothing, so that commits count tiles
+  }
+
+  // Of a tile whose tokens are all seen and lie in one block: what a lane copies is as far apart in every tile, so that
+  // only its first address is computed.
+  template <int kDim>
+  LAMINA_DEVICE static void copy_block(const S* from, int first, char* to, int stride) {
+    constexpr int kRow = kDim * int(sizeof(S)), kPiece = kRow % 16 ? 8 : 16;  // bytes
+    constexpr int kPieces = kRow / kPiece, kAll = kTokens * kPieces;
+    const char* const source = reinterpret_cast<const char*>(from + i64(first) * kDim) + lane() * kPiece;
+    char* const target = to + lane() / kPieces * stride + lane() % kPieces * kPiece;
+#pragma unroll
+    for (int i = 0; i < kAll; i += kLanes) {
+      const int piece = i + lane();
+      char* const at =
+          kLanes % kPieces ? to + piece / kPieces * stride + piece % kPieces * kPiece : target + i / kPieces * stride;
+      if (i + kLanes <= kAll || piece < kAll) copy<kPiece>(at, source + i * kPiece, true);
+    }
   }
 
   template <int kDim>
@@ -287,6 +312,7 @@ struct TensorCore {
   char* const ring_;
   const int low_, high_;
   const Score score_;
+  const bool together_;  // the tokens of a tile lie in one block of the store
   View view_[2 * kColumns];
   u32 query_[kColumns][kKeySteps][2];
   int row_;
