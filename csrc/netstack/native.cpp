@@ -249,6 +249,7 @@ PyMethodDef module_methods[] = {{"open_link", open_link, METH_VARARGS, nullptr},
                                 {"unseal", pass<false>, METH_VARARGS, nullptr},
                                 {"crypto_fault", crypto_fault, METH_NOARGS, nullptr},
                                 {"bounce", bounce, METH_VARARGS, nullptr},
+                                {"flood", flood, METH_VARARGS, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
 PyModuleDef_Slot module_slots[] = {{Py_mod_exec, reinterpret_cast<void*>(module_exec)}, {0, nullptr}};
 PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_native", nullptr,      sizeof(State), module_methods,

@@ -81,6 +81,7 @@ PyObject* make_channel(State* state, Engine* engine, PyObject* memory, PyObject*
 extern PyType_Spec channel_spec;
 
 PyObject* bounce(PyObject* module, PyObject* args);  // native_bench.cpp
+PyObject* flood(PyObject* module, PyObject* args);
 bool add_device(PyObject* module);                   // native_device.cpp
 
 }  // namespace lamina

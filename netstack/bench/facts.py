@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
 from lamina.netstack.contract.base import RDMA_DEVICE
+from lamina.netstack.rdma.nearest import gpus
 from lamina.netstack.rdma.quality import PARTITION, SERVICE_LEVEL, TRAFFIC_CLASS
 
 RDMA_KNOBS = RDMA_DEVICE, TRAFFIC_CLASS, SERVICE_LEVEL, PARTITION
-SYS, PROC = Path("/sys"), Path("/proc")
+ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")  # of a PCI device
 
 
-def machine(cores: Sequence[int] = (), *, sys: Path = SYS, proc: Path = PROC) -> dict[str, Any]:
+def machine(cores: Sequence[int] = (), *, root: Path = Path("/")) -> dict[str, Any]:
     """Of this host: kernel, CPU, and of ``cores`` (none: the first of this process) the governors and NUMA nodes; the
-    source and the least step of the clock, in nanoseconds; each RDMA device with its node, state, rate and PCIe link;
-    what the environment says of RDMA. What is not told is left out.
+    source and the least step of the clock, in nanoseconds; each RDMA device and NVIDIA GPU with its node, how far that
+    is from the cores', its PCIe link and the bridges on its way; a device's port, and the bridges that it shares with
+    each GPU; what the environment says of RDMA. What is not told is left out.
     """
+    sys = root / "sys"
     chosen = [*cores] or sorted(os.sched_getaffinity(0))[:1]
     cpus = [sys / f"devices/system/cpu/cpu{core}" for core in chosen]
+    nodes = [node for cpu in cpus for node in sorted(cpu.glob("node*"))]
+    there = [sys / "bus/pci/devices" / address for address in gpus(root)]
+    graphics = [{"address": device.name} | _on_bus(device, nodes) for device in there]
     facts = {
         "kernel": os.uname().release,
-        "cpu": _cpu(proc / "cpuinfo"),
+        "cpu": _cpu(root / "proc/cpuinfo"),
         "governor": _one({_text(cpu / "cpufreq/scaling_governor") for cpu in cpus}),
         "numa": _one({",".join(sorted(node.name for node in cpu.glob("node*"))) for cpu in cpus}),
         "clock": _text(sys / "devices/system/clocksource/clocksource0/current_clocksource"),
         "clock_step_ns": clock_step(),
-        "rdma": [_rdma(device) for device in sorted((sys / "class/infiniband").glob("*"))],
+        "gpus": graphics,
+        "rdma": [_rdma(device, nodes, graphics) for device in sorted((sys / "class/infiniband").glob("*"))],
         "rdma_knobs": {name: os.environ[name] for name in RDMA_KNOBS if os.environ.get(name)},
     }
     return {name: value for name, value in facts.items() if value not in ("", [], {})}
@@ -46,17 +55,43 @@ def clock_step() -> int:
     return min(steps, default=0)
 
 
-def _rdma(device: Path) -> dict[str, str]:
+def _rdma(device: Path, nodes: Sequence[Path], graphics: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ports = sorted((device / "ports").glob("*"))
     facts = {
         "device": device.name,
-        "numa": _text(device / "device/numa_node"),
         "state": _one({_text(port / "state") for port in ports}),
         "rate": _one({_text(port / "rate") for port in ports}),
         "link": _one({_text(port / "link_layer") for port in ports}),
-        "pcie": " x".join(t for t in (_text(device / f"device/current_link_{k}") for k in ("speed", "width")) if t),
+        "mtu": _one({_text(net / "mtu") for net in (device / "device/net").glob("*")}),
+    } | _on_bus(device / "device", nodes)
+    own = facts.get("pcie_path", "").split("/")
+    facts["shared_with_gpus"] = {gpu["address"]: _shared(own, gpu.get("pcie_path", "").split("/")) for gpu in graphics}
+    return {name: value for name, value in facts.items() if value}
+
+
+def _on_bus(device: Path, nodes: Sequence[Path]) -> dict[str, Any]:
+    """Where a device is on PCIe, and seen from ``nodes``, those of the cores."""
+    numa = _text(device / "numa_node")
+    away = {_distance(node, numa) for node in nodes}
+    path = [part for part in device.resolve().parts if ADDRESS.fullmatch(part)]
+    facts = {
+        "numa": numa,
+        "numa_distance": _one(away),
+        "pcie": " x".join(t for t in (_text(device / f"current_link_{k}") for k in ("speed", "width")) if t),
+        "pcie_path": "/".join(path),
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def _distance(node: Path, other: str) -> str:
+    """Of ``other``'s memory from ``node``, as the firmware tells it: 10 is near."""
+    distances = _text(node / "distance").split()
+    return distances[int(other)] if other.isdigit() and int(other) < len(distances) else ""
+
+
+def _shared(one: Sequence[str], other: Sequence[str]) -> int:
+    """Bridges that two paths begin with; 0: what they tell each other goes by the CPU."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] != "", zip(one, other, strict=False)))
 
 
 def _cpu(cpuinfo: Path) -> str:

@@ -3,6 +3,7 @@
     stream  the client puts a window, the server answers its last message: bandwidth and message rate one way
     both    both put a window at the same time: bandwidth both ways
     incast  every server puts a window to the one client at the same time: how many senders one receiver bears
+    pairs   the stream of every server at the same time, each from a thread of the client: message rate over many pairs
 
 Who receives copies each message out, as a receive of MPI does, and compares all of the window behind the clock, or
 behind its answer. A sample is the seconds of a whole window, so percentiles are of windows.
@@ -10,7 +11,9 @@ behind its answer. A sample is the seconds of a whole window, so percentiles are
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
 from lamina.netstack.contract.fabric import Channel, Fabric, Region
@@ -119,3 +122,42 @@ def incast_server(fabric: Fabric, channel: Channel, job: Job) -> None:
     for number in range(job.warm_up + job.rounds):
         receive(channel, TIMEOUT_S)
         side.put(channel, number)
+
+
+def pairs_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
+    sides = [FloodSide(fabric, job, senders=0) for _ in channels]
+
+    def play(pair: int, first: int, rounds: int) -> list[float]:
+        samples = []
+        for number in range(first, first + rounds):
+            start = perf_counter()
+            sides[pair].put(channels[pair], number)
+            receive(channels[pair], TIMEOUT_S)
+            samples.append(perf_counter() - start)
+        return samples
+
+    return in_pairs(job, len(channels), play)
+
+
+def in_pairs(job: Job, pairs: int, play: Callable[[int, int, int], list[float]]) -> Measured:
+    """``play(pair, first round, rounds)`` gives a pair's seconds. Each pair has a thread; all begin what counts
+    together, and each is busy until the last one is done.
+    """
+    begun: list[float] = []
+    ready = threading.Barrier(pairs, action=lambda: begun.append(perf_counter()))
+
+    def run(pair: int) -> tuple[list[float], float]:
+        try:
+            play(pair, 0, job.warm_up)
+            ready.wait(TIMEOUT_S * (1 + job.warm_up))
+            return play(pair, job.warm_up, job.rounds), perf_counter()
+        except threading.BrokenBarrierError:
+            return [], 0.0  # another pair says why
+        except BaseException:
+            ready.abort()
+            raise
+
+    with ThreadPoolExecutor(pairs) as pool:
+        results = list(pool.map(run, range(pairs)))
+    samples = [sample for taken, _ in results for sample in taken]
+    return Measured(samples, pairs * (max(end for _, end in results) - begun[0]))

@@ -16,6 +16,7 @@ BYTES_MAX = 1 << 30
 ROUNDS_MAX = 1 << 32
 WINDOW_MAX = 1024  # slots of an inbox
 CONTROL_BYTES = 512  # the least slot: a job or its outcome fits
+FACTS_BYTES = 1 << 16  # a host's facts fit: a server's answer to a job "facts"
 TIMEOUT_S = 10.0  # of every wait
 ITEM_BYTES = 2  # of a shape's elements: bf16
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20}
@@ -58,7 +59,8 @@ def parse_size(text: str) -> Size:
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement, as the client sends it to the server; ``pattern`` "end" stops the server.
+    """One measurement, as the client sends it to the server; ``pattern`` "end" stops the server,
+    "facts" asks for those of its host.
 
     ``driver``: who makes the calls, of ``patterns.DRIVERS``; ``window``: messages of a round that leave before anybody
     waits, of a pattern in ``floods``.

@@ -5,7 +5,7 @@
     pair     the client puts a query, then keys and values, and waits for the answer
     fan      the client puts a query to every server and waits for all answers
     rate     queries leave at fixed times, however late answers are; the clock runs from the time that was due
-    stream, both, incast  as ``floods`` has them
+    stream, both, incast, pairs  as ``floods`` has them
 
 Every payload and tag is checked: by the client after its clock has stopped, by the server after its answer has left.
 """
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from lamina.netstack.contract.fabric import Arrival, Channel, ChannelTimeout, Fabric, NoResource, Region
 
-from . import floods
+from . import floods, native_loops
 from .job import PAYLOADS, TIMEOUT_S, Job, Measured, Payloads, check, check_bytes, tag_of
 
 
@@ -150,40 +150,20 @@ def rate_client(fabric: Fabric, channels: Sequence[Channel], job: Job, per_s: fl
     return Measured(samples[job.warm_up :], perf_counter() - begin - job.warm_up / per_s)
 
 
-def bounce_client(_: Fabric, channels: Sequence[Channel], job: Job, __: float) -> Measured:
-    (channel,) = channels
-    halves = 2 if job.pattern == "put_lat" else 1
-    times = memoryview(_bounce(channel, job, leads=True)).cast("Q").tolist()[job.warm_up :]
-    return Measured([t / 1e9 / halves for t in times], sum(times) / 1e9)
-
-
-def bounce_server(_: Fabric, channel: Channel, job: Job) -> None:
-    _bounce(channel, job, leads=False)
-
-
-def _bounce(channel: Channel, job: Job, *, leads: bool) -> bytes:
-    from lamina.netstack.host import native
-
-    if not isinstance(channel, native.Channel):
-        raise ValueError(f"--driver native: {channel.peer} is no channel of the native module; use --driver python")
-    payloads = b"".join(Payloads(job.query).each)
-    copies = job.pattern == "rtt"
-    return native.bounce(channel, payloads, job.warm_up + job.rounds, leads, copies, TIMEOUT_S)
-
-
 Client = Callable[[Fabric, Sequence[Channel], Job, float], Measured]
 Server = Callable[[Fabric, Channel, Job], None]
 
 
 class Pattern(NamedTuple):
     """``payloads``: bytes of each message of a round with one server, answers without a payload left out; ``fans``:
-    whether it has several servers.
+    whether it has several servers; ``threads``: whether the client has a thread for each.
     """
 
     client: Client
     server: Server
     payloads: Callable[[Job], list[int]]
     fans: bool = False
+    threads: bool = False
 
 
 def _query_and_answer(job: Job) -> list[int]:
@@ -203,12 +183,20 @@ PATTERNS: dict[str, Pattern] = {
     "stream": Pattern(floods.stream_client, floods.stream_server, _window),
     "both": Pattern(floods.both_client, floods.both_server, lambda job: 2 * _window(job)),
     "incast": Pattern(floods.incast_client, floods.incast_server, _window, fans=True),
+    "pairs": Pattern(floods.pairs_client, floods.stream_server, _window, fans=True, threads=True),
 }
-WINDOWED = ("stream", "both", "incast")
+WINDOWED = ("stream", "both", "incast", "pairs")
+NATIVE: dict[str, tuple[Client, Server]] = {
+    "put_lat": (native_loops.bounce_client, native_loops.bounce_server),
+    "rtt": (native_loops.bounce_client, native_loops.bounce_server),
+    "stream": (native_loops.flood_client, native_loops.flood_server),
+    "both": (native_loops.flood_client, native_loops.flood_server),
+    "pairs": (native_loops.pairs_client, native_loops.flood_server),
+}
 # driver -> the patterns that it knows: this loop in Python, one in C++, kernels, one kernel
 DRIVERS: dict[str, tuple[str, ...]] = {
     "python": tuple(PATTERNS),
-    "native": ("put_lat", "rtt"),
+    "native": tuple(NATIVE),
     "device": ("rtt",),
     "kernel": ("rtt",),
 }
@@ -227,7 +215,7 @@ def server_of(job: Job) -> Server:
 
 def _sides_of(job: Job) -> tuple[Client, Server]:
     if job.driver == "native":
-        return bounce_client, bounce_server
+        return NATIVE[job.pattern]
     if job.driver in ("device", "kernel"):
         from . import device
 

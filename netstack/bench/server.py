@@ -15,6 +15,7 @@ from time import monotonic, process_time
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric, Listener
 from lamina.netstack.contract.key import KEY
 
+from .facts import machine
 from .job import TIMEOUT_S, Job, receive, send
 from .patterns import server_of
 
@@ -22,8 +23,10 @@ START_S = 30.0
 LIFE_LINE = "LAMINA_BENCH_LIFE_LINE"  # a descriptor whose end tells a server that its client is gone
 
 
-def serve(fabric: Fabric, listener: Listener, idle_s: float) -> None:
-    """Serve one job after another until a client says that it was the last, or none comes for ``idle_s``."""
+def serve(fabric: Fabric, listener: Listener, idle_s: float, cores: Sequence[int] = ()) -> None:
+    """Serve one job after another until a client says that it was the last, or none comes for ``idle_s``. ``cores``:
+    those that this process is bound to.
+    """
     while True:
         channel = listener.accept(timeout_s=idle_s)
         try:
@@ -31,7 +34,10 @@ def serve(fabric: Fabric, listener: Listener, idle_s: float) -> None:
             if job.pattern == "end":
                 send(channel, b"{}", TIMEOUT_S)
                 return
-            outcome = _run(fabric, channel, job)
+            if job.pattern == "facts":
+                outcome = machine(cores)
+            else:
+                outcome = _run(fabric, channel, job)
             send(channel, json.dumps(outcome).encode(), TIMEOUT_S)
             with contextlib.suppress(ChannelError):
                 channel.wait_signal(timeout_s=TIMEOUT_S)  # until the client has read that and hangs up

@@ -181,3 +181,19 @@ def bounce(channel: Channel, payloads: bytes, rounds: int, leads: bool, copies: 
     the clock has stopped. ``copies``: an arrival is copied out. The leader gets the nanoseconds of each round, 8
     little-endian bytes each, the other side nothing. Raises ValueError for a wrong message, else as a wait does.
     """
+
+def flood(
+    channel: Channel,
+    payloads: bytes,
+    first: int,
+    rounds: int,
+    window: int,
+    leads: bool,
+    both: bool,
+    timeout_s: float,
+    /,
+) -> bytes:
+    """Rounds from ``first`` on of ``window`` messages, which the leader puts, with ``both`` the other side too; the
+    other side answers each round with no bytes. Who takes copies each message out, and compares the window after the
+    clock has stopped. The nanoseconds of each round, on either side, as of ``bounce``. Raises as that.
+    """

@@ -8,6 +8,7 @@ import os
 import select
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,12 @@ from wiring import KEY, ROOT, SOON_S, connect, open_or_skip, spoil_payloads
 
 from lamina import netstack
 from lamina.netstack.bench import command as bench
+from lamina.netstack.bench import runs
 from lamina.netstack.bench.facts import RDMA_KNOBS, machine
-from lamina.netstack.bench.job import Job, Payloads, check_bytes, parse_size
-from lamina.netstack.bench.patterns import DRIVERS, PATTERNS, WINDOWED, Measured, client_of, server_of
+from lamina.netstack.bench.floods import in_pairs
+from lamina.netstack.bench.gemm import GemmBeside
+from lamina.netstack.bench.job import Job, Measured, Payloads, check_bytes, parse_size
+from lamina.netstack.bench.patterns import DRIVERS, PATTERNS, WINDOWED, client_of, server_of
 
 FIGURES = {"p50_us", "p99_us", "p999_us", "max_us", "msg/s", "GB/s", "CPU %"}
 
@@ -48,15 +52,65 @@ def test_every_pattern_between_processes(scheme: str, tmp_path: Path) -> None:
     for row, each in zip(rows, samples, strict=True):
         assert row.keys() >= FIGURES | {"transport", "driver", "pattern", "size"}
         assert 0 < row["p50_us"] <= row["p99_us"] <= row["p999_us"] <= row["max_us"]
-        assert row["peers"] == (2 if row["pattern"] in ("fan", "incast") else 1)
+        pairs = 2 if row["pattern"] == "pairs" else 1
+        assert row["peers"] == (2 if row["pattern"] in ("fan", "incast", "pairs") else 1)
         assert row["msg/s"] > 0
         assert row["verified"] is True
-        assert (len(each), max(each)) == (row["rounds"], pytest.approx(row["max_us"], abs=0.002))
-        assert sum(row["histogram_us"].values()) == row["rounds"]
+        assert (len(each), max(each)) == (pairs * row["rounds"], pytest.approx(row["max_us"], abs=0.002))
+        assert sum(row["histogram_us"].values()) == pairs * row["rounds"]
         assert row["client"]["kernel"] == os.uname().release
+        assert [server["kernel"] for server in row["server"]] == 2 * [os.uname().release]
         assert row.get("window") == (6 if row["pattern"] in WINDOWED else None)
     assert {row["size"] for row in rows} == {8, 1000, 8192}
     assert {row.get("offered/s") for row in rows} == {None, 2000.0, 4000.0}
+
+
+def test_products_go_on_beside_a_measurement() -> None:
+    done = command("--transport", "tcp", "--sizes", "8,64", "--count", "20", "--beside", "gemm", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    for row in map(json.loads, done.stdout.splitlines()):
+        load = row["beside"]
+        assert load["gemm"] == 512
+        assert set(load["cores"]) <= os.sched_getaffinity(0)
+        assert load["gflop/s alone"] > 0.0
+        assert load["gflop/s"] >= 0.0
+
+
+def test_products_that_end_are_an_error_and_leave_no_process() -> None:
+    with GemmBeside(sorted(os.sched_getaffinity(0))) as load:
+        assert load.facts()["gflop/s"] > 0.0
+        process = load._process
+        process.kill()
+        with pytest.raises(netstack.ChannelError, match="beside the measurement"):
+            load.facts()
+    assert process.poll() is not None
+
+
+def test_pairs_are_busy_until_the_last_is_done_and_count_together() -> None:
+    slow = threading.Event()
+
+    def play(pair: int, first: int, rounds: int) -> list[float]:
+        if first and pair == 0:
+            slow.wait(SOON_S)
+        if first and pair == 1:
+            threading.Timer(0.2, slow.set).start()
+        assert first or rounds == 3
+        return [1.0] * rounds
+
+    measured = in_pairs(Job("pairs", warm_up=3, rounds=5), 2, play)
+    assert len(measured.samples) == 10
+    assert measured.busy_s >= 2 * 0.2
+
+
+@pytest.mark.parametrize("during", [0, 3])
+def test_a_pair_that_fails_is_what_is_told(during: int) -> None:
+    def play(pair: int, first: int, rounds: int) -> list[float]:
+        if pair == 1 and first == during:
+            raise netstack.ChannelError("pair 1 is gone")
+        return [1.0] * rounds
+
+    with pytest.raises(netstack.ChannelError, match="pair 1 is gone"):
+        in_pairs(Job("pairs", warm_up=3, rounds=5), 3, play)
 
 
 def test_two_processes_that_only_share_a_key() -> None:
@@ -121,6 +175,8 @@ def test_a_killed_client_leaves_no_server() -> None:
         (["--pattern", "stream", "--window", "64", "--sizes", "32MiB"], "--window 64: messages of 33554432 B"),
         (["--cores", "12345"], "--cores: 12345 is not among"),
         (["--cores", "a"], "--cores must be"),
+        (["--beside", "yoga"], "unknown --beside 'yoga'; choose of gemm"),
+        (["--beside", "gemm", "--device", "cuda"], "--beside gemm is of --device cpu"),
         (["--samples", "/nowhere/x"], "--samples /nowhere/x: No such file or directory; name a file"),
         (["--driver", "native", "--pattern", "fan"], "--driver native has no pattern fan"),
         (["--device", "gpu"], "unknown --device 'gpu'; choose of cpu, cuda"),
@@ -167,7 +223,7 @@ def test_sizes() -> None:
 @given(samples=st.lists(st.floats(0, 1e3), min_size=1, max_size=50), share=st.floats(0.001, 1.0))
 def test_percentiles_are_samples_that_the_share_does_not_exceed(samples: list[float], share: float) -> None:
     ordered = sorted(samples)
-    value = bench.percentile(ordered, share)
+    value = runs.percentile(ordered, share)
     needed = math.ceil(share * len(ordered) - 1e-9)
     assert sum(s <= value for s in ordered) >= needed
     assert sum(s < value for s in ordered) < max(needed, 1)
@@ -175,7 +231,7 @@ def test_percentiles_are_samples_that_the_share_does_not_exceed(samples: list[fl
 
 def test_rates_follow_from_the_samples() -> None:
     job = Job("pair", query=1000, kv=500, rounds=4)
-    figures = bench.summary(Measured([1e-6, 3e-6, 2e-6, 4e-6], 10e-6), job, 1)
+    figures = runs.summary(Measured([1e-6, 3e-6, 2e-6, 4e-6], 10e-6), job, 1)
     assert (figures["p50_us"], figures["max_us"]) == pytest.approx((2.0, 4.0))
     assert figures["msg/s"] == pytest.approx(3 * 4 / 10e-6)
     assert figures["GB/s"] == pytest.approx(2500 * 4 / 10e-6 / 1e9)
@@ -183,16 +239,16 @@ def test_rates_follow_from_the_samples() -> None:
 
 def test_a_window_counts_all_of_its_messages() -> None:
     measured = Measured([2e-6, 2e-6], 4e-6)
-    for pattern, messages in (("stream", 8), ("both", 16), ("incast", 24)):
+    for pattern, messages in (("stream", 8), ("both", 16), ("incast", 24), ("pairs", 24)):
         job = Job(pattern, query=1000, rounds=2, window=8)
-        figures = bench.summary(measured, job, 3 if pattern == "incast" else 1)
+        figures = runs.summary(measured, job, 3 if pattern in ("incast", "pairs") else 1)
         assert figures["msg/s"] == pytest.approx(messages / 2e-6)
         assert figures["GB/s"] == pytest.approx(messages * 1000 / 2e-6 / 1e9)
 
 
 @given(samples=st.lists(st.floats(1e-9, 1e3), max_size=50))
 def test_a_histogram_has_each_sample_between_two_powers_of_two(samples: list[float]) -> None:
-    bins = bench.histogram(samples)
+    bins = runs.histogram(samples)
     assert sum(bins.values()) == len(samples)
     edges = [int(edge) for edge in bins]
     assert edges == sorted(edges)
@@ -204,31 +260,56 @@ def test_a_histogram_has_each_sample_between_two_powers_of_two(samples: list[flo
 def test_facts_of_a_machine_are_those_of_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in RDMA_KNOBS:
         monkeypatch.delenv(name, raising=False)
+    switch = "sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0"
+    nic, gpu = f"{switch}/0000:02:00.0", f"{switch}/0000:03:00.0"
+    far = "sys/devices/pci0000:80/0000:80:01.0/0000:81:00.0"
     files = {
         "proc/cpuinfo": "processor: 0\nmodel name\t: Fast CPU 9000\n",
         "sys/devices/system/cpu/cpu3/cpufreq/scaling_governor": "powersave\n",
-        "sys/devices/system/cpu/cpu3/node1/x": "",
+        "sys/devices/system/cpu/cpu3/node0/distance": "10 32\n",
         "sys/devices/system/clocksource/clocksource0/current_clocksource": "tsc\n",
-        "sys/class/infiniband/mlx5_0/device/numa_node": "1\n",
-        "sys/class/infiniband/mlx5_0/device/current_link_speed": "32.0 GT/s PCIe\n",
-        "sys/class/infiniband/mlx5_0/device/current_link_width": "16\n",
+        f"{nic}/numa_node": "1\n",
+        f"{nic}/current_link_speed": "32.0 GT/s PCIe\n",
+        f"{nic}/current_link_width": "16\n",
+        f"{nic}/net/eth4/mtu": "9000\n",
         "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
         "sys/class/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)\n",
         "sys/class/infiniband/mlx5_0/ports/1/link_layer": "Ethernet\n",
+        f"{nic}/vendor": "0x15b3\n",
+        f"{nic}/class": "0x020000\n",
+        f"{gpu}/vendor": "0x10de\n",
+        f"{gpu}/class": "0x030200\n",
+        f"{gpu}/numa_node": "1\n",
+        f"{far}/vendor": "0x10de\n",
+        f"{far}/class": "0x030200\n",
+        f"{far}/numa_node": "0\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    facts = machine([3], sys=tmp_path / "sys", proc=tmp_path / "proc")
+    (tmp_path / "sys/class/infiniband/mlx5_0/device").symlink_to(tmp_path / nic)
+    (tmp_path / "sys/bus/pci/devices").mkdir(parents=True)
+    for device in (nic, gpu, far):
+        (tmp_path / "sys/bus/pci/devices" / Path(device).name).symlink_to(tmp_path / device)
+    facts = machine([3], root=tmp_path)
     assert facts.pop("clock_step_ns") > 0
-    nic = {"device": "mlx5_0", "numa": "1", "state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link": "Ethernet"}
+    bridges = "0000:00:01.0/0000:01:00.0"
+    there = {"numa": "1", "numa_distance": "32"}
+    port = {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link": "Ethernet", "mtu": "9000"}
     assert facts == {
-        "kernel": os.uname().release, "cpu": "Fast CPU 9000", "governor": "powersave", "numa": "node1", "clock": "tsc",
-        "rdma": [nic | {"pcie": "32.0 GT/s PCIe x16"}],
+        "kernel": os.uname().release, "cpu": "Fast CPU 9000", "governor": "powersave", "numa": "node0", "clock": "tsc",
+        "gpus": [
+            {"address": "0000:03:00.0", "pcie_path": f"{bridges}/0000:03:00.0"} | there,
+            {"address": "0000:81:00.0", "pcie_path": "0000:80:01.0/0000:81:00.0", "numa": "0", "numa_distance": "10"},
+        ],
+        "rdma": [
+            {"device": "mlx5_0", "pcie": "32.0 GT/s PCIe x16", "pcie_path": f"{bridges}/0000:02:00.0"} | port | there
+            | {"shared_with_gpus": {"0000:03:00.0": 2, "0000:81:00.0": 0}}
+        ],
     }  # fmt: skip
-    assert machine([3], sys=tmp_path / "none", proc=tmp_path / "none").keys() == {"kernel", "clock_step_ns"}
+    assert machine([3], root=tmp_path / "none").keys() == {"kernel", "clock_step_ns"}
     monkeypatch.setenv("LAMINA_RDMA_TRAFFIC_CLASS", "106")
-    assert machine([3], sys=tmp_path / "none", proc=tmp_path)["rdma_knobs"] == {"LAMINA_RDMA_TRAFFIC_CLASS": "106"}
+    assert machine([3], root=tmp_path / "none")["rdma_knobs"] == {"LAMINA_RDMA_TRAFFIC_CLASS": "106"}
 
 
 CHECKED = [(pattern, "native") for pattern in DRIVERS["native"]]

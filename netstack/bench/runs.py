@@ -1,0 +1,231 @@
+"""A run: the measurements of a plan, one after the other, and the row that each gives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric
+from lamina.netstack.contract.terms import Terms
+from lamina.netstack.schemes import open
+
+from .facts import machine
+from .gemm import GemmBeside
+from .job import FACTS_BYTES, TIMEOUT_S, Job, Measured, Size, receive, send
+from .patterns import DRIVERS, PATTERNS, WINDOWED, client_of
+from .server import local_servers
+
+ROUNDS_MIN = 20
+COLUMNS = ("p50_us", "p99_us", "p999_us", "max_us", "msg/s", "GB/s", "CPU %")
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """The measurements of a run: every combination of the lists."""
+
+    transports: list[str]
+    patterns: list[str]
+    drivers: list[str]
+    sizes: list[Size]
+    count: int
+    warm_up: int
+    volume: int
+    peers: int
+    window: int
+    rates: list[float]
+    cores: list[int]  # the client's, then the servers'; empty: none is bound
+    samples: str  # file; empty: none is written
+    beside: str  # what goes on meanwhile, of BESIDE; empty: nothing
+
+    def jobs(self) -> Iterator[tuple[Job, float]]:
+        """Each with the queries a second that are offered; 0: one leaves as soon as the one before is answered."""
+        for pattern in self.patterns:
+            window = self.window if pattern in WINDOWED else 1
+            for driver in self.drivers:
+                for size in self.sizes if pattern in DRIVERS[driver] else []:
+                    rounds = max(ROUNDS_MIN, min(self.count, self.volume // size.query // 2) // window)
+                    kv = 1 if pattern in WINDOWED else size.kv  # which sends none
+                    job = Job(pattern, driver, size.query, kv, min(self.warm_up, rounds), rounds, window)
+                    yield from ((job, per_s) for per_s in (self.rates if pattern == "rate" else [0.0]))
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The smallest sample that ``share`` of all do not exceed."""
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+
+
+def measure(fabric: Fabric, urls: Sequence[str], job: Job, per_s: float) -> tuple[Measured, dict[str, float]]:
+    """Run one job against the servers at ``urls``; figures: microseconds, and bytes of payload in both directions."""
+    channels: list[Channel] = []
+    try:
+        for url in urls:
+            channels.append(connect(fabric, url, job))
+            send(channels[-1], job.pack(), TIMEOUT_S)
+        for channel in channels:
+            receive(channel, TIMEOUT_S)  # it is ready
+        cpu_s, start = process_time(), perf_counter()
+        measured = client_of(job)(fabric, channels, job, per_s)
+        cpu_s, wall_s = process_time() - cpu_s, perf_counter() - start
+        for channel in channels:
+            cpu_s += float(json.loads(receive(channel, TIMEOUT_S))["cpu_s"])
+    finally:
+        for channel in channels:
+            channel.close()
+    return measured, summary(measured, job, len(channels)) | {"CPU %": 100 * cpu_s / wall_s}
+
+
+def connect(fabric: Fabric, place: str, job: Job) -> Channel:
+    """``place``: the URL of a server, and its name behind a #."""
+    url, _, name = place.partition("#")
+    return fabric.connect(url, Terms(outbound=job.geometry(), inbound=job.geometry(), name="bench", peer=name))
+
+
+def summary(measured: Measured, job: Job, peers: int) -> dict[str, float]:
+    ordered = sorted(measured.samples)
+    rounds_s = len(ordered) / measured.busy_s
+    payloads = PATTERNS[job.pattern].payloads(job)
+    quantiles = {"p50_us": 0.5, "p99_us": 0.99, "p999_us": 0.999, "max_us": 1.0}
+    return {name: 1e6 * percentile(ordered, share) for name, share in quantiles.items()} | {
+        "msg/s": rounds_s * len(payloads) * peers,
+        "GB/s": rounds_s * sum(payloads) * peers / 1e9,
+    }
+
+
+def histogram(samples: Sequence[float]) -> dict[str, int]:
+    """Samples by the least power of two of microseconds that is not below them."""
+    bins = Counter(max(0, math.ceil(1e6 * sample) - 1).bit_length() for sample in samples)
+    return {str(1 << number): bins[number] for number in sorted(bins)}
+
+
+@contextlib.contextmanager
+def bound(cores: Sequence[int]) -> Iterator[None]:
+    """This thread on ``cores`` alone, for the block; on all of its own where none is named."""
+    before = os.sched_getaffinity(0)
+    if cores:
+        os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
+def beside(plan: BenchPlan) -> Iterator[Callable[[], dict[str, Any]]]:
+    """What goes on meanwhile goes on while the block does, on the cores that the sides of a measurement leave over, on
+    all if they leave none. The call that is given tells what to write of it into a row.
+    """
+    if not plan.beside:
+        yield dict
+        return
+    own = os.sched_getaffinity(0)
+    with GemmBeside(sorted(own - {*plan.cores} or own)) as load:
+        yield lambda: {"beside": load.facts()}
+
+
+def run(plan: BenchPlan, key: bytes, connect: Sequence[str], *, as_json: bool) -> None:
+    facts = {"client": machine(plan.cores)}
+    with beside(plan) as load:
+        for scheme in plan.transports:
+            run_one(plan, scheme, key, connect, facts, load, as_json=as_json)
+
+
+def run_one(
+    plan: BenchPlan, scheme: str, key: bytes, connect: Sequence[str], facts: dict[str, Any],
+    load: Callable[[], dict[str, Any]], *, as_json: bool,
+) -> None:  # fmt: skip
+    fabric = open(scheme, key=key)
+    try:
+        if fabric.in_process:
+            raise ValueError(f"--transport {scheme}: both ends live in one process; nothing crosses to another")
+        with servers_of(plan, scheme, key, connect) as urls:
+            facts = facts | {"server": [ask_facts(fabric, url) for url in urls]}
+            for job, per_s in plan.jobs():
+                pattern = PATTERNS[job.pattern]
+                chosen = urls if pattern.fans else urls[:1]
+                with bound([] if pattern.threads else plan.cores[:1]):
+                    measured, figures = measure(fabric, chosen, job, per_s)
+                row = row_of(scheme, job, per_s, len(chosen), plan) | figures | load()
+                sys.stdout.write((json_line(row, measured, facts) if as_json else table_line(row)) + "\n")
+                sys.stdout.flush()
+                if plan.samples:
+                    write_samples(plan.samples, row, measured)
+            end(fabric, urls)
+        if reason := getattr(fabric, "reason", ""):
+            sys.stderr.write(f"{reason}\n")
+    finally:
+        fabric.close()
+
+
+def servers_of(
+    plan: BenchPlan, scheme: str, key: bytes, connect: Sequence[str]
+) -> contextlib.AbstractContextManager[list[str]]:
+    """The addresses of those that there are, or of processes of this command's own."""
+    if connect:
+        return contextlib.nullcontext([*connect])
+    peers = plan.peers if any(PATTERNS[pattern].fans for pattern in plan.patterns) else 1
+    others: list[int | None] = [*plan.cores[1:]] or [None]
+    return local_servers(scheme, key, [others[i % len(others)] for i in range(peers)])
+
+
+def ask_facts(fabric: Fabric, url: str) -> dict[str, Any]:
+    """What ``machine`` says on a server's host."""
+    job = Job("facts", query=FACTS_BYTES)
+    channel = connect(fabric, url, job)
+    try:
+        send(channel, job.pack(), TIMEOUT_S)
+        facts: dict[str, Any] = json.loads(receive(channel, TIMEOUT_S))
+        return facts
+    finally:
+        channel.close()
+
+
+def end(fabric: Fabric, urls: Sequence[str]) -> None:
+    """Tell the servers that no job follows."""
+    job = Job("end")
+    for url in urls:
+        channel = connect(fabric, url, job)
+        send(channel, job.pack(), TIMEOUT_S)
+        with contextlib.suppress(ChannelError):  # it may be gone before its answer is read
+            receive(channel, TIMEOUT_S)
+        channel.close()
+
+
+def row_of(scheme: str, job: Job, per_s: float, peers: int, plan: BenchPlan) -> dict[str, Any]:
+    """What was measured, by the names of a JSON line."""
+    row: dict[str, Any] = {"transport": scheme, "driver": job.driver, "pattern": job.pattern, "size": job.query}
+    if job.pattern == "pair":
+        row["kv"] = job.kv
+    if job.pattern in WINDOWED:
+        row["window"] = job.window
+    if per_s:
+        row["offered/s"] = per_s
+    return row | {"peers": peers, "rounds": job.rounds, "warm_up": job.warm_up, "cores": plan.cores, "verified": True}
+
+
+def table_line(row: dict[str, Any]) -> str:
+    pattern = f"{row['pattern']}@{row['offered/s']:g}" if "offered/s" in row else row["pattern"]
+    head = f"{row['transport']:>8}  {row['driver']:>8}  {pattern:>12}  {row['size']:>8}"
+    return "  ".join([head, *(f"{row[column]:>10.4g}" for column in COLUMNS)])
+
+
+def json_line(row: dict[str, Any], measured: Measured, facts: dict[str, Any]) -> str:
+    rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
+    return json.dumps(rounded | {"histogram_us": histogram(measured.samples)} | facts)
+
+
+def write_samples(path: str, row: dict[str, Any], measured: Measured) -> None:
+    """Append every sample, in the order in which they were taken, in microseconds."""
+    which = {
+        name: row[name] for name in ("transport", "driver", "pattern", "size", "window", "offered/s") if name in row
+    }
+    with Path(path).open("a") as file:
+        file.write(json.dumps(which | {"samples_us": [round(1e6 * sample, 3) for sample in measured.samples]}) + "\n")
