@@ -36,11 +36,9 @@ class GemmBeside:
 
     def __enter__(self) -> GemmBeside:
         threads = dict.fromkeys(THREADS, str(len(self.cores)))
+        command = [sys.executable, "-c", f"from {__name__} import multiply; multiply()"]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import multiply; multiply()"],
-            env=os.environ | threads,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            command, env=os.environ | threads, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         try:
             os.sched_setaffinity(self._process.pid, self.cores)  # before it has threads, which inherit this

@@ -1,15 +1,20 @@
 """Ranks that meet: nccl against mesh, for gpu_suite.py. HARDWARE-UNVERIFIED: run on CPUs, with gloo in NCCL's place.
 
-Two ranks, threads of this process with a device each, sum tensors of the sizes that slices have. With mesh, each tensor
-goes down to the host, over shared memory and up again, as in a worker.
+Two ranks, threads of this process with a device each, sum and gather tensors of the sizes that slices have. With mesh,
+each tensor goes down to the host, over shared memory and up again, as in a worker. Bandwidths are those of nccl-tests:
+algbw is the size of the result over the time; busbw is what each rank's link carries each way, by which numbers of
+ranks can be compared. ``bench_collective.py`` has ranks of CPUs, in processes.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from common import BrokenError
@@ -20,13 +25,17 @@ from lamina.collective.mesh import Mesh, listen_and_connect
 from lamina.compute.staged import stage_collective
 from lamina.workers.staging import Staging, open_staging
 
-SIZES = {"16 KiB": 1 << 14, "128 KiB": 1 << 17, "8 MiB": 1 << 23}  # of a step of few rows, of many, of a prompt
+SIZES = {
+    "16 KiB": 1 << 14,
+    "128 KiB": 1 << 17,
+    "8 MiB": 1 << 23,
+}  # of a step of few rows, of many, of a prompt
 WARM, RUNS = 5, 50
 LIMIT_S = 60.0
 
 
 def nccl_against_mesh() -> dict[str, dict[str, float] | str]:
-    """Microseconds of one sum over two GPUs. Raises BrokenError where the two give other bits."""
+    """Times and bandwidths over two GPUs. Raises BrokenError for a wrong result."""
     count, first = torch.cuda.device_count(), torch.device("cuda", 0)
     if count < 2:
         return {"skipped": f"collective nccl against mesh takes 2 GPUs, and {count} is here"}
@@ -36,7 +45,7 @@ def nccl_against_mesh() -> dict[str, dict[str, float] | str]:
 
 
 def measure(names: Sequence[str], devices: Sequence[torch.device], runs: int = RUNS) -> dict[str, dict[str, float]]:
-    """Microseconds of one sum, by size and name; the median, of rank 0."""
+    """Times and bandwidths by what is done, size and name; medians, of rank 0. Raises BrokenError for what is wrong."""
     fabrics = [netstack.open("shm", key=bytes(range(32))) for _ in devices]
     ranks = [f"rank {n}" for n in range(len(fabrics))]
     listeners = [
@@ -49,7 +58,7 @@ def measure(names: Sequence[str], devices: Sequence[torch.device], runs: int = R
             mesh = listen_and_connect(
                 fabrics[number], listeners[number], urls, ranks, number, start_timeout_s=LIMIT_S, step_timeout_s=LIMIT_S
             )
-            return _rank(mesh, names, open_staging(devices[number]), runs)
+            return play(mesh, names, open_staging(devices[number]), runs)
         except BaseException:
             fabrics[number].close()  # the others need not wait
             raise
@@ -63,30 +72,75 @@ def measure(names: Sequence[str], devices: Sequence[torch.device], runs: int = R
             fabric.close()
 
 
-def _rank(mesh: Mesh, names: Sequence[str], staging: Staging, runs: int) -> dict[str, dict[str, float]]:
+def play(mesh: Mesh, names: Sequence[str], staging: Staging, runs: int) -> dict[str, dict[str, float]]:
+    """A rank's part of ``measure``."""
     times = dict[str, dict[str, float]]()
-    groups = [open_collective(n, mesh, RankPlace(staging.device, "127.0.0.1", LIMIT_S, LIMIT_S)) for n in names]
+    at = RankPlace(staging.device, "127.0.0.1", LIMIT_S, LIMIT_S)
+    groups = {name: open_collective(name, mesh, at) for name in names}
+    staged = {name: stage_collective(group, staging) for name, group in groups.items()}
     try:
-        for size, nbytes in SIZES.items():
-            g = torch.Generator().manual_seed(mesh.rank)
-            x = staging.up(torch.randn(nbytes // 2, generator=g).bfloat16())
-            sums = [stage_collective(group, staging).all_reduce(x) for group in groups]
-            if not all(torch.equal(s, sums[0]) for s in sums):
-                raise BrokenError(f"sums of {size} differ between {', '.join(names)}")
-            times[size] = {
-                name: _seconds(stage_collective(group, staging), x, staging, runs) * 1e6
-                for name, group in zip(names, groups, strict=True)
-            }
+        for (kind, way), (size, nbytes) in product(KINDS.items(), SIZES.items()):
+            parts = [part(rank, nbytes // way.parts(mesh.size)) for rank in range(mesh.size)]
+            want, row = way.result(parts), times.setdefault(f"{kind} {size}", {})
+            for name, group in staged.items():
+                call = partial(way.call, group, staging.up(parts[mesh.rank]))
+                if not torch.equal(staging.down(call())[0], want):
+                    raise BrokenError(f"{kind} of {size} by {name} is wrong")
+                figures = bandwidths(kind, nbytes, mesh.size, _seconds(call, staging, runs))
+                row.update({f"{name} {unit}": value for unit, value in figures.items()})
     finally:
-        for group in groups:
+        for group in groups.values():
             group.close()
     return times
 
 
-def _seconds(group: Collective, x: torch.Tensor, staging: Staging, runs: int) -> float:
+def part(rank: int, nbytes: int) -> torch.Tensor:
+    """A rank's bf16 numbers, [nbytes / 2]."""
+    return torch.randn(nbytes // 2, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+
+def bandwidths(kind: str, nbytes: int, ranks: int, seconds: float) -> dict[str, float]:
+    """Of a result of ``nbytes`` on each of ``ranks``: microseconds, and GB/s as in nccl-tests (doc/PERFORMANCE.md)."""
+    algorithm = nbytes / seconds / 1e9
+    return {"us": seconds * 1e6, "algbw": algorithm, "busbw": algorithm * KINDS[kind].share(ranks)}
+
+
+def plain_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One rank after the other in fp32, rounded once."""
+    total = parts[0].float()
+    for x in parts[1:]:
+        total = total + x.float()
+    return total.bfloat16()
+
+
+class CollectiveKind(NamedTuple):
+    """``parts``: how many ranks' numbers a result holds side by side; ``share``: of its bytes, those that each rank's
+    link carries each way.
+    """
+
+    call: Callable[[Collective, torch.Tensor], torch.Tensor]
+    result: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    parts: Callable[[int], int]
+    share: Callable[[int], float]
+
+
+KINDS = {
+    "all_reduce": CollectiveKind(
+        lambda group, x: group.all_reduce(x), plain_sum, lambda ranks: 1, lambda ranks: 2 * (ranks - 1) / ranks
+    ),
+    "all_gather": CollectiveKind(
+        lambda group, x: group.all_gather(x, group.size),
+        lambda parts: torch.cat([*parts]),
+        lambda ranks: ranks,
+        lambda ranks: (ranks - 1) / ranks,
+    ),
+}
+
+
+def _seconds(call: Callable[[], torch.Tensor], staging: Staging, runs: int) -> float:
     taken = []
     for _ in range(WARM + runs):
         start = time.perf_counter()
-        staging.down(group.all_reduce(x)[:1])  # until the device is done
+        staging.down(call()[:1])  # until the device is done
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[WARM:])

@@ -39,15 +39,35 @@ def test_what_is_missing_is_told_and_fails_its_parts_alone() -> None:
 
 
 def test_collectives_are_measured_against_each_other_on_devices_that_are_there() -> None:
-    found = collective.measure(("mesh", "gloo"), [CPU, CPU], runs=2)
-    assert list(found) == list(collective.SIZES)
-    assert all(set(row) == {"mesh", "gloo"} and min(row.values()) > 0.0 for row in found.values())
+    rows = collective.measure(("mesh", "gloo"), [CPU, CPU], runs=2)
+    assert list(rows) == [f"{kind} {size}" for kind in ("all_reduce", "all_gather") for size in collective.SIZES]
+    for what, row in rows.items():
+        nbytes = collective.SIZES[what.split(" ", 1)[1]]
+        for name in ("mesh", "gloo"):
+            assert row[f"{name} algbw"] == pytest.approx(nbytes / row[f"{name} us"] / 1e3)
+            share = {"all_reduce": 1.0, "all_gather": 0.5}[what.split()[0]]
+            assert row[f"{name} busbw"] == pytest.approx(row[f"{name} algbw"] * share)
 
 
-def test_collectives_that_give_other_bits_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bandwidths_are_those_of_nccl_tests() -> None:
+    """doc/PERFORMANCE.md: 2 (n - 1) / n of a sum, (n - 1) / n of a gather, of the bytes of the result."""
+    assert collective.bandwidths("all_reduce", 4 * 10**9, 4, 2.0) == {"us": 2e6, "algbw": 2.0, "busbw": 3.0}
+    assert collective.bandwidths("all_gather", 4 * 10**9, 4, 2.0) == {"us": 2e6, "algbw": 2.0, "busbw": 1.5}
+
+
+def test_a_collective_that_is_wrong_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lamina.collective.process_group.ordered_sum", lambda parts: parts[0] + 1.0)
-    with pytest.raises(collective.BrokenError, match="sums of 16 KiB differ between mesh, gloo"):
+    with pytest.raises(collective.BrokenError, match="all_reduce of 16 KiB by gloo is wrong"):
         collective.measure(("mesh", "gloo"), [CPU, CPU], runs=1)
+
+
+def test_ranks_of_cpus_are_processes() -> None:
+    line = [sys.executable, str(ROOT / "perf/bench_collective.py"), "--runs", "2"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=200, check=True)
+    assert "left out: --collective nccl" in done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [row[0] for row in rows] == ["all_reduce"] * 3 + ["all_gather"] * 3
+    assert all(row[3:] and min(map(float, row[5::3])) > 0.0 for row in rows)
 
 
 def test_without_two_gpus_the_row_is_skipped_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
