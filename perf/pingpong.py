@@ -1,4 +1,4 @@
-"""Ping-pong of Lamina's transports against plain sockets, gloo, ZeroMQ, Open MPI and UCX, on the same two cores.
+"""Ping-pong of Lamina's transports against plain sockets, gloo, ZeroMQ, Open MPI, UCX, perftest and NCCL.
 
 Competitors take turns, several rounds over; a figure is the median over the rounds of a round's p50, one way (half a
 round trip). "put": the message lies in the receiver's memory, where it can be used, and is not touched before the clock
@@ -7,6 +7,7 @@ payload with what was sent; ucx_perftest sends one buffer again and again and co
 "best" but has ratios of its own. What is not installed is named and left out.
 
     python perf/pingpong.py --write
+    python perf/pingpong.py --figure-13 --write   # the paper's, where two GPUs and a NIC are; else what is missing
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, cpu_pressure, record, spread
-from transports.competitors import COMPETITORS, Competitor, Course
+from transports.competitors import COMPETITORS, KINDS, Competitor, Course
 from transports.loglog import Curve, draw
+from transports.over_nics import FIGURE_13, OVER_NICS, PAPER, lacks_for_figure
 
+from lamina.netstack.bench.facts import machine
+
+EVERYBODY = [*COMPETITORS, *OVER_NICS]
 SIZES = "8,64,256,1024,4096,16384,65536,262144,1048576,4194304,16777216"
 Samples = dict[str, dict[int, list[float]]]  # competitor -> bytes -> p50 of each round, microseconds
 
@@ -84,12 +89,13 @@ def targets(mid: dict[str, dict[int, float]]) -> dict[str, dict[str, float]]:
 
 
 def plots(mid: dict[str, dict[int, float]], place: Path) -> None:
-    for kind in ("memory", "tcp"):
-        named = [c.name for c in COMPETITORS if c.kind == kind and c.name in mid]
+    for kind, title in KINDS.items():
+        named = [c.name for c in EVERYBODY if c.kind == kind and c.name in mid]
+        if not named:
+            continue
         latency = [Curve(name, sorted(mid[name].items()), name.startswith("lamina")) for name in named]
         speed = [Curve(a.name, [(n, n / us / 1e3) for n, us in a.points], a.strong) for a in latency]
         for what, lines, unit in (("latency", latency, "microseconds, one way"), ("bandwidth", speed, "GB/s, one way")):
-            title = f"Ping-pong within one host over {'shared memory' if kind == 'memory' else 'TCP'}"
             (place / f"pingpong_{kind}_{what}.svg").write_text(draw(title, "bytes of a message", unit, lines))
 
 
@@ -100,10 +106,18 @@ def table(mid: dict[str, dict[int, float]], sizes: list[int]) -> str:
 
 
 def chosen(parts: list[str]) -> list[Competitor]:
-    wanted = [c for c in COMPETITORS if not parts or any(part in c.name for part in parts)]
+    wanted = [c for c in EVERYBODY if not parts or any(part in c.name for part in parts)]
     if not wanted:
-        raise ValueError(f"--only {parts[0]!r} names nobody; there are {'; '.join(c.name for c in COMPETITORS)}")
+        raise ValueError(f"--only {parts[0]!r} names nobody; there are {'; '.join(c.name for c in EVERYBODY)}")
     return wanted
+
+
+def of_figure_13() -> list[Competitor]:
+    """Raises ValueError, one line, for whatever of it this host lacks."""
+    if missing := lacks_for_figure(EVERYBODY):
+        needs = "; ".join(dict.fromkeys(need for text in missing.values() for need in text.split("; ")))
+        raise ValueError(f"--figure-13 is drawn where two GPUs and a NIC are; missing here: {needs}")
+    return [c for c in EVERYBODY if c.name in FIGURE_13]
 
 
 def flags() -> argparse.ArgumentParser:
@@ -115,12 +129,15 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--volume", type=int, default=64 << 20, help="bytes of a size in a turn, at most (64 MiB)")
     parser.add_argument("--cores", default="0,1", help="of the two processes (default: 0,1)")
     parser.add_argument("--only", action="append", default=[], help="those whose name contains this; may be repeated")
+    parser.add_argument("--figure-13", action="store_true", help="the paper's, of kernels, NICs and NCCL alone")
     parser.add_argument("--write", action="store_true", help="append to results/pingpong.jsonl and draw the plots")
     parser.add_argument("--dry-run", action="store_true", help="say who would take part, and exit")
     return parser
 
 
-def outcome(p50: Samples, p99: Samples, pressure: list[float], missing: dict[str, str]) -> dict[str, Any]:
+def outcome(
+    p50: Samples, p99: Samples, pressure: list[float], missing: dict[str, str], cores: tuple[int, int]
+) -> dict[str, Any]:
     """What is recorded."""
     return {
         "one_way_us": {name: {str(n): spread(v) for n, v in by.items()} for name, by in p50.items()},
@@ -130,6 +147,7 @@ def outcome(p50: Samples, p99: Samples, pressure: list[float], missing: dict[str
         },
         "targets": targets(medians(p50)),
         "left_out": missing,
+        "machine": machine(cores),
         "cpu_pressure": spread(pressure),
     }
 
@@ -137,7 +155,7 @@ def outcome(p50: Samples, p99: Samples, pressure: list[float], missing: dict[str
 def main() -> int:
     args = flags().parse_args()
     try:
-        competitors = chosen(args.only)
+        competitors = of_figure_13() if args.figure_13 else chosen(args.only)
         sizes = [int(n) for n in args.sizes.split(",")]
         first, second = (int(core) for core in args.cores.split(","))
     except ValueError as error:
@@ -155,7 +173,8 @@ def main() -> int:
         p50, p99, pressure = take_turns(course, competitors, args.rounds)
     mid = medians(p50)
     settings = {k: v for k, v in vars(args).items() if k not in ("write", "dry_run")}
-    line = record("pingpong", settings, outcome(p50, p99, pressure, missing), write=args.write)
+    results = outcome(p50, p99, pressure, missing, (first, second)) | ({"paper": PAPER} if args.figure_13 else {})
+    line = record("pingpong", settings, results, write=args.write)
     if args.write:
         plots(mid, RESULTS)
     print(table(mid, sizes))

@@ -24,6 +24,15 @@ PORTS = 5  # that are tried for one server
 Times = dict[int, tuple[float, float]]  # bytes -> (p50, p99) of one way, in microseconds
 
 
+KINDS = {  # what carries the bytes -> the words of its plots
+    "memory": "Ping-pong within one host over shared memory",
+    "tcp": "Ping-pong within one host over TCP",
+    "rdma": "Ping-pong through an RDMA port",
+    "window": "Windows of messages through an RDMA port",
+    "gpu": "Ping-pong between two GPUs",
+}
+
+
 @dataclass(frozen=True)
 class Course:
     """What every competitor runs in a round."""
@@ -46,14 +55,14 @@ class Course:
 @dataclass(frozen=True)
 class Competitor:
     name: str
-    kind: str  # "memory" within one host, or "tcp"
-    caller: str  # native or python
+    kind: str  # of KINDS
+    caller: str  # native, python, or a kernel of a GPU
     run: Callable[[Course], Times]
     missing: Callable[[], str] = lambda: ""  # what it needs and does not find here
     compares: bool = True  # every payload, with what was sent; and payloads differ
 
 
-def _call(command: Sequence[str], env: dict[str, str] | None = None) -> str:
+def call(command: Sequence[str], env: dict[str, str] | None = None) -> str:
     """What a command printed. It and its children are ended after LIMIT_S; then that is what it had printed by then.
 
     Raises RuntimeError when it fails.
@@ -87,7 +96,7 @@ def lamina(transport: str, pattern: str, driver: str) -> Callable[[Course], Time
         command = [sys.executable, "-m", "lamina.netstack", "bench", "--json", "--transport", transport]
         command += ["--pattern", pattern, "--driver", driver, "--sizes", ",".join(map(str, course.sizes))]
         command += ["--count", str(course.count), "--warm-up", str(course.warm_up), "--volume", str(course.volume)]
-        rows = map(json.loads, _call([*command, "--cores", "{},{}".format(*course.cores)]).splitlines())
+        rows = map(json.loads, call([*command, "--cores", "{},{}".format(*course.cores)]).splitlines())
         ways = 2 if pattern == "rtt" else 1
         return {row["size"]: (row["p50_us"] / ways, row["p99_us"] / ways) for row in rows}
 
@@ -99,14 +108,14 @@ def program(course: Course, name: str, *compile: str) -> str:
     path = course.build / name
     if not path.exists():
         flags = ["-std=c++17", "-O3", "-Wall", "-Wextra"]
-        _call([*compile, *flags, str(HERE / "baselines.cpp"), "-o", str(path)])
+        call([*compile, *flags, str(HERE / "baselines.cpp"), "-o", str(path)])
     return str(path)
 
 
 def plain(kind: str) -> Callable[[Course], Times]:
     def run(course: Course) -> Times:
         cores = [str(core) for core in course.cores]
-        return _table(_call([program(course, "plain", "g++"), kind, *cores, str(course.warm_up), *course.runs]))
+        return _table(call([program(course, "plain", "g++"), kind, *cores, str(course.warm_up), *course.runs]))
 
     return run
 
@@ -114,7 +123,7 @@ def plain(kind: str) -> Callable[[Course], Times]:
 def library(kind: str) -> Callable[[Course], Times]:
     def run(course: Course) -> Times:
         script, cores = str(HERE / "python_loops.py"), [str(core) for core in course.cores]
-        return _table(_call([sys.executable, script, kind, *cores, str(course.warm_up), *course.runs]))
+        return _table(call([sys.executable, script, kind, *cores, str(course.warm_up), *course.runs]))
 
     return run
 
@@ -131,7 +140,7 @@ def open_mpi(layers: str) -> Callable[[Course], Times]:
             "mpi",
             *(str(core) for core in course.cores),
         ]
-        return _table(_call([*command, str(course.warm_up), *course.runs]))
+        return _table(call([*command, str(course.warm_up), *course.runs]))
 
     return run
 
@@ -140,9 +149,9 @@ def ucx(layers: str, test: str) -> Callable[[Course], Times]:
     def one(course: Course, nbytes: int) -> tuple[float, float]:
         env = os.environ | {"UCX_TLS": layers, "UCX_WARN_UNUSED_ENV_VARS": "n"}
         client = ["-c", str(course.cores[0]), "-t", test, "-s", str(nbytes)]
-        with ucx_server(["ucx_perftest", "-c", str(course.cores[1])], env) as port:
+        with listening_server(["ucx_perftest", "-c", str(course.cores[1])], env) as port:
             command = ["ucx_perftest", "127.0.0.1", "-p", str(port), *client]
-            text = _call([*command, "-n", str(course.rounds(nbytes)), "-w", str(course.warm_up), "-f"], env)
+            text = call([*command, "-n", str(course.rounds(nbytes)), "-w", str(course.warm_up), "-f"], env)
         figures = re.findall(r"^\s*\d+\s+(\d+\.\d+)", text, re.MULTILINE)
         if not figures:
             raise RuntimeError(f"ucx_perftest said no figures: {text[-200:]}")
@@ -152,7 +161,7 @@ def ucx(layers: str, test: str) -> Callable[[Course], Times]:
 
 
 @contextmanager
-def ucx_server(command: Sequence[str], env: dict[str, str]) -> Iterator[int]:
+def listening_server(command: Sequence[str], env: dict[str, str]) -> Iterator[int]:
     """The port at which the process of ``command`` itself listens. Another process may take a port that was free a
     moment ago; then ``command`` ends, and the next port is tried. Raises RuntimeError.
     """

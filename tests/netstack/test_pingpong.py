@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import socket
 import subprocess
@@ -70,6 +71,59 @@ def test_a_turn_of_three() -> None:
     assert "lamina tcp copy, Python, 64 B, against TCP socket, Python" in figures
 
 
+def test_rows_of_nics_and_gpus_are_left_out_by_name() -> None:
+    done = run("--dry-run")
+    assert done.returncode == 0
+    for name in ("ib_write_lat", "ib_write_bw", "lamina gin graph", "lamina mlx5 graph", "NCCL send/recv"):
+        assert f"{name}: left out: needs " in done.stderr or name in done.stdout.splitlines()
+
+
+def over_nics() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "perf"))
+    return importlib.import_module("transports.over_nics")
+
+
+def test_the_paper_s_figure_says_what_is_missing() -> None:
+    nics = over_nics()
+    missing = nics.lacks_for_figure(nics.OVER_NICS)
+    if not missing:
+        pytest.skip("nothing is missing here: two GPUs and a NIC")
+    done = run("--figure-13")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: --figure-13 is drawn where two GPUs and a NIC are; missing here: ")
+    assert done.stderr.count("\n") == 1
+    for need in missing.values():
+        assert all(part in done.stderr for part in need.split("; "))
+
+
+LATENCY = """---------------------------------------------------------------------------------------
+ #bytes #iterations t_min[usec] t_max[usec] t_typical[usec] t_avg[usec] t_stdev[usec] 99% percentile[usec] 99.9% ...
+ 64      1000          0.76           1.83         0.79     \t       0.80        \t0.04   \t\t0.93    \t\t1.83
+---------------------------------------------------------------------------------------
+"""
+BANDWIDTH = """ #bytes     #iterations    BW peak[MB/sec]    BW average[MB/sec]   MsgRate[Mpps]
+ 1048576    1000             11035.65            1000.00\t\t   0.176555
+"""
+
+
+def test_perftest_is_read_by_its_columns() -> None:
+    nics = over_nics()
+    assert (nics.typical_us(LATENCY), nics.late_of(LATENCY)) == (0.79, 0.93)
+    assert nics.average_us(BANDWIDTH) == pytest.approx(1000.0)
+    assert math.isnan(nics.late_of(BANDWIDTH))
+    with pytest.raises(RuntimeError, match="no figures"):
+        nics.typical_us("Couldn't connect to 127.0.0.1:18515")
+
+
+def test_send_and_receive_of_a_process_group() -> None:
+    """NCCL's row, by gloo and the CPU's clock."""
+    line = [sys.executable, str(ROOT / "perf/transports/group_rounds.py"), "gloo", "2", "8:5", "5000:5"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=200, check=True)
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [row[0] for row in rows] == ["8", "5000"]
+    assert all(0 < float(half) <= float(late) for _, half, late in rows)
+
+
 def test_nobody_is_one_line() -> None:
     done = run("--only", "pigeon")
     assert done.returncode == 2
@@ -101,7 +155,9 @@ with socket.create_server(("127.0.0.1", int(sys.argv[-1]))):
 
 def test_a_server_whose_port_was_taken_gets_another(tmp_path: Path) -> None:
     mark = tmp_path / "first"
-    with script("transports/competitors").ucx_server([sys.executable, "-c", LATE, str(mark)], dict(os.environ)) as port:
+    with script("transports/competitors").listening_server(
+        [sys.executable, "-c", LATE, str(mark)], dict(os.environ)
+    ) as port:
         socket.create_connection(("127.0.0.1", port), 10.0).close()
     assert mark.exists()
 
