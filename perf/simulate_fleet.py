@@ -1,7 +1,7 @@
 """The whole fleet on a virtual clock, many seeds: the shipped driver and workers over simulated links, processes that
 die at any call, a model of integers (lamina.sim.whole); with --engine the engine alone over modelled workers, many
-more of them (lamina.sim.run). Prints counts of what has happened; --write appends a line to
-perf/results/simulate_fleet.jsonl. Ends with status 1 at a seed that fails.
+more of them (lamina.sim.run). Prints counts of what has happened, and each scenario that fails; --write appends a line
+to perf/results/simulate_fleet.jsonl, with the seeds that have failed. Ends with status 1 where one has.
 
     python perf/simulate_fleet.py --seeds 5000 --write
     python perf/simulate_fleet.py --engine --seeds 100000 --write    # hours
@@ -10,42 +10,63 @@ perf/results/simulate_fleet.jsonl. Ends with status 1 at a seed that fails.
 from __future__ import annotations
 
 import argparse
+import gc
+import logging
+import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NamedTuple
 
 from common import record
 
-from lamina.sim.run import check, check_restart
+from lamina.sim.play import ScenarioError
+from lamina.sim.run import check_all
 from lamina.sim.scenario import leaving, planned, scenario
 from lamina.sim.whole.run import check_fleet
-from lamina.sim.whole.scenario import fleet_scenario, planned_fleet
+from lamina.sim.whole.scenario import fleet_scenario, moving_fleet, planned_fleet
 
 SHARE = 50
 
 
-def fleet_share(first: int) -> Counter[str]:
-    """Of ``SHARE`` seeds, of which every other one has what the others lack: engines that die, memory workers that come
-    and go, two ranks, stripes.
+class Share(NamedTuple):
+    """Of some seeds: counts of what has happened, and what is wrong with those that have failed."""
+
+    counts: Counter[str]
+    failed: dict[int, str]
+
+
+def fleet_share(first: int) -> Share:
+    """Of ``SHARE`` seeds, of which one in three has engines that die, memory workers that come and go, two ranks,
+    stripes or parity, and one in three sequences and stripes that move, prompts in stages, or spares.
     """
-    counts: Counter[str] = Counter()
-    for seed in range(first, first + SHARE):
-        of = fleet_scenario(seed) if seed % 2 == 0 else planned_fleet(seed)
-        counts.update(check_fleet(of)._asdict())
-    return counts
+    return _share(first, (fleet_scenario, planned_fleet, moving_fleet), check_fleet)
 
 
-def engine_share(first: int) -> Counter[str]:
+def engine_share(first: int) -> Share:
     """Of ``SHARE`` seeds, of which two in three have memory workers that come and go; of one in three sequences leave
     those that go one by one.
     """
-    counts: Counter[str] = Counter()
+    return _share(first, (scenario, planned, leaving), check_all)
+
+
+def _share(first: int, kinds: tuple[Callable[[int], Any], ...], check: Callable[[Any], Any]) -> Share:
+    share = Share(Counter(), {})
     for seed in range(first, first + SHARE):
-        of = (scenario, planned, leaving)[seed % 3](seed)
-        played = check(of)
-        check_restart(of)
-        counts.update(losses=played.losses, preemptions=played.preemptions, changes=played.changes)
-    return counts
+        try:
+            played = check(kinds[seed % len(kinds)](seed))._asdict()
+        except ScenarioError as error:
+            share.failed[seed] = str(error)
+        else:
+            share.counts.update({name: value for name, value in played.items() if isinstance(value, int)})
+    return share
+
+
+def _begin() -> None:
+    """In a process that plays: workers that are lost are no news, and what was imported is no garbage."""
+    logging.disable(logging.WARNING)
+    gc.freeze()
 
 
 def main() -> None:
@@ -56,17 +77,21 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
     parser.add_argument("--write", action="store_true", help="append to the results")
     args = parser.parse_args()
-    counts: Counter[str] = Counter()
-    began = time.monotonic()
+    counts, failed, began = Counter[str](), list[int](), time.monotonic()
     firsts = range(args.first, args.first + args.seeds, SHARE)
-    with ProcessPoolExecutor(args.jobs) as pool:
-        for done, of in enumerate(pool.map(engine_share if args.engine else fleet_share, firsts), 1):
-            counts.update(of)
+    with ProcessPoolExecutor(args.jobs, initializer=_begin) as pool:
+        for done, share in enumerate(pool.map(engine_share if args.engine else fleet_share, firsts), 1):
+            counts.update(share.counts)
+            failed += share.failed
+            for seed, text in share.failed.items():
+                print(f"seed {seed}: {text}", flush=True)
             if done % 10 == 0:
                 print(f"{done * SHARE} seeds in {time.monotonic() - began:.0f} s: {dict(counts)}", flush=True)
-    result = {"seeds": len(firsts) * SHARE, "failed": 0, **counts}
+    result = {"seeds": len(firsts) * SHARE, "failed": len(failed), "failed_seeds": failed, **counts}
+    result["seconds"] = round(time.monotonic() - began)
     settings = {"seeds": args.seeds, "first": args.first, "of": "engine" if args.engine else "fleet"}
     print(record("simulate_fleet", settings, result, write=args.write))
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import math
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import NamedTuple
 
-from lamina.background import Background
 from lamina.netstack import Arrival, Channel, ChannelError, ChannelTimeout, Geometry, Terms
 from lamina.netstack.checksum import CHECKSUM_BYTES, checksum
 from lamina.protocol.control import LinkClosedError
 from lamina.protocol.move_ops import Adopt, MoveStripes, Neighbour, StripesCopied
 from lamina.protocol.plan import Free, ProtocolError, StepPlan
 from lamina.workers.staging import Staging, open_staging
+from lamina.workers.surroundings import HERE, Surroundings
 from lamina.workers.view import ViewFabric
 
 from .meter import Meter
@@ -74,22 +72,22 @@ class StripeCopies:
         peers: Sequence[Neighbour],
         report: Callable[[StripesCopied], None],
         meter: Meter,
-        clock: Callable[[], float],
+        around: Surroundings = HERE,
     ) -> None:
         """``peers``: all workers of the partition, by number, this one among them."""
         self._view, self._peers, self._report, self._meter = view, peers, report, meter
-        self._clock, self._until = clock, math.inf
+        self._around, self._clock, self._until = around, around.clock, math.inf
         self._names = {peer.name: n for n, peer in enumerate(peers) if peer.awaited}
         self._due = set(self._names)
-        self._changed = threading.Condition()
+        self._changed = around.condition()
         self._links: dict[int, Channel] = {}
         self._coming: dict[int, _Coming] = {}  # by copy
         self._last, self._over = -1, False  # the copy that a plan has told of last
-        self._jobs: SimpleQueue[_CopyJob | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._jobs = around.queue()  # of _CopyJob; None: there are no more
+        self._running = 0  # threads
         self._store: Store | None = None
         self._stored: StoredBlocks | None = None  # its blocks
-        self._connecting: Background[None] | None = None
+        self._connects = False  # to others
 
     @property
     def missing(self) -> int:
@@ -115,7 +113,8 @@ class StripeCopies:
         for peer, channel in waiting:
             self._listen(peer, channel)
         if any(peer.reached for peer in self._peers):
-            self._connecting = Background(self._connect, "lamina-meet")
+            self._connects = True
+            self._around.beside(self._connect, "lamina-meet")
         self._start(self._send_all, "lamina-copy")
 
     def expect(self, plan: StepPlan) -> None:
@@ -140,10 +139,11 @@ class StripeCopies:
             self._over = True
             self._changed.notify_all()
         self._jobs.put(None)
-        if self._links or self._connecting is not None:
+        if self._links or self._connects:
             self._view.leave(f"view {self._view.view} is over")
-        for thread in list(self._threads):
-            thread.join(END_S)
+        with self._changed:
+            if self._running:
+                self._changed.wait_for(lambda: not self._running, END_S)
 
     def _begin(self, op: MoveStripes) -> None:
         store = self._store
@@ -215,9 +215,17 @@ class StripeCopies:
         self._start(lambda: self._receive_all(peer, channel), "lamina-copied")
 
     def _start(self, work: Callable[[], None], name: str) -> None:
-        thread = threading.Thread(target=work, name=name, daemon=True)
-        thread.start()
-        self._threads.append(thread)
+        def run() -> None:
+            try:
+                work()
+            finally:
+                with self._changed:
+                    self._running -= 1
+                    self._changed.notify_all()
+
+        with self._changed:
+            self._running += 1
+        self._around.start(run, name)
 
     def _link(self, peer: int) -> Channel:
         """Raises ChannelError."""
@@ -235,6 +243,7 @@ class StripeCopies:
     def _send_all(self) -> None:
         assert self._store is not None
         staging = open_staging(self._store.device)
+        job: _CopyJob | None
         while (job := self._jobs.get()) is not None:
             error = ""
             try:

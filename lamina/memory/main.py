@@ -174,7 +174,7 @@ class MemoryServer:
                 start, asked = self._start, self._start.devices.memory_device
                 device = pick("--memory-device", asked, start.device_number)
                 parts = share(asked, start.device_users)
-                self._worker = MemoryWorker(device, self._trace, parts, self._service.link.send, self._around.clock)
+                self._worker = MemoryWorker(device, self._trace, parts, self._service.link.send, self._around)
             return self._worker
 
     def _set_threads(self) -> None:

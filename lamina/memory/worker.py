@@ -16,7 +16,6 @@ from functools import partial
 import torch
 from msgspec import structs
 
-from lamina.background import Background
 from lamina.build import build_id
 from lamina.kv.media import Medium, MediumError, MediumPlace, open_medium
 from lamina.kv.pages import PROMPT, Recipe
@@ -31,6 +30,7 @@ from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import MOST_LISTED, GateOpened, StoredPages, TierPlace, Transferred
 from lamina.workers.devices import CPU, FREE_PART
 from lamina.workers.process import DamagedError, end_at_once
+from lamina.workers.surroundings import HERE, Surroundings
 from lamina.workers.view import ViewDoor, ViewFabric
 
 from .copies import StripeCopies
@@ -59,10 +59,10 @@ class MemoryWorker:
         trace: Recorder = OFF,
         share: float = FREE_PART,
         report: Callable[[ToDriver], None] = lambda message: None,
-        clock: Callable[[], float] = time.monotonic,
+        around: Surroundings = HERE,
     ) -> None:
         """``share``: see Store. ``report``: to the driver, from any thread."""
-        self.device, self._share, self._report, self._clock = device, share, report, clock
+        self.device, self._share, self._report, self._around, self._clock = device, share, report, around, around.clock
         self._meter = Meter()
         self._trace = trace
         self._store: Store | None = None  # outlives the sessions
@@ -119,7 +119,7 @@ class MemoryWorker:
         fabric = self._enter(meeting.view, net)
         self._meter.add("connects", 1)
         peers = self._peers = PeerPages(fabric, fabric.at(door), meeting.peers, self._meter, self._clock)
-        copies = StripeCopies(fabric, meeting.movers, self._report, self._meter, self._clock)
+        copies = StripeCopies(fabric, meeting.movers, self._report, self._meter, self._around)
         try:
             with torch.inference_mode():
                 open_store = partial(self._open_store, meeting)
@@ -190,7 +190,7 @@ class MemoryWorker:
             view.close()
         self._meter.add("move_cpu_s", time.thread_time() - begun)
         if self._store is not None:
-            Background(partial(self._settle, self._store), "lamina-touch")
+            self._around.beside(partial(self._settle, self._store), "lamina-touch")
         self._meter.add("moved_bytes", nbytes)
         return nbytes
 

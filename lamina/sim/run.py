@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import replace
 from pprint import pformat
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ from lamina.request import CompletionOutput, RequestOutput, Told, scored
 from .clock import VirtualClock
 from .elastic import capacity_of
 from .model import Letters
-from .play import MOST_STEPS, Play, ScenarioError, in_order, is_broken, least
+from .play import MOST_STEPS, Play, ScenarioError, SoFar, in_order, is_broken, least
 from .scenario import Scenario, leaving, params_of, planned, scenario
 from .wire import SimWire
 
@@ -35,15 +37,37 @@ class Played(NamedTuple):
     changes: int
 
 
+class BegunRequest(NamedTuple):
+    """What its reader has of a request that is not over: what the next engine is told of its completions, what was
+    seen of them, and the log-probabilities of its prompt.
+    """
+
+    place: int
+    told: list[Told]
+    seen: dict[int, SoFar]
+    scores: Any
+
+
+class Begun(NamedTuple):
+    """What readers have of an engine in the midst of its work. ``ended``: of requests that are over, by place;
+    ``asked``: the others, in the order of their numbers; ``left``: places of those that have not come.
+    """
+
+    ended: dict[int, RequestOutput]
+    asked: list[BegunRequest]
+    left: list[int]
+
+    @property
+    def some(self) -> bool:
+        """Whether the next engine goes on with a token of somebody."""
+        return any(one.tokens for request in self.asked for one in request.told)
+
+
 def check(of: Scenario) -> Played:
     """Play ``of``, and the same without losses and changes: nobody may see a difference. Raises ScenarioError."""
-    try:
-        played, wanted = play(of), play(replace(of, faults=(), changes=()))
-        for ask, answer, same in zip(of.asks, played.requests, wanted.requests, strict=True):
-            if ask.cancel_s is None:
-                assert answer == same, f"{answer} in place of {same}"
-    except Exception as error:
-        raise ScenarioError(f"{type(error).__name__}: {error}\n{pformat(of)}") from error
+    with _told_by(of):
+        played, wanted = play(of), play(_calm(of))
+        _compare(of, played, wanted)
     return played
 
 
@@ -51,19 +75,55 @@ def check_restart(of: Scenario) -> bool:
     """Play a part of ``of``; then another engine goes on with what readers have by then. Whether some request had begun
     by then. Raises ScenarioError.
     """
-    seeded, calm = with_seeds(of), EnginePlay(replace(of, faults=(), changes=()))
-    wanted = calm.run()
+    with _told_by(of):
+        calm = EnginePlay(_calm(of))
+        wanted, before = calm.run(), EnginePlay(of)
+        before.take_steps(_last_step(of, calm))
+        return _check_next(of, before.heard(), wanted)
+
+
+def check_all(of: Scenario) -> Played:
+    """Both of these, in three plays in place of five. Raises ScenarioError."""
+    with _told_by(of):
+        calm, all_of_it = EnginePlay(_calm(of)), EnginePlay(of)
+        wanted = calm.run()
+        all_of_it.take_steps(_last_step(of, calm))
+        heard, played = all_of_it.heard(), all_of_it.run()
+        _compare(of, played, wanted)
+        _check_next(of, heard, wanted)
+    return played
+
+
+@contextmanager
+def _told_by(of: Scenario) -> Iterator[None]:
+    """Whatever goes wrong is a ScenarioError that has the scenario."""
     try:
-        before = EnginePlay(seeded)
-        before.take_steps(random.Random(of.seed).randint(1, calm.steps))
-        after = EnginePlay(replace(seeded, faults=()))
-        begun = after.go_on_from(before)
-        for ask, answer, same in zip(of.asks, after.run().requests, wanted.requests, strict=True):
-            if ask.cancel_s is None:
-                assert answer == same, f"{answer} in place of {same}"
+        yield
     except Exception as error:
         raise ScenarioError(f"{type(error).__name__}: {error}\n{pformat(of)}") from error
-    return begun
+
+
+def _calm(of: Scenario) -> Scenario:
+    return replace(of, faults=(), changes=())
+
+
+def _last_step(of: Scenario, calm: EnginePlay) -> int:
+    """Before an engine dies."""
+    return random.Random(of.seed).randint(1, calm.steps)
+
+
+def _check_next(of: Scenario, heard: Begun, wanted: Played) -> bool:
+    """The next engine goes on with what was ``heard``, and has the seeds that the one before has drawn."""
+    after = EnginePlay(replace(with_seeds(of), faults=()))
+    after.go_on_from(heard)
+    _compare(of, after.run(), wanted)
+    return heard.some
+
+
+def _compare(of: Scenario, played: Played, wanted: Played) -> None:
+    for ask, answer, same in zip(of.asks, played.requests, wanted.requests, strict=True):
+        if ask.cancel_s is None:
+            assert answer == same, f"{answer} in place of {same}"
 
 
 def with_seeds(of: Scenario) -> Scenario:
@@ -87,8 +147,9 @@ def play(of: Scenario) -> Played:
 
 
 def smaller(of: Scenario) -> Scenario:
-    """A part of a broken scenario that is broken too."""
-    return least(of, ("faults", "changes", "asks"), lambda less: is_broken(check, less))
+    """A part of a broken scenario that is broken too, in the same way."""
+    broken_by = check if is_broken(check, of) else check_restart
+    return least(of, ("faults", "changes", "asks"), lambda less: is_broken(broken_by, less))
 
 
 class EnginePlay(Play):
@@ -121,22 +182,31 @@ class EnginePlay(Play):
         wire, preemptions = self._wire, engine.scheduler.num_preemptions
         return Played(answers, wire.losses, preemptions, wire.elastic.changes)
 
-    def go_on_from(self, before: EnginePlay) -> bool:
-        """With the requests of an engine that has died, as far as readers have them. Whether some had begun."""
-        self._left, begun = before._left, False
-        for request, (place, ask) in before._asked.items():
-            output = before._outputs.get(request)
+    def heard(self) -> Begun:
+        """What readers have by now."""
+        ended, asked = dict[int, RequestOutput](), list[BegunRequest]()
+        for request, (place, _) in self._asked.items():
+            output = self._outputs.get(request)
             if output is not None and output.finished:
-                self._ended[place] = output
+                ended[place] = output
                 continue
             told = [_as_told(one) for one in output.outputs] if output else []
+            seen = {i: seen for (r, i), seen in self._seen.items() if r == request}
+            scores = output.prompt_logprobs if output and output.outputs[0].token_ids else None
+            asked.append(BegunRequest(place, told, seen, copy(scores)))
+        return Begun(ended, asked, [place for place, _ in self._left])
+
+    def go_on_from(self, heard: Begun) -> None:
+        """With the requests of an engine that has died, as far as readers have them."""
+        asks = self._of.asks
+        self._left, self._ended = [(place, asks[place]) for place in heard.left], dict(heard.ended)
+        for place, told, seen, scores in heard.asked:
+            ask = asks[place]
             again = self._engine.add(list(ask.prompt), params_of(ask), make_pieces=Letters, told=told)
             self._asked[again] = place, ask
-            if output and output.outputs[0].token_ids:
-                self._scores[again] = output.prompt_logprobs
-            self._seen |= {(again, i): seen for (r, i), seen in before._seen.items() if r == request}
-            begun = begun or any(one.tokens for one in told)
-        return begun
+            if any(one.tokens for one in told[:1]):
+                self._scores[again] = scores
+            self._seen |= {(again, i): one for i, one in seen.items()}
 
     def _look_round(self) -> None:
         """Changes, one at a time; what would need KV to be computed again is refused, as the server does."""
@@ -177,10 +247,9 @@ def main(first: int = 0, count: int = 1000) -> None:
     for seed in range(first, first + count):
         for of in (scenario(seed), planned(seed), leaving(seed)):
             try:
-                outcome = check(of)
-                check_restart(of)
+                outcome = check_all(of)
             except ScenarioError:
-                check(smaller(of))
+                check_all(smaller(of))
                 raise
             losses, preemptions = losses + outcome.losses, preemptions + outcome.preemptions
             changes += outcome.changes

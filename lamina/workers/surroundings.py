@@ -21,7 +21,7 @@ def start_thread(work: Callable[[], None], name: str) -> None:
 class Surroundings(NamedTuple):
     """``clock``: seconds that only grow. ``start``: a thread by what it does and its name; ``beside``: the same, of
     what must not delay anybody. ``queue``: a new one, with ``put(message)`` and ``get(block)``, which raises
-    queue.Empty. ``open_fabric``: as netstack.open.
+    queue.Empty; ``condition``: as threading.Condition. ``open_fabric``: as netstack.open.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -29,6 +29,7 @@ class Surroundings(NamedTuple):
     beside: Callable[[Callable[[], None], str], object] = Background
     queue: Callable[[], Any] = queue.SimpleQueue
     open_fabric: Callable[..., Fabric] = netstack.open
+    condition: Callable[[], threading.Condition] = threading.Condition
 
 
 HERE = Surroundings()  # of a worker in a process or thread of this machine

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -58,24 +59,32 @@ def _factors(layer: int) -> _Factors:
     return _Factors(v.view(KV_HEADS, V_DIM), at, o.view(2, KV_HEADS, V_DIM))
 
 
+@dataclass(eq=False)
 class IntegerModel:
     """A SlicedProgram, as far as a compute worker uses one, and what is known of a loaded model. ``windows``: of the
-    layers. With several ranks each has its KV heads, and its part of the logits.
+    layers. With several ranks each has its KV heads, and its part of the logits. ``slices``: of a stage; empty = all.
     """
 
-    vocab_size, eos_token_ids, weight_bytes = VOCAB, (EOS,), 0
+    windows: Sequence[int]
+    rank: int = 0
+    size: int = 1
+    slices: Sequence[Any] = ()
     group: Joining | None = None  # the other ranks
 
-    def __init__(self, windows: Sequence[int], rank: int = 0, size: int = 1) -> None:
+    vocab_size, eos_token_ids, weight_bytes = VOCAB, (EOS,), 0
+
+    def __post_init__(self) -> None:
+        rank, size, windows = self.rank, self.size, self.windows
         self.windows = [windows[layer % len(windows)] for layer in range(LAYERS)]
         self._rank, self._size, self._heads = rank, size, KV_HEADS // size
         self.layers = [
             LayerShape(2 * self._heads, self._heads, BITS, V_DIM, AttentionSpec(scale=1.0, window=w).encode())
             for w in self.windows
         ]
-        self.slices: list[Any] = [self._first, *(self._middle(layer) for layer in range(LAYERS - 1)), self._last]
+        self.slices = self.slices or [self._first, *(self._middle(layer) for layer in range(LAYERS - 1)), self._last]
         carried = tuple(RowTensor(name, (1,), NUMBERS) for name in ("state", "position"))
         self.cuts = [_IntegerCut(carried)] * LAYERS
+        self.calls = [_IntegerCall(RowTensor("o", (1, 2 * self._heads, V_DIM), torch.float32))] * LAYERS
         self._of = [_factors(layer).of_rank(rank, size) for layer in range(LAYERS)]
         self._bit = 2 ** torch.arange(BITS)
 
@@ -154,6 +163,12 @@ class _IntegerCut(NamedTuple):
     @property
     def bytes_per_token(self) -> int:
         return sum(t.bytes_per_token for t in self.tensors)
+
+
+class _IntegerCall(NamedTuple):
+    """What an attention operator gives."""
+
+    out: RowTensor
 
 
 class _PlainAttention:

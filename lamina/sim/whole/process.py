@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.options.resolve import sequence_limit
 from lamina.workers.surroundings import Surroundings
 
-from .baton import Baton, BatonQueue, Slain
+from .baton import Baton, BatonCondition, BatonQueue, Slain
 from .integers import BITS, IntegerModel
 from .network import SimChannel, SimControl, SimFabric, SimPipe
 
@@ -60,6 +61,15 @@ class SimDriver:
             raise EngineDied
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """What is known of the model, and the model, of which a stage lets go."""
+
+    model: Any
+    config: IntegerModel
+    eos_token_ids: tuple[int, ...]
+
+
 class _Integers(ModelServer):
     """What loads: nothing but the model of integers."""
 
@@ -70,8 +80,9 @@ class _Integers(ModelServer):
         model = self.module.of_rank(self.start.rank, self.start.topology.tensor_parallel_size)
         max_len = sequence_limit(self.start.model.max_model_len, 1 << BITS)
         partition = self._partition(model.layers, max_len)
-        backend = gemm.get("torch", 1)
-        return CutModel(model, model, model.layers, torch.float32, max_len, partition, backend)
+        loaded = _Loaded(model, model, model.eos_token_ids)
+        part, backend = self.own_part(model, len(model.layers)), gemm.get("torch", 1)
+        return CutModel(part, loaded, model.layers, torch.float32, max_len, partition, backend)
 
     def runnable(self, cut: CutModel, group: Any = None) -> IntegerModel:
         """As it is, but for the other ranks that its slices meet."""
@@ -166,7 +177,9 @@ class SimProcess:
             self._end("exited with status 0")
             return
         baton = self._host.baton
-        around = Surroundings(baton.clock, self.start, self.start, partial(BatonQueue, baton), self.open)
+        around = Surroundings(
+            baton.clock, self.start, self.start, partial(BatonQueue, baton), self.open, partial(BatonCondition, baton)
+        )
         if isinstance(start, StartMemory):
             self.server = MemoryServer(self._link, start, around)  # type: ignore[arg-type]
         elif isinstance(start, StartCompute):
@@ -233,15 +246,6 @@ class SimHost:
     def delay_s(self) -> float:
         """Of a message, a new one each time."""
         return 0.0 if self._rng.random() < AT_ONCE else self._rng.uniform(0.0, LONGEST_S)
-
-    def now(self, role: str, index: int) -> SimProcess:
-        """Who has that place."""
-        return next(p for p in reversed(self.processes) if (p.role, p.index) == (role, index))
-
-    @property
-    def at_work(self) -> list[SimProcess]:
-        """Who has a place now."""
-        return list({(p.role, p.index): p for p in self.processes}.values())
 
     # Launcher:
     def launch(self, config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> SimHost:

@@ -10,9 +10,12 @@ from contextlib import suppress
 from pprint import pformat
 from typing import Any, NamedTuple
 
+import torch
+
 from lamina.config import make_config
 from lamina.engine.configured import check_room
 from lamina.engine.engine import Engine
+from lamina.engine.exodus import Exodus
 from lamina.engine.wire import ViewChanged
 from lamina.fleet.pools import Pools
 from lamina.protocol.control import ComputeReady
@@ -52,6 +55,7 @@ class FleetPlayed(NamedTuple):
     seconds: float
     engines: int  # that died
     changes: int  # of memory workers, by plan
+    moved: int  # sequences and runs of stripes that went from one memory worker to another while all decoded
 
 
 def check_fleet(of: FleetScenario) -> FleetPlayed:
@@ -64,13 +68,15 @@ def check_fleet(of: FleetScenario) -> FleetPlayed:
 
 def play_fleet(of: FleetScenario) -> FleetPlayed:
     """To the end. Raises AssertionError, and whatever goes wrong."""
-    rng = random.Random(of.seed)
+    rng, threads = random.Random(of.seed), torch.get_num_threads()
     baton = Baton(VirtualClock(), rng)
+    torch.set_num_threads(1)  # one thread runs at a time, and has little to compute
     try:
         played = _FleetPlay(of, baton, rng).run()
         baton.end()
     finally:
         baton.cut()
+        torch.set_num_threads(threads)
     return played
 
 
@@ -83,6 +89,11 @@ class _WatchedPools(Pools):
     """Tells when all have met anew."""
 
     met: Callable[[], None] | None = None
+
+    @property
+    def there(self) -> set[Any]:
+        """The processes of all who have a place, or wait for one."""
+        return {member.handle for member in (*self._members, *self._cohort.spares)}
 
     @property
     def memory(self) -> list[Any]:
@@ -102,7 +113,7 @@ class _FleetPlay(Play):
         hits = {(hit.place, hit.call): hit.how for hit in of.hits}
         self._host = SimHost(baton, rng, self._model, hits, of.deaths)
         self._options = {**OPTIONS, **of.options}
-        self._changes, self._changed, self._engines = list(of.changes), 0, 0
+        self._changes, self._changed, self._engines, self._moved = list(of.changes), 0, 0, 0
         self._ended: dict[int, list[SoFar]] = {}  # by place: what engines before this one have finished
         super().__init__(of.asks, self._open(), baton.clock)
 
@@ -144,10 +155,10 @@ class _FleetPlay(Play):
         assert len(self._ended) == len(self._of.asks), "a request without an answer"
         hits, cuts = self._host.hits, self._host.cuts
         return FleetPlayed(hits[DIES], hits[STOPS], cuts, view, tokens, preemptions, self._clock.now, self._engines,
-                           self._changed)  # fmt: skip
+                           self._changed, self._moved + engine.scheduler.moves.num_moved)  # fmt: skip
 
     def _check_who_is_left(self) -> None:
-        replaced = {*self._host.processes} - {*self._host.at_work}
+        replaced = {*self._host.processes} - self._pools.there
         unhurt = [p.role for p in replaced if not p.was_hit]
         assert len(unhurt) <= self._host.cuts, f"workers were replaced that had not been hit: {unhurt}"
         assert "memory" not in unhurt, "a memory worker was replaced behind the cut of a channel"
@@ -156,6 +167,7 @@ class _FleetPlay(Play):
         """The engine has died: another one goes on with what readers have, as a server's does."""
         while True:
             self._engines += 1
+            self._moved += self._engine.scheduler.moves.num_moved
             self._options["memory_workers"] = len(self._pools.memory) - self._options.get("kv_parity", 0)
             self._host.bury()
             with suppress(EngineDied):  # so does the next one, perhaps, as it starts
@@ -189,7 +201,9 @@ class _FleetPlay(Play):
             with suppress(ValueError):
                 change = elastic.plan(asked.workers)
                 check_room(engine.scheduler, engine.info, change.capacity)
-                elastic.begin(change, asked.leaving)
+                gone = asked.leaving or range(asked.workers, len(self._pools.memory))
+                exits = Exodus(engine, gone) if engine.config.moves_sequences and gone else None
+                elastic.begin(change, asked.leaving, exits=exits)
 
     def _wait_until(self, at_s: float) -> None:
         self._baton.sleep(at_s - self._clock.now)

@@ -116,6 +116,61 @@ def planned_fleet(seed: int) -> FleetScenario:
     return replace(of, options=options, asks=asks, hits=hits, changes=tuple(changes), deaths=deaths)
 
 
+def moving_fleet(seed: int) -> FleetScenario:
+    """The scenario of ``seed``, with what both others lack: sequences that leave memory workers one by one, stripes on
+    loan that go home, prompts that several stages compute, spares; and what memory workers may do besides.
+    """
+    of, rng = fleet_scenario(seed), random.Random(f"moving {seed}")
+    kind = rng.choice(("leaving", "leaving", "stripes", "stages", "spares"))
+    options, asks, changes = {**of.options, **_besides(rng)}, of.asks, list[FleetChange]()
+    options.pop("prefill_kv_memory", None)  # of other sizes
+    if kind == "leaving":
+        workers = rng.randint(2, 4)
+        blocks = -(-MAX_LEN // BLOCK) * rng.choice((1, 2, 5)) + rng.randint(1, 4)
+        options |= {"partition": "request", "memory_workers": workers, "kv_memory": _memory(blocks, KV_HEADS)}
+        options["max_num_seqs"] = 6
+        asks = tuple(_longer(rng, ask) for ask in asks)
+        stay = rng.randint(1, workers - 1)
+        changes.append(FleetChange(rng.uniform(0.0, 0.1), stay, tuple(rng.sample(range(workers), workers - stay))))
+        if rng.random() < 0.3:
+            changes.append(FleetChange(rng.uniform(0.1, 0.3), rng.randint(1, 4)))
+    elif kind == "stripes":
+        workers = rng.randint(2, 3)
+        options |= {"partition": "spill", "memory_workers": workers, "max_model_len": LONG, "prefill_chunk": 32}
+        options["kv_memory"] = _memory(rng.choice((38, 44, 44, 50)), KV_HEADS)
+        options["max_num_seqs"] = 6
+        asks = tuple(_longer(rng, ask) for ask in (*asks, *asks)[:6])  # some short ones, which leave room for loans
+        asks = tuple(replace(x, prompt=_long(rng, x.prompt)) if rng.random() < 0.6 else x for x in asks)
+    elif kind == "stages":
+        stages = rng.choice((2, 2, 3))
+        options |= {"prefill_pipeline": stages, "prefill_workers": stages * rng.choice((1, 1, 2))}
+        asks = tuple(replace(ask, prompt=(*ask.prompt, *(rng.randrange(EOS) for _ in range(6)))) for ask in asks)
+    else:
+        options |= {"spare_compute": rng.choice((0, 1, 2)), "spare_memory": rng.choice((0, 1, 2))}
+        if rng.random() < 0.3 and options["partition"] == "request":
+            changes.append(FleetChange(rng.uniform(0.0, 0.3), rng.randint(1, 4)))
+    hits = _hits(rng, _places(options)) if rng.random() < 0.8 else ()
+    deaths = tuple(rng.randint(1, rng.choice(LAST_DEATHS)) for _ in range(rng.choice((0, 0, 0, 1))))
+    windows = (0,) if kind in ("leaving", "stripes") else of.windows  # what has left a window is in no place
+    return replace(of, options=options, windows=windows, asks=asks, hits=hits, changes=tuple(changes), deaths=deaths)
+
+
+def _longer(rng: random.Random, ask: Arriving) -> Arriving:
+    """Soon, and with so many tokens that much happens meanwhile."""
+    longer = {"max_tokens": rng.randint(12, MAX_LEN - len(ask.prompt) - 1), "ignore_eos": True}
+    return replace(ask, at_s=ask.at_s / 10, params={**ask.params, **longer})
+
+
+def _besides(rng: random.Random) -> dict[str, Any]:
+    """What memory workers may do besides, and how rows are cut."""
+    return {
+        "kv_checks": rng.choice((0.0, 0.0, 0.3, 1.0)),
+        "zero_on_free": rng.random() < 0.3,
+        "overlap": rng.random() < 0.7,
+        "deterministic": rng.random() < 0.3,
+    }
+
+
 def _prompts_kept(rng: random.Random) -> dict[str, Any]:
     """By prefill workers: none, all that come, or one and a little more."""
     if rng.random() < 0.4:

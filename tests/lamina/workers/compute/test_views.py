@@ -31,6 +31,7 @@ from lamina.protocol.plan import Key, Kind, New, Rows, StepPlan
 from lamina.sim.clock import VirtualClock
 from lamina.sim.whole.baton import Baton, LongLife
 from lamina.sim.whole.network import SimFabric
+from lamina.workers.surroundings import HERE
 from lamina.workers.view import ATTEMPT_S, ViewDoor, ViewFabric
 
 KEY = b"k" * 32
@@ -282,7 +283,7 @@ def test_who_comes_to_a_view_that_has_ended_is_told_so() -> None:
     """Until the next one is called for."""
     baton = Baton(VirtualClock(), Random(0))
     fabric = SimFabric(KEY, baton, lambda: 0.0, None)
-    worker, door = MemoryWorker(clock=baton.clock), ViewDoor(fabric.listen())
+    worker, door = MemoryWorker(around=HERE._replace(clock=baton.clock)), ViewDoor(fabric.listen())
     baton.start(lambda: worker.turn_away(door, 1), "worker", LongLife())
     view = ViewFabric(1, fabric, baton.clock)
     channel = view.connect(door.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=600.0)

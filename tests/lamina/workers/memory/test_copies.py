@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -77,7 +76,7 @@ def opened(keys: tuple[bytes, bytes, bytes]) -> tuple[list[Worker], list[ViewDoo
     torch.manual_seed(0)
     for number, address in enumerate(addresses):
         said, view = queue.SimpleQueue[StripesCopied](), ViewFabric(VIEW, fabric)
-        copies = StripeCopies(view, movers_of(addresses, address), said.put, Meter(), time.monotonic)
+        copies = StripeCopies(view, movers_of(addresses, address), said.put, Meter())
         store = Store(bind(number), torch.device("cpu"))
         store.begin(StepPlan(step=0, ops=[New(1)], rows=[Rows(1, 0, LENGTH, PLACE)]))
         for tensor in (x for layer in store.layers for piece in layer for x in piece.kv.tensors):
