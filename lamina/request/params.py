@@ -181,6 +181,8 @@ def _biases(value: Any) -> dict[int, float]:
 def _ids(value: Any, name: str) -> list[int]:
     if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
         raise ValueError(f"{name} must be a list of token ids, not {value!r}")
+    if type(value) is list and all(type(t) is int for t in value):  # of many words as a rule
+        return value.copy()
     return [int(_number(operator.index, t, name)) for t in value]
 
 

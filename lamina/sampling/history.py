@@ -35,20 +35,16 @@ class Seen(NamedTuple):
 class BadWords:
     """Runs of tokens that a completion must not have."""
 
-    def __init__(self, words: Iterable[list[int]]) -> None:
+    def __init__(self, words: Sequence[list[int]]) -> None:
         """Raises ValueError for an empty one."""
-        self._always: list[int] = []
+        if not all(words):
+            raise ValueError("penalties have a bad word without tokens")
+        self._always = [word[0] for word in words if len(word) == 1]
         self._behind: dict[int, list[tuple[list[int], int]]] = {}  # by the last token but one: those before, the last
-        self.longest = 0
+        self.longest = max(map(len, words), default=0)
         for word in words:
-            if not word:
-                raise ValueError("penalties have a bad word without tokens")
-            *before, last = word
-            self.longest = max(self.longest, len(word))
-            if before:
-                self._behind.setdefault(before[-1], []).append((before, last))
-            else:
-                self._always.append(last)
+            if len(word) > 1:
+                self._behind.setdefault(word[-2], []).append((word[:-1], word[-1]))
 
     def completed(self, end: list[int]) -> list[int]:
         """The tokens that would complete one behind a completion's last tokens ``end``, of which ``longest`` do."""

@@ -297,14 +297,15 @@ class SimWire:
         """What each row sees, itself included."""
         totals = []
         for position, token in enumerate(tokens, row.first):
-            stored = value(token, position, self._total(row, position, position))
+            before = self._total(row, position, range(position))
+            stored = value(token, position, before)
             for worker in self.memory:
                 worker.write(row.sequence, row.place, position, stored)
-            totals.append(self._total(row, position, position + 1))
+            totals.append(before + self._total(row, position, range(position, position + 1)))
         return totals
 
-    def _total(self, row: Rows, position: int, stop: int) -> int:
-        return sum(worker.total(row.sequence, row.place, position, stop) for worker in self.memory)
+    def _total(self, row: Rows, position: int, span: range) -> int:
+        return sum([worker.total(row.sequence, row.place, position, span) for worker in self.memory])
 
     def _write(self, number: int, job: Passing) -> None:
         if self._lives("memory", number):

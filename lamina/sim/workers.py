@@ -85,20 +85,34 @@ class SimMemory:
 
     def write(self, sequence: int, place: Place, position: int, stored: int) -> None:
         """As far as it is kept here."""
-        for group in range(len(self.groups)):
-            if (block := self.block(group, sequence, place, position // self.size)) is not None:
-                block[position % self.size] = stored * self.weights[group]
+        number, at = divmod(position, self.size)
+        for group, weight in enumerate(self.weights):
+            for block in self._stored(group, sequence, place, range(number, number + 1)).values():
+                block[at] = stored * weight
 
-    def total(self, sequence: int, place: Place, position: int, stop: int) -> int:
-        """Of what a query at ``position`` sees below ``stop`` and is kept here."""
-        total = 0
+    def total(self, sequence: int, place: Place, position: int, span: range) -> int:
+        """Of what a query at ``position`` sees of the positions ``span`` and is kept here."""
+        total, size, stop = 0, self.size, span.stop
         for group, window in enumerate(self.tables.windows):
-            low = max(0, position - window + 1) if window else 0
-            for number in range(low // self.size, -(-stop // self.size)):
-                if (block := self.block(group, sequence, place, number)) is not None:
-                    start = number * self.size
-                    total += sum(block[max(0, low - start) : stop - start])
+            low = max(span.start, position - window + 1) if window else span.start
+            numbers = range(low // size, -(-stop // size))
+            for number, block in self._stored(group, sequence, place, numbers).items():
+                start = number * size
+                total += sum(block[max(0, low - start) : stop - start])
         return total
+
+    def _stored(self, group: int, sequence: int, place: Place, numbers: range) -> dict[int, list[int]]:
+        """What is stored of these blocks, without those that others keep."""
+        lanes, blocks = self.tables.lanes[group], self._blocks[group]
+        if self.tables.stripe and not lanes.all:
+            each = ((n, self.block(group, sequence, place, n)) for n in numbers)
+            return {n: block for n, block in each if block is not None}
+        if place.lane not in lanes:
+            return {}
+        start, ids = self.tables.table(group, sequence)
+        if numbers and numbers.start < start:
+            raise AssertionError(f"memory worker {self.number} has given back block {numbers.start} of {sequence}")
+        return {n: blocks[ids[n - start]] for n in numbers}
 
     def transfer(self, op: Export | Import, rng: random.Random) -> Transferred:
         """Save pages into a medium of MOST_KEPT, or load them, of which some are lost."""

@@ -66,6 +66,8 @@ class Extents:
         if extent is None:
             return (0,) * len(self._windows)
         stop = -(-extent.length // self._block_size)
+        if self._keeps_all and not extent.dropped:
+            return tuple([max(0, stop - start) for start in extent.starts])
         held = (
             deal.kept(extent.place, stop) - deal.kept(extent.place, min(start, stop))
             for deal, start in zip(self._deals, extent.starts, strict=True)
@@ -106,8 +108,8 @@ class Extents:
 
     def index(self, group: int, extent: Extent, number: int) -> int:
         """Where the block ``number`` of a sequence, counted from its token 0, stands in the table of ``group``."""
-        deal = self._deals[group]
-        at = deal.kept(extent.place, number) - deal.kept(extent.place, extent.starts[group])
+        deal, start = self._deals[group], extent.starts[group]
+        at = number - start if self._keeps_all else deal.kept(extent.place, number) - deal.kept(extent.place, start)
         return at - bisect_left(extent.dropped, number) if extent.dropped and self._sparse[group] else at
 
     def numbers(self, group: int, extent: Extent) -> list[int]:

@@ -55,8 +55,9 @@ class Strand:
 
     def is_due(self, now: float) -> bool:
         """Whether it would do something now; an error of what it waits for is its own to raise."""
-        if self.life.ended or self.life.stopped:
-            return self.life.ended
+        life = self.life
+        if life.ended or life.stopped:
+            return life.ended
         if self.until <= now:
             return True
         try:
@@ -165,7 +166,8 @@ class Baton:
         while True:
             if self._failures:
                 return self._driver
-            due = [strand for strand in self._strands if strand.is_due(self.clock.now)]
+            now = self.clock.now
+            due = [strand for strand in self._strands if strand.is_due(now)]
             if due:
                 return self._rng.choice(due)
             until = min(strand.until for strand in self._strands if not strand.life.stopped)

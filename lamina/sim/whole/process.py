@@ -108,7 +108,7 @@ class SimProcess:
     def __init__(self, host: SimHost, role: str, index: int, pid: int) -> None:
         self.role, self.index, self.pid = role, index, pid
         self._host, self._fate = host, ""
-        self.was_hit = self.stopped = False
+        self.ended = self.was_hit = self.stopped = False
         self.fabric: SimFabric | None = None
         self.server: Any = None
         to, back = (SimPipe(host.baton, host.delay_s) for _ in range(2))
@@ -116,10 +116,6 @@ class SimProcess:
         self._link = SimControl(host.baton, messages, (to, back), self)
         self.control = SimControl(host.baton, FROM_WORKERS, (back, to), host.driver)  # the driver's end
         self.start(self._serve, f"{role}-{index}")
-
-    @property
-    def ended(self) -> bool:
-        return bool(self._fate)
 
     @property
     def memory(self) -> MemoryWorker:
@@ -165,7 +161,7 @@ class SimProcess:
 
     def _end(self, fate: str) -> None:
         if not self._fate:
-            self._fate = fate
+            self._fate, self.ended = fate, True
             if self.fabric is not None:
                 self.fabric.die()
             self._link.close()
