@@ -124,7 +124,7 @@ const Variant* variants() {
        {avx512::kernel<float>, kAvx512Bf16, avx512::kernel<Half>},
        &kPanels},
       {"avx512", has_avx512, {avx512::kernel<float>, avx512::kernel<Bf16>, avx512::kernel<Half>}, nullptr},
-      {"avx2", has_avx2, {avx2::kernel<float>, avx2::kernel<Bf16>, avx2::kernel<Half>}, nullptr},
+      {"avx2", has_avx2, {avx2::kernel<float>, kAvx2Bf16, avx2::kernel<Half>}, &kAvx2Panels},
   };
   return all;
 }

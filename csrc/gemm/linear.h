@@ -69,8 +69,8 @@ struct Variant {
   const Packing* packing;  // of bf16, or null
 };
 
-extern const Kernel kAmx, kAvx512Bf16;  // bf16
-extern const Packing kPanels;
+extern const Kernel kAmx, kAvx512Bf16, kAvx2Bf16;  // bf16
+extern const Packing kPanels, kAvx2Panels;
 
 constexpr std::size_t kVariants = 4;
 extern const Variant* variants();  // best first; kVariants of them
