@@ -10,10 +10,10 @@
 namespace lamina::gemm::avx2 {
 namespace {
 
-constexpr std::size_t kFewRows = 32;             // for more of them a panel takes less time, and what it takes to make it
-constexpr std::size_t kTile = 4, kStrip = 3;     // rows and columns of a tile: 4 x 3 sums
-constexpr std::size_t kWide = 6;                 // columns of a tile of one or two rows, which need as many sums under way
-constexpr std::size_t kFour = 4;                 // vectors whose lanes are added together
+constexpr std::size_t kFewRows = 32;  // for more of them a panel takes less time, and what it takes to make it
+constexpr std::size_t kTile = 4, kStrip = 3;  // rows and columns of a tile: 4 x 3 sums
+constexpr std::size_t kWide = 6;  // columns of a tile of one or two rows, which need as many sums under way
+constexpr std::size_t kFour = 4;  // vectors whose lanes are added together
 
 Plan plan(const Problem& p) {
   return p.rows > kFewRows ? panels::plan(p) : Plan{4 * kWide, p.rows * links(p.k_size) * kLink, 0};
@@ -26,7 +26,8 @@ void prepare(const Problem& p, const void* from, std::size_t begin, std::size_t 
   for (std::size_t m = begin; m < end; ++m)
     for (std::size_t k = 0; k < p.k_size; k += kLink, to += kLink) {
       Bf16 numbers[kLink] = {};
-      std::memcpy(numbers, static_cast<const Bf16*>(from) + m * p.k_size + k, std::min(kLink, p.k_size - k) * sizeof(Bf16));
+      std::memcpy(numbers, static_cast<const Bf16*>(from) + m * p.k_size + k,
+                  std::min(kLink, p.k_size - k) * sizeof(Bf16));
       const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(numbers));
       _mm256_store_ps(to, evens(pairs));
       _mm256_store_ps(to + kLanes, odds(pairs));

@@ -36,7 +36,8 @@ inline void each_tile(std::size_t rows, F of) {
       __m256 rows[4], chains[4];
 #pragma GCC unroll 4
       for (std::size_t r = 0; r < 4; ++r) {
-        const __m128 upper = _mm_loadu_ps(half(from + r * ld + 2 * c)), lower = _mm_loadu_ps(half(low + r * ld + 2 * c));
+        const __m128 upper = _mm_loadu_ps(half(from + r * ld + 2 * c)),
+                     lower = _mm_loadu_ps(half(low + r * ld + 2 * c));
         rows[r] = _mm256_insertf128_ps(_mm256_castps128_ps256(upper), lower, 1);
       }
       transpose(rows, chains);
@@ -49,8 +50,8 @@ inline void each_tile(std::size_t rows, F of) {
 
 // Links [begin, end) of eight rows, of which there are `cols`, one by one; 0 where there is no column, or number:
 // a row has k_left.
-void copy(const std::uint16_t* from, std::size_t ld, std::size_t k_left, std::size_t cols, std::size_t begin, std::size_t end,
-          std::uint32_t* to, std::size_t stride) {
+void copy(const std::uint16_t* from, std::size_t ld, std::size_t k_left, std::size_t cols, std::size_t begin,
+          std::size_t end, std::uint32_t* to, std::size_t stride) {
   for (std::size_t k = begin * kLink; k < end * kLink; ++k)
     for (std::size_t i = 0; i < kLanes; ++i) {
       std::uint32_t& pair = to[k % kLink / 2 * stride + k / kLink * kCols + i];
@@ -68,7 +69,8 @@ void pack_block(const Problem& p, std::size_t n, std::size_t begin, std::size_t 
     for (std::size_t first = 0; first < kCols; first += kLanes) {
       const auto* const from = static_cast<const std::uint16_t*>(p.w) + (n + first) * p.ldw + (begin + t) * kLink;
       std::uint32_t* const at = to + t * kCols + first;
-      const std::size_t some = std::min(kSome, count - t), cols = std::min(kLanes, p.cols - std::min(p.cols, n + first));
+      const std::size_t some = std::min(kSome, count - t),
+                        cols = std::min(kLanes, p.cols - std::min(p.cols, n + first));
       const std::size_t turned = cols < kLanes ? 0 : std::min(some, whole - std::min(whole, t));
       turn(from, p.ldw, turned, kCols * p.ldw, at, stride);
       if (turned < some) copy(from, p.ldw, p.k_size - (begin + t) * kLink, cols, turned, some, at, stride);

@@ -168,12 +168,8 @@ std::map<std::string, Kernel>& kernels() {
   KERNEL(lamina_##link##_send), KERNEL(lamina_##link##_send_two), KERNEL(lamina_##link##_receive),       \
       KERNEL(lamina_##link##_receive_due), KERNEL(lamina_##link##_reserve), KERNEL(lamina_##link##_put), \
       KERNEL(lamina_##link##_take), KERNEL(lamina_##link##_release), KERNEL(lamina_##link##_rounds)
-      KERNELS(memory),
-      KERNELS(mlx5),
-      KERNEL(lamina_mlx5_flush),
-      KERNELS(gin),
-      KERNEL(lamina_gin_flush),
-      KERNEL(lamina_stamp),
+      KERNELS(memory),          KERNELS(mlx5),        KERNEL(lamina_mlx5_flush), KERNELS(gin),
+      KERNEL(lamina_gin_flush), KERNEL(lamina_stamp),
   };
   return all;
 }

@@ -28,7 +28,8 @@ static_assert(NCCL_CONFIG_UNDEF_INT == -2147483647 - 1 && NCCL_GIN_TYPE_NONE == 
 // Of what Python leaves as it is, the initializers have nothing else.
 constexpr ncclDevCommRequirements_t kUntouched = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
 static_assert(kUntouched.ginCustomStride == 1 && !kUntouched.barrierCount && !kUntouched.worldGinBarrierCount &&
-              !kUntouched.lsaMultimem && !kUntouched.ginExclusiveContexts && !kUntouched.ginType && !kUntouched.cftCaps);
+              !kUntouched.lsaMultimem && !kUntouched.ginExclusiveContexts && !kUntouched.ginType &&
+              !kUntouched.cftCaps);
 
 #define STRUCT(type) std::printf(#type " %zu\n", sizeof(type))
 #define FIELD(type, name) std::printf(#name " %zu %zu\n", offsetof(type, name), sizeof(type::name))
