@@ -238,8 +238,8 @@ def uar_mapping(machine: Machine) -> Verdict:
             "root may, unless the container lacks CAP_SYS_ADMIN",
             "run the container privileged if it is refused",
         )
-    fix = 'load nvidia with NVreg_RegistryDwords="PeerMappingOverride=1;", or run as root; else a CPU has to ring'
-    return False, f"user {machine.uid} is refused (error 800)", fix
+    fix = 'load nvidia with NVreg_RegistryDwords="PeerMappingOverride=1;", or run as root, and the GPU rings itself'
+    return None, f"user {machine.uid} is refused (error 800): a thread of this host rings", fix
 
 
 def ordered_delivery(machine: Machine) -> Verdict:

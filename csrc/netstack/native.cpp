@@ -215,8 +215,8 @@ int module_exec(PyObject* module) {
   State* state = state_of_module(module);
   state->teller = new (std::nothrow) Teller;
   if (!state->teller) return PyErr_NoMemory(), -1;
-  if (!make_memory_types(state, module) || !fill_names(state) || !add_device(module) || !add_rdma_end(state, module) ||
-      !add_kernel_pair(state, module))
+  if (!make_memory_types(state, module) || !fill_names(state) || !add_device(module) || !add_ringer(module) ||
+      !add_rdma_end(state, module) || !add_kernel_pair(state, module))
     return -1;
   state->channel_type = reinterpret_cast<PyTypeObject*>(PyType_FromModuleAndSpec(module, &channel_spec, nullptr));
   return state->channel_type ? PyModule_AddType(module, state->channel_type) : -1;

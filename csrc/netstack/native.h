@@ -83,5 +83,6 @@ extern PyType_Spec channel_spec;
 PyObject* bounce(PyObject* module, PyObject* args);  // native_bench.cpp
 PyObject* flood(PyObject* module, PyObject* args);
 bool add_device(PyObject* module);                   // native_device.cpp
+bool add_ringer(PyObject* module);                   // native_ringer.cpp
 
 }  // namespace lamina

@@ -119,6 +119,26 @@ def open_kernel_pair(
     the device refused.
     """
 
+class Ringer:
+    """A thread that rings NICs for kernels whose GPU may not (csrc/netstack/ringer.h), until it is closed."""
+
+    def __init__(self, cores: list[int], /) -> None:
+        """``cores`` of the thread; none: those of this one. Raises OSError where there is no thread."""
+
+    def add(self, mailbox: int, doorbell: int, alternate: int, /) -> None:
+        """Addresses: a word with all bits set, in which kernels ring, and the NIC's register, with ``alternate`` as of
+        ``KernelPair.queue``.
+        """
+
+    def remove(self, mailbox: int, /) -> None:
+        """Nobody looks there or rings for it once this returns."""
+
+    def rung(self) -> int:
+        """Doorbells so far."""
+
+    def close(self) -> None:
+        """Ends the thread. Idempotent."""
+
 def mlx5_fault() -> str:
     """Why there is no KernelPair: built without libibverbs's headers, or libmlx5 does not load; empty: there is."""
 

@@ -18,12 +18,15 @@ from lamina.netstack.cuda.driver import (
     NIC_WRITE_ORDER,
     CudaError,
     Driver,
+    Pinned,
     Shared,
 )
+from lamina.netstack.host.native import LINE, Ringer
 
 DMA_BUF_FILE = 1  # CUmemRangeHandleType
 OWNER = 100  # CUGPUDirectRDMAWritesOrdering: kernels of this GPU see a NIC's writes in their order
 PAGE = 4096
+NO_DOORBELL = b"\xff" * 8  # kNoDoorbell of csrc/netstack/proxy.h
 
 
 def lack(driver: Driver) -> str:
@@ -89,9 +92,24 @@ def joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         yield first, end
 
 
+class Mailbox:
+    """A word of the host's in which kernels ring, for ``ringer`` to ring on at ``doorbell``, with ``alternate`` as of a
+    KernelPair's queue.
+    """
+
+    def __init__(self, driver: Driver, ringer: Ringer, doorbell: int, alternate: int) -> None:
+        with ExitStack() as parts:
+            word = parts.enter_context(closing(Pinned(driver, LINE)))
+            word.view[:8] = NO_DOORBELL
+            self.address = word.address
+            ringer.add(self.address, doorbell, alternate)
+            parts.callback(ringer.remove, self.address)
+            self.close = parts.pop_all().close
+
+
 def doorbell_fault(error: CudaError) -> str:
     """What to say where the driver does not map a NIC's registers."""
     return (
-        f"the GPU may not ring the NIC ({error}): run as root, or load nvidia with "
-        'NVreg_RegistryDwords="PeerMappingOverride=1;"; or take --transport verbs'
+        f"the GPU may not ring the NIC ({error}): a thread of this host rings for it; run as root, or load nvidia with "
+        'NVreg_RegistryDwords="PeerMappingOverride=1;", and it does so itself'
     )

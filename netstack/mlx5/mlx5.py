@@ -6,7 +6,8 @@ memory, and this module runs with the distribution's libmlx5 over a stand-in of 
 Peers meet as those of ``verbs`` do: over TCP, which stays as the life line, with cards under the session's keys.
 Inbox and staging are memory of the GPU, which the NIC reaches by dma-buf or nvidia-peermem: the inbox for a peer's
 writes, and nothing else for anything. Ring, completions and records of the queue pair are libmlx5's, in the host's
-memory, which is mapped for kernels, and so is the page of the doorbell. A message is two RDMA writes, the second of
+memory, which is mapped for kernels, and so is the page of the doorbell; where the driver does not map that, kernels
+ring in a word of the host's, and a thread next to the NIC rings on. A message is two RDMA writes, the second of
 which is its signal: the network must deliver in order, without adaptive routing, and the GPU has to say that its
 kernels see the writes of a NIC in their order. What NICs send is neither encrypted nor authenticated: use a network
 that strangers cannot write to.
@@ -14,6 +15,7 @@ that strangers cannot write to.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from contextlib import ExitStack, closing
@@ -25,18 +27,20 @@ from lamina.netstack.cuda.cuda import DEVICE
 from lamina.netstack.cuda.driver import CudaError, Driver
 from lamina.netstack.cuda.ends import clear_inbox, inbox_bytes
 from lamina.netstack.cuda.kernel_channel import directions
-from lamina.netstack.host.native import mlx5_fault, open_kernel_pair
+from lamina.netstack.host.native import Ringer, mlx5_fault, open_kernel_pair
 from lamina.netstack.meeting.handshake import PeerSession, exchanged
 from lamina.netstack.meeting.listener import Meeting
 from lamina.netstack.meeting.swap import swap
 from lamina.netstack.rdma.card import Card, Route
 from lamina.netstack.rdma.native_way import TRIAL, NativeWay, Place
+from lamina.netstack.rdma.nearest import cores_of
 from lamina.netstack.rdma.verbs import VerbsFabric
 from lamina.netstack.rdma.way import reaching
 
 from .channel import Mlx5Channel, NicLink
-from .gpu_memory import HostPages, NicMemory, doorbell_fault, lack
+from .gpu_memory import HostPages, Mailbox, NicMemory, doorbell_fault, lack
 
+log = logging.getLogger(__name__)
 BLOCKS_LEAST = 8
 WQE_BYTES = CQE_BYTES = 64
 RECORD_BYTES = REGISTER_BYTES = 8
@@ -49,6 +53,7 @@ class KernelWay(NativeWay):
 
     def __init__(self, wanted: str, driver: Driver) -> None:
         self._driver = driver
+        self._ringer: Ringer | None = None  # where the GPU may not ring
         super().__init__(wanted, spin_s=0.0, gpu=driver.pci_address)
 
     def meeting(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Meeting:
@@ -76,6 +81,8 @@ class KernelWay(NativeWay):
                 raise HandshakeError(str(error)) from error
 
     def close(self) -> None:
+        if self._ringer is not None:
+            self._ringer.close()
         self._driver.close()
 
     def _try(self, place: Place) -> None:
@@ -95,15 +102,23 @@ class KernelWay(NativeWay):
         held = [(queue["ring"], queue["blocks"] * WQE_BYTES), (queue["completions"], queue["cqes"] * CQE_BYTES)]
         held += [(queue[record], RECORD_BYTES) for record in ("record", "seen")]
         pages = parts.enter_context(closing(HostPages(driver, held)))
-        ringing = [(queue["doorbell"], queue["alternate"] + REGISTER_BYTES)]
-        try:
-            registers = parts.enter_context(closing(HostPages(driver, ringing, registers=True)))
-        except CudaError as error:
-            raise OSError(doorbell_fault(error)) from error
         for name in ("ring", "completions", "record", "seen"):
             queue[name] = pages.of(queue[name])
-        queue["doorbell"] = registers.of(queue["doorbell"])
+        queue |= self._doorbell(parts, queue["doorbell"], queue["alternate"])
         return NicLink(pair, queue, staging.address, inbox.address)
+
+    def _doorbell(self, parts: ExitStack, doorbell: int, alternate: int) -> dict[str, int]:
+        """The same two as kernels ring."""
+        if self._ringer is None:
+            try:
+                ringing = [(doorbell, alternate + REGISTER_BYTES)]
+                registers = parts.enter_context(closing(HostPages(self._driver, ringing, registers=True)))
+                return {"doorbell": registers.of(doorbell)}
+            except CudaError as error:
+                log.warning("%s", doorbell_fault(error))
+                self._ringer = Ringer(cores_of(self._port.device))
+        mailbox = parts.enter_context(closing(Mailbox(self._driver, self._ringer, doorbell, alternate)))
+        return {"doorbell": mailbox.address, "alternate": 0}
 
 
 def ring_blocks(requests: int) -> int:

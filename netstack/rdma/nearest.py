@@ -59,6 +59,17 @@ def _numa(device: Path) -> int:
         return -1
 
 
+def cores_of(device: str, root: Path = Path("/")) -> list[int]:
+    """Those of this process that are next to the RDMA ``device``; none where the kernel knows of none."""
+    try:
+        text = (root / CLASS / device / "device/local_cpulist").read_text().strip()
+        ranges = [[int(n) for n in part.split("-")] for part in text.split(",")]
+    except (OSError, ValueError):
+        return []
+    near = {core for ends in ranges for core in range(ends[0], ends[-1] + 1)}
+    return sorted(near & os.sched_getaffinity(0))
+
+
 def _nodes_of_cores(root: Path) -> set[int]:
     folders = (root / f"sys/devices/system/cpu/cpu{core}" for core in os.sched_getaffinity(0))
     return {int(node.name[4:]) for folder in folders for node in folder.glob("node[0-9]*")}

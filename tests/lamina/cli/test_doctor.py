@@ -54,7 +54,7 @@ DRIVER = "proc__driver__nvidia__version"
         ("GPU memory registration", {"proc__modules": "nvidia_peermem 16384 0 - Live"}, True),
         ("GPU memory registration", {"proc__modules": "nvidia 16384 0 - Live"}, False),
         ("doorbell page", {}, False),
-        ("doorbell page", {DRIVER: VERSION}, False),
+        ("doorbell page", {DRIVER: VERSION}, None),
         ("doorbell page", {DRIVER: VERSION, "proc__driver__nvidia__params": 'X: "PeerMappingOverride=1;"'}, True),
         ("ordered delivery", {}, False),
         ("ordered delivery", {PORT: "4: ACTIVE"}, None),

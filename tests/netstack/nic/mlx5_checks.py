@@ -22,6 +22,7 @@ from lamina.netstack.cuda.driver import CudaStream, Driver, Pinned
 from lamina.netstack.host.native import ABORTED
 from lamina.netstack.mlx5.channel import MLX5, Mlx5Channel
 from lamina.netstack.mlx5.gpu_memory import joined
+from lamina.netstack.mlx5.mlx5 import KernelWay, Mlx5Fabric
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,40 @@ def test_mlx5_posts_what_its_own_nic_executes() -> None:
         assert counts[0] >= 145, "two for a message, one for a credit, of which the last may be under way"
         assert counts[3] == 0
     fabric.close()
+
+
+def test_mlx5_a_thread_rings_where_the_gpu_may_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And ends with the fabric. A peer notices nothing of it."""
+    before = len(os.listdir("/proc/self/task"))
+    monkeypatch.setenv("FAKE_CUDA_RINGS_NOTHING", "1")
+    proxied = netstack.open("mlx5", key=KEY)
+    assert isinstance(proxied, Mlx5Fabric)
+    assert isinstance(proxied._way, KernelWay)
+    assert "the GPU may not ring the NIC" in caplog.text
+    assert "PeerMappingOverride=1" in caplog.text
+    monkeypatch.delenv("FAKE_CUDA_RINGS_NOTHING")
+    fabric = netstack.open("mlx5", key=KEY)
+    a, b = connect(proxied, fabric.listen(), geometry=SMALL)
+    for _ in range(100):
+        talk(a, b)
+        talk(b, a)
+    ringer = proxied._way._ringer
+    assert ringer is not None
+    counts = (ctypes.c_uint64 * 5)()
+    assert isinstance(a, Mlx5Channel)
+    FAKE.fake_mlx5_counters(number_of(a), counts)
+    assert 100 <= counts[2] <= ringer.rung(), "each message waits for the one before; credits may be rung on with them"
+    assert counts[3] == 0, "no doorbell was refused"
+    proxied.close()
+    fabric.close()
+    with pytest.raises(ValueError, match="closed"):
+        ringer.rung()
+    deadline = time.monotonic() + SOON_S
+    while len(os.listdir("/proc/self/task")) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/task")) <= before
 
 
 @pytest.mark.parametrize("variable", ["", "FAKE_CUDA_EXPORTS_NOTHING"])
@@ -168,7 +203,6 @@ def test_mlx5_a_wrong_key_ends_the_channel() -> None:
     [
         ("FAKE_CUDA_ORDERS_NOTHING", "may see a NIC's writes in another order"),
         ("FAKE_CUDA_SHARES_NOTHING", "cannot be mapped as a NIC needs it"),
-        ("FAKE_CUDA_RINGS_NOTHING", "PeerMappingOverride=1"),
     ],
 )
 def test_mlx5_a_gpu_that_is_none_for_it_is_refused_in_one_line(

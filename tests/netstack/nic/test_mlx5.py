@@ -48,12 +48,15 @@ def test_tokens_over_libmlx5_are_those_of_hosts_and_of_transformers(tmp_path: Pa
     assert passed(TOKENS, "beside_nics and (plain or transformers)", tmp_path) == 2
 
 
+@pytest.mark.parametrize("rings", ["gpu", "host"])
 @pytest.mark.parametrize("more", [(), ("--device", "cuda")], ids=["calls", "kernels"])
-def test_two_processes_move_bytes(more: tuple[str, ...], tmp_path: Path) -> None:
+def test_two_processes_move_bytes(more: tuple[str, ...], rings: str, tmp_path: Path) -> None:
     """By the command with which two hosts would: every payload is compared."""
     command = [sys.executable, "-m", "lamina.netstack", "bench", "--transport", "mlx5", "--pattern", "rtt", "--json"]
     flags = ["--sizes", "8,4KiB", "--count", "20", "--warm-up", "2", *more]
     environment = mlx5_stand_in.environment(tmp_path) | {"PYTHONPATH": PATH}
+    if rings == "host":
+        environment["FAKE_CUDA_RINGS_NOTHING"] = "1"
     done = subprocess.run(
         [*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False
     )

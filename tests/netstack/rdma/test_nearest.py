@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lamina.netstack.doctor import Machine, gpu_ports
-from lamina.netstack.rdma.nearest import gpus, nearest_first
+from lamina.netstack.rdma.nearest import cores_of, gpus, nearest_first
 from lamina.netstack.rdma.ports import Port
 
 SWITCH = "pci0000:00/0000:00:01.0/0000:01:00.0"  # two GPUs and two NICs below it
@@ -99,3 +99,14 @@ def test_doctor_names_the_port_of_each_gpu(root: Path) -> None:
     assert "mlx5_0:1, 0000:03:00.0: mlx5_0:1" in gpu_ports(Machine(root, wanted="mlx5_0"))[1]
     assert gpu_ports(Machine(root, wanted="mlx5_9"))[0] is False
     assert gpu_ports(Machine(root, wanted="a:b:c:d"))[0] is False
+
+
+@pytest.mark.parametrize("text", ["", "no cores", "7000-7001"])
+def test_the_cores_next_to_a_nic_are_those_of_this_process(text: str, root: Path) -> None:
+    own = sorted(os.sched_getaffinity(0))
+    near = root / "sys/devices" / NICS["mlx5_0"][0] / "local_cpulist"
+    near.write_text(f"{text}\n")
+    assert cores_of("mlx5_0", root) == []
+    near.write_text(f"{own[0]},7000-7001,{own[-1]}-{own[-1] + 5}\n")
+    assert cores_of("mlx5_0", root) == sorted({own[0], own[-1]})
+    assert cores_of("mlx5_9", root) == []
