@@ -15,6 +15,7 @@ SCALE_BYTES = 8  # of a token's K and V, beside numbers of 8 bits
 PLAIN_DIM_MOST = 256
 SPLITS = 4  # tasks of stored tokens for each warp, at most; where tiles alone are more, none is cut
 REGISTER_WARPS = 8  # of a multiprocessor, with 255 registers a lane
+NARROW_WARPS, NARROW_DIM = 12, 128  # with 168, which one column of queries takes for heads up to that size
 PLAIN_WARPS = 16
 RESERVED_BYTES = 1024  # of shared memory, for each block
 
@@ -48,7 +49,10 @@ class Variant:
     @property
     def register_warps(self) -> int:
         """Warps of a multiprocessor for which the compiled kernel leaves enough registers."""
-        return REGISTER_WARPS if self.columns else PLAIN_WARPS
+        if not self.columns:
+            return PLAIN_WARPS
+        narrow = self.columns == 1 and max(self.qk_dim, self.v_dim) <= NARROW_DIM
+        return NARROW_WARPS if narrow else REGISTER_WARPS
 
     @property
     def node_numbers(self) -> int:
@@ -89,8 +93,8 @@ class Variant:
         """The macros of this variant, as options of the compiler."""
         defined = {"ELEMENT": self.element, **({"STORED": self.stored} if self.stored else {})}
         if self.columns:
-            numbers = (self.qk_dim, self.v_dim, self.columns, self.stages, self.near_levels)
-            names = ("KEY_DIM", "VALUE_DIM", "COLUMNS", "STAGES", "NEAR_LEVELS")
+            numbers = (self.qk_dim, self.v_dim, self.columns, self.stages, self.near_levels, self.register_warps)
+            names = ("KEY_DIM", "VALUE_DIM", "COLUMNS", "STAGES", "NEAR_LEVELS", "WARPS")
             defined |= dict(zip(names, map(str, numbers), strict=True))
         return tuple(f"-DLAMINA_{name}={value}" for name, value in defined.items())
 
@@ -107,7 +111,9 @@ def choose(element: str, qk_dim: int, v_dim: int, queries: int, stored: str = ""
     if element == "float" or qk_dim not in HEAD_DIMS or v_dim not in HEAD_DIMS:
         return Variant(element=element, stored=stored)
     columns = 2 if queries > 8 and widest <= 128 else 1
-    near_levels = 2 if columns == 1 and widest <= 128 else 1
+    near_levels = (
+        2 if columns == 1 and widest <= (96 if stored else 128) else 1
+    )  # else more warps, which widening takes
     return Variant(element=element, stored=stored, qk_dim=qk_dim, v_dim=v_dim, columns=columns, near_levels=near_levels)
 
 

@@ -4,8 +4,8 @@
 // HARDWARE-UNVERIFIED: compiled for sm_80, sm_90 and sm_100, and run warp by warp on a CPU (emulation.h); not on a GPU.
 //
 // Defined by the compiler's command line: LAMINA_ELEMENT (float, BFloat16, Half), and LAMINA_STORED where k and v are
-// Int8 or Fp8; for tensor cores also LAMINA_KEY_DIM, LAMINA_VALUE_DIM, LAMINA_COLUMNS, LAMINA_STAGES and
-// LAMINA_NEAR_LEVELS. Without these: the plain core, for any head size up to 256.
+// Int8 or Fp8; for tensor cores also LAMINA_KEY_DIM, LAMINA_VALUE_DIM, LAMINA_COLUMNS, LAMINA_STAGES,
+// LAMINA_NEAR_LEVELS and LAMINA_WARPS. Without these: the plain core, for any head size up to 256.
 #include "attention/cuda/plain.cuh"
 #include "attention/cuda/tensor.cuh"
 
@@ -17,8 +17,8 @@ using Element = LAMINA_ELEMENT;
 #endif
 using Stored = LAMINA_STORED;
 #ifdef LAMINA_COLUMNS
-using Core =
-    TensorCore<Element, LAMINA_KEY_DIM, LAMINA_VALUE_DIM, LAMINA_COLUMNS, LAMINA_STAGES, LAMINA_NEAR_LEVELS, Stored>;
+using Core = TensorCore<Element, LAMINA_KEY_DIM, LAMINA_VALUE_DIM, LAMINA_COLUMNS, LAMINA_STAGES, LAMINA_NEAR_LEVELS,
+                        LAMINA_WARPS, Stored>;
 #else
 using Core = PlainCore<Element, Stored>;
 #endif

@@ -28,8 +28,10 @@ struct Weight<T, 1> {
   using Type = BFloat16;
 };
 
-// kColumns: tiles of 8 queries. S_: of K and V; T_, Int8 or Fp8.
-template <class T_, int kKeyDim, int kValueDim, int kColumns, int kStages, int kNearLevels_, class S_ = T_>
+// kColumns: tiles of 8 queries. kWarps_: that a multiprocessor runs at a time, at least, so that a lane has as many
+// registers as these leave it. Without that word ptxas may spill some of them, in the hope of more warps than shared
+// memory has room for. S_: of K and V; T_, Int8 or Fp8.
+template <class T_, int kKeyDim, int kValueDim, int kColumns, int kStages, int kNearLevels_, int kWarps_, class S_ = T_>
 struct TensorCore {
   using T = T_;
   using S = S_;
@@ -37,9 +39,7 @@ struct TensorCore {
   using W = typename Weight<T, sizeof(S)>::Type;
   static_assert(kKeyDim % 8 == 0 && kValueDim % 8 == 0 && kStages >= 2);
   static constexpr int kNearLevels = kNearLevels_;
-  // That a multiprocessor runs at a time, at least, so that a lane has up to 255 registers. Without that word ptxas may
-  // spill some of them, in the hope of more warps than shared memory has room for.
-  static constexpr int kWarps = 8;
+  static constexpr int kWarps = kWarps_;
   static constexpr int kTokens = 16, kQueries = 8 * kColumns;
   // Of 32 bytes of every token of a tile, and products of 16 numbers of a head that one of them feeds.
   static constexpr int kKeyLoads = (kKeyDim * int(sizeof(S)) + 31) / 32;

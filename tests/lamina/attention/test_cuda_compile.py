@@ -85,6 +85,9 @@ def test_instructions() -> None:
     assert "cp.async.cg.shared.global.L2::128B" in attend
     assert "ldmatrix.sync.aligned.m8n8.x4.trans" in attend
     assert "movmatrix.sync.aligned.m8n8.trans" in attend
+    copied = re.split(r"cp\.async\.cg", attend)
+    between = ["shfl" in part or "ld.global" in part for part in copied]
+    assert re.search("0{15}", "".join(str(int(x)) for x in between)), "a tile of a block: one address, 16 copies"
     meeting = attend.index("atom.global.inc.u32")
     assert re.search(r"(membar|fence)[\w.]*", attend[:meeting]), "what is saved comes before the meeting"
     fence = re.compile(r"(membar|fence)[\w.]*").search(attend, meeting)

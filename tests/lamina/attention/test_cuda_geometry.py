@@ -56,7 +56,7 @@ def test_sizes_are_those_of_the_kernels(variant: Variant) -> None:
 def test_every_head_size_has_room_for_two_warps(device: GpuLimits, dim: int, queries: int, stored: str) -> None:
     variant = choose("BFloat16", dim, dim, queries, stored)
     warps = variant.warps(device) // device.processors
-    assert 2 <= warps <= 8
+    assert 2 <= warps <= (12 if queries <= 8 and dim <= 128 else 8)
     assert warps * (variant.shared_bytes + 1024) <= device.shared_bytes
     ahead = warps * (variant.stages - 1) * 16 * 2 * dim * (1 if stored else 2)
     assert ahead >= 32 << 10, "bytes on their way that hide the latency of memory, of a multiprocessor"
@@ -107,4 +107,7 @@ def test_sizes_of_the_usual_shape() -> None:
     assert variant.node_numbers == 2 * 17 * LANES
     assert variant.shared_bytes == 3 * 16 * 2 * 272 + 2 * variant.node_numbers * 4
     assert variant.warps(H200) == 6 * 132
+    assert variant.defines()[-1] == "-DLAMINA_WARPS=12"
+    for dim, stored, warps in ((64, "", 12), (128, "Fp8", 11), (64, "Fp8", 12), (136, "", 6)):
+        assert choose("BFloat16", dim, dim, 4, stored).warps(H200) == warps * 132
     assert MOST_TOKENS == 1 << 21

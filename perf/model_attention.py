@@ -1,0 +1,156 @@
+"""Modelled: the share of its memory's bandwidth that a GPU's attention should get, before any GPU has run it.
+
+From what can be counted without one: the instructions that a warp runs for a tile of 16 tokens (gpu/sass.py), the
+warps that fit by registers and shared memory, the bytes that they have on their way, and how evenly a plan deals out a
+step. From what cannot, ASSUMED and named as such in the row: cycles that a warp alone takes for an instruction, the
+latency of memory under load, the clock, and the part of the data sheet's bandwidth that a plain read gets. A share is
+that of a plain read; gpu_suite.py will measure both.
+
+    python perf/model_attention.py --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from common import record
+from gpu.sass import attend, of_tile
+
+from lamina.attention.cuda_geometry import CHUNK_TOKENS, TILE_TOKENS, GpuLimits, Variant, choose
+
+CYCLES = 4.0  # of a warp that runs alone, for an instruction
+LATENCY_S = 1e-6  # of memory, under load
+READ = 0.92  # of the data sheet's bandwidth, that a plain read gets
+CHUNK_INSTRUCTIONS = 480  # beside its tiles: sums are closed, merged and saved; read off sm_90's code
+TASK_TILES = 4.0  # the time of a task beside its chunks, in tiles: its ring fills, its node meets the sibling
+KV_HEADS, GROUP = 8, 4
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """``architecture``: as in sm_90; ``bytes_s``: of the data sheet."""
+
+    architecture: int
+    limits: GpuLimits
+    bytes_s: float
+    hertz: float
+
+
+HOPPER = GpuLimits(processors=132, shared_bytes=228 << 10, block_shared_bytes=227 << 10)
+GPUS = {  # clocks: ASSUMED
+    "A100 80 GB": Gpu(80, replace(HOPPER, processors=108, shared_bytes=164 << 10), 2.04e12, 1.4e9),
+    "H100 SXM": Gpu(90, HOPPER, 3.35e12, 1.7e9),
+    "H200": Gpu(90, HOPPER, 4.8e12, 1.7e9),
+    "B200": Gpu(100, replace(HOPPER, processors=148), 8.0e12, 1.8e9),
+}
+SHAPES = {"32 x 4096": [4096] * 32, "64 x 8192": [8192] * 64}
+AIM = {"share": 0.85, "H200 TB/s": 3.9}
+
+
+def tile_bytes(variant: Variant) -> int:
+    """Of K and V."""
+    return TILE_TOKENS * (variant.qk_dim + variant.v_dim) * (1 if variant.stored else 2)
+
+
+def bounds(variant: Variant, gpu: Gpu, instructions: float) -> dict[str, float]:
+    """TB/s that a GPU's warps can take in: by the bytes on their way, each warp by its own instructions, and all of a
+    multiprocessor by the four that it issues in a cycle.
+    """
+    warps, nbytes = variant.warps(gpu.limits), tile_bytes(variant)
+    return {
+        "in flight": warps * (variant.stages - 1) * nbytes / LATENCY_S / 1e12,
+        "warps": warps * nbytes * gpu.hertz / (instructions * CYCLES) / 1e12,
+        "issue": gpu.limits.processors * 4 * nbytes * gpu.hertz / instructions / 1e12,
+    }
+
+
+def chunks_of(tokens: int) -> int:
+    return -(-tokens // CHUNK_TOKENS)
+
+
+def level_of(lengths: Sequence[int], warps: int) -> int:
+    """choose_level of csrc/attention/cuda/step.cuh."""
+    longest = max(map(chunks_of, lengths))
+    costs = {}
+    for level in range(longest.bit_length() + 1):
+        tasks = sum(-(-chunks_of(n) // (1 << level)) for n in lengths)
+        costs[level] = -(-tasks * KV_HEADS // warps) * (min(1 << level, longest) + 1)
+    return min(costs, key=lambda level: (costs[level], -level))
+
+
+def tasks_of(lengths: Sequence[int], level: int) -> Iterator[float]:
+    """Their tiles, in the order in which they are dealt out."""
+    tokens = CHUNK_TOKENS << level
+    for length in lengths:
+        for first in range(0, length, tokens):
+            for _ in range(KV_HEADS):
+                yield min(tokens, length - first) / TILE_TOKENS + TASK_TILES
+
+
+def plan_share(lengths: Sequence[int], warps: int, spare: float) -> float:
+    """How much of the bandwidth a step keeps busy. Warps share it evenly, and none takes more than ``spare`` times its
+    part of all; each has every ``warps``-th task.
+    """
+    tasks = list(tasks_of(lengths, level_of(lengths, warps)))
+    queues = [tasks[first::warps][::-1] for first in range(warps)]
+    active = [(queue.pop(), number) for number, queue in enumerate(queues) if queue]
+    heapq.heapify(active)
+    done, clock = 0.0, 0.0
+    while active:
+        until, number = heapq.heappop(active)
+        clock += (until - done) / min(spare / warps, 1.0 / (len(active) + 1))
+        done = until
+        if queues[number]:
+            heapq.heappush(active, (done + queues[number].pop(), number))
+    return KV_HEADS * sum(lengths) / TILE_TOKENS / clock
+
+
+def model(variant: Variant, gpu: Gpu) -> dict[str, object]:
+    """What is counted, what follows from it, and the share for each shape."""
+    copies = tile_bytes(variant) // 512 + (1 if variant.stored else 0)
+    count = of_tile(attend(variant, gpu.architecture), copies)
+    instructions, warps = sum(count.values()), variant.warps(gpu.limits)
+    with_chunk = instructions + CHUNK_INSTRUCTIONS * TILE_TOKENS / CHUNK_TOKENS
+    limits = bounds(variant, gpu, with_chunk)
+    spare = min(limits.values()) * 1e12 / (gpu.bytes_s * READ)
+    shares = {name: min(1.0, spare) * plan_share(lengths, warps, max(1.0, spare)) for name, lengths in SHAPES.items()}
+    return {
+        "instructions a tile": instructions,
+        "by name": dict(count.most_common(8)),
+        "warps of a multiprocessor": warps // gpu.limits.processors,
+        "TB/s at most": {name: round(limit, 2) for name, limit in limits.items()},
+        "share of a plain read": {name: round(share, 3) for name, share in shares.items()},
+        "TB/s": {name: round(share * READ * gpu.bytes_s / 1e12, 2) for name, share in shares.items()},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="append to results/model_attention.jsonl")
+    args = parser.parse_args()
+    variants = {"bf16": choose("BFloat16", 128, 128, GROUP), "fp8": choose("BFloat16", 128, 128, GROUP, "Fp8")}
+    try:
+        rows = {
+            f"{name}, {kind}": model(variant, gpu) for name, gpu in GPUS.items() for kind, variant in variants.items()
+        }
+    except ImportError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    assumed = {
+        "cycles": CYCLES,
+        "latency_s": LATENCY_S,
+        "read": READ,
+        "hertz": {n: gpu.hertz for n, gpu in GPUS.items()},
+    }
+    record("model_attention", {"assumed": assumed, "aim": AIM}, {"modelled": rows}, write=args.write)
+    for name, row in rows.items():
+        print(name, *(f"  {key}: {value}" for key, value in row.items()), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
