@@ -108,7 +108,8 @@ def of_tile(code: Machine, copies: int) -> Counter[str]:
     for copy in (at for at, name in enumerate(code.names) if name == COPY):
         there, back = way(code, last, copy), way(code, copy, first)
         loop = [*multiplied[:-1], *there[:-1], *back[:-1]]
-        if there and back and sum(code.names[at] == COPY for at in loop) >= copies:
+        count = Counter(code.names[at] for at in loop)
+        if there and back and count[COPY] >= copies and count[PRODUCT] == len(products):
             best = min(best, loop, key=len) if best else loop
     if not best:
         raise ValueError(f"no loop over tiles with {copies} copies: the kernel has changed, and so must this count")
