@@ -111,9 +111,8 @@ def choose(element: str, qk_dim: int, v_dim: int, queries: int, stored: str = ""
     if element == "float" or qk_dim not in HEAD_DIMS or v_dim not in HEAD_DIMS:
         return Variant(element=element, stored=stored)
     columns = 2 if queries > 8 and widest <= 128 else 1
-    near_levels = (
-        2 if columns == 1 and widest <= (96 if stored else 128) else 1
-    )  # else more warps, which widening takes
+    near_most = 96 if stored else 128  # of 8 bits, widening takes more warps, and these take the room
+    near_levels = 2 if columns == 1 and widest <= near_most else 1
     return Variant(element=element, stored=stored, qk_dim=qk_dim, v_dim=v_dim, columns=columns, near_levels=near_levels)
 
 

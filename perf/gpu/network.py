@@ -1,17 +1,26 @@
 """The network's part of gpu_suite.py: the device side's own kernels, on the GPU, drive software NICs in pinned memory.
 
 HARDWARE-UNVERIFIED as to NICs: what is shown is that a GPU's stores, fences and polls do what a CPU showed of them, and
-what a round trip costs over the same NICs with the device in control and with the host in control.
+what a round trip costs over the same NICs with the device in control and with the host in control, and, with the device
+in control, while products of matrices take the rest of the GPU.
 """
 
 from __future__ import annotations
 
 import statistics
 import struct
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from threading import Event
+from time import perf_counter
+from types import TracebackType
+from typing import TypeVar
+
+import torch
 
 from lamina.netstack.contract.layout import StructLayout
 from lamina.netstack.cuda.driver import CudaGraph, CudaStream, Driver, Pinned
@@ -22,6 +31,9 @@ BLOCKS, SLOTS, ROOM = 8, 3, 16384
 NUMBER, ALTERNATE, KEYS = 0x123456, 256, (0xAABB00, 0xCCDD00)
 STAGING_AT, INBOX_AT = 0x7F0000001000, 0x7E0000002000
 TIMEOUT_S = 5.0
+START_S, ALONE_S = 60.0, 0.3
+BATCH = 4  # products that are launched behind each other
+T = TypeVar("T")
 TIMEOUT_NS = int(TIMEOUT_S * 1e9)
 REMOVED = {  # steps of a GPUDirect send (arXiv 2405.01814, 4.1) -> what is left of each when the device drives
     "1 the CPU waits for the kernels before": "removed: the send kernel follows on the stream",
@@ -198,6 +210,68 @@ def host_driven(driver: Driver, nbytes: int, rounds: int) -> list[float]:
         return times
 
 
+class GpuProducts:
+    """torch's products of matrices on ``device`` while the block goes on, by a thread, on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        size, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (128, torch.float32)
+        self._flops = 2 * size**3
+        self._factors = [torch.randn(size, size, device=device).to(dtype) for _ in range(2)]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._done, self._over, self._begun = 0, Event(), Event()
+        self._pool = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> GpuProducts:
+        self._running = self._pool.submit(self._run)
+        if not self._begun.wait(START_S):
+            self._over.set()
+            self._running.result(START_S)  # says why
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._over.set()
+        self._running.result(START_S)
+        self._pool.shutdown()
+
+    def rate(self, during: Callable[[], T]) -> tuple[T, float]:
+        """What ``during`` gives, and the GFLOP/s of the products meanwhile."""
+        before, start = self._done, perf_counter()
+        result = during()
+        return result, (self._done - before) * self._flops / (perf_counter() - start) / 1e9
+
+    def _run(self) -> None:
+        left, right = self._factors
+        product, ahead = torch.empty_like(left), deque[torch.cuda.Event]()
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            while not self._over.is_set():
+                for _ in range(BATCH):
+                    torch.mm(left, right, out=product)
+                if self._stream:  # one batch waits while another runs, so that the GPU is never idle
+                    ahead.append(torch.cuda.Event())
+                    ahead[-1].record(self._stream)
+                    if len(ahead) > 1:
+                        ahead.popleft().synchronize()
+                self._done += BATCH
+                self._begun.set()
+            while ahead:
+                ahead.popleft().synchronize()
+
+
+def beside_products(driver: Driver, sizes: Sequence[int], rounds: int, device: torch.device) -> dict[str, object]:
+    """Medians of round trips that the device drives, without and with products, and what the products keep."""
+    figures: dict[str, object] = {}
+    for nbytes in sizes:
+        times = partial(device_driven, driver, nbytes, rounds)
+        quiet = statistics.median(times())
+        with GpuProducts(device) as products:
+            _, alone = products.rate(lambda: Event().wait(ALONE_S))
+            taken, kept = products.rate(times)
+        figures[f"{nbytes} B beside products"] = {
+            "us": statistics.median(taken), "quiet_us": quiet, "gflop/s": kept, "gflop/s alone": alone,
+        }  # fmt: skip
+    return figures
+
+
 def _well(status: int) -> None:
     if status != native.OK:
         raise RuntimeError(f"the host's call ended with status {status}")
@@ -215,4 +289,6 @@ def round_trips(driver: Driver, sizes: Sequence[int] = (64, 4096, 16384), rounds
 def network(count: int = 1000, rounds: int = 300) -> dict[str, object]:
     """Everything here, on the first GPU."""
     with closing(Driver()) as driver:
-        return {"graph": replays(driver, count)} | round_trips(driver, rounds=rounds)
+        device = torch.device("cuda", driver.index) if torch.cuda.is_available() else torch.device("cpu")
+        beside = beside_products(driver, (64, 16384), rounds, device)
+        return {"graph": replays(driver, count)} | round_trips(driver, rounds=rounds) | beside

@@ -10,6 +10,7 @@ from typing import Any
 
 import cuda_stand_in
 import pytest
+import torch
 from wiring import ROOT
 
 from lamina.netstack.cuda.driver import Driver
@@ -34,6 +35,22 @@ def test_every_row(suite: ModuleType) -> None:
         row = found[size]
         assert row["host/device"] == pytest.approx(row["host_us"] / row["device_us"])
     assert len(found["steps"]) == 6
+    for size in ("64 B", "16384 B"):
+        row = found[f"{size} beside products"]
+        assert min(row["us"], row["quiet_us"], row["gflop/s alone"]) > 0.0
+
+
+def test_products_that_fail_are_told(suite: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    with suite.GpuProducts(cpu) as products:
+        done = products._done
+        assert done > 0
+        assert products.rate(lambda: None)[1] >= 0.0
+    assert products._running.done()
+    monkeypatch.setattr(suite, "START_S", 0.5)
+    monkeypatch.setattr(torch, "mm", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError), suite.GpuProducts(cpu):
+        pass
 
 
 def test_a_wrong_byte_and_a_failed_kernel_are_noticed(suite: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
