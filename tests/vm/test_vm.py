@@ -51,6 +51,19 @@ def test_it_holds_over_verbs(guest: Guest, suite: str) -> None:
 
 
 @pytest.mark.slow
+def test_rows_of_perftest(guest: Guest) -> None:
+    """ib_write_lat and ib_write_bw between two processes of the guest, as pingpong.py has them."""
+    flags = "--only ib_write --sizes 64,4096 --rounds 1 --count 50 --warm-up 5 --cores 0,0"
+    done = guest.python(f"perf/pingpong.py {flags}", timeout_s=800)
+    print(f"{done.output}\n{done.seconds:.1f} s")
+    assert done.status == 0
+    for name in ("ib_write_lat", "ib_write_bw"):
+        (row,) = (line for line in done.output.splitlines() if line.startswith(f"{name} "))
+        assert all(float(us) > 0.0 for us in row.split()[1:])
+        assert len(row.split()) == 3
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_tokens_over_verbs_are_those_of_one_process(image: Image) -> None:
     """Two memory workers and a compute worker in the guest; one process on this machine."""
