@@ -102,13 +102,14 @@ def test_any_strides(name: str, view: str) -> None:
 
 @pytest.mark.parametrize("name", [e for e in ENTRIES if e.startswith("native")])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_a_row_depends_on_itself_alone(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("k", [203, 4200], ids=["k in one block", "k in several blocks"])
+def test_a_row_depends_on_itself_alone(name: str, dtype: torch.dtype, k: int) -> None:
     rows = min(67, open_native(name, 1).most_rows.get(dtype, 67))
-    x, w, b = operands(rows, 101, 203, dtype)
+    x, w, b = operands(rows, 101, k, dtype)
     whole = open_entry(name, 1).linear(x, w, b)
     for threads in (1, 2, 3):
         backend = open_entry(name, threads)
-        for count in (1, 2, 3, 4, 5, 16, 17, rows):
+        for count in (1, 2, 3, 4, 5, 16, 17, 32, 33, rows):
             part = backend.linear(x[:count], w, b)
             assert torch.equal(part, whole[:count]), f"{threads} threads, {count} rows"
 
@@ -131,7 +132,7 @@ PACKING = [v for v in native.usable() if native.Engine(1, v).packed_bytes(1, 1, 
 
 @pytest.mark.skipif(not PACKING, reason="no variant of this CPU packs weights")
 @given(
-    rows=st.one_of(st.integers(1, 20), st.sampled_from([63, 64, 65, 128])),
+    rows=st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 128, 515])),
     cols=st.integers(1, 100),
     k=st.one_of(st.integers(1, 130), st.sampled_from([1000, 3001])),
     bias=st.booleans(),
@@ -142,6 +143,7 @@ PACKING = [v for v in native.usable() if native.Engine(1, v).packed_bytes(1, 1, 
 def test_packed_weights_give_the_same_bits(rows: int, cols: int, k: int, bias: bool, threads: int, seed: int) -> None:
     for variant in PACKING:
         backend = open_native(f"native/{variant}", threads)
+        rows = min(rows, backend.most_rows.get(torch.bfloat16, rows))
         x, w, b = operands(rows, cols, k, torch.bfloat16, seed)
         w = torch.cat([w, w], dim=1)[:, :k]  # with gaps between its rows
         packed, y = backend.packed(w), torch.full((rows, cols), 7.0, dtype=torch.bfloat16)
