@@ -8,7 +8,8 @@ number of threads; --write appends them to perf/results/bench_linear.jsonl.
 
     python perf/bench_linear.py --threads 1,2 --write
 
-What torch does on a CPU without bf16 instructions shows ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI, which the record keeps.
+What torch does on a CPU without bf16 instructions shows ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI, which the record keeps. On
+such a CPU the products are those of floats, and torch has a turn with weights that were widened once, too.
 """
 
 from __future__ import annotations
@@ -105,6 +106,12 @@ def packed(layers: LayerWeights) -> Callable[[Tensor, int], Tensor]:
     return lambda x, i: torch.ops.mkldnn._linear_pointwise(x, copies[i], None, "none", [], "")
 
 
+def widened(layers: LayerWeights) -> Callable[[Tensor, int], Tensor]:
+    """By torch in fp32, with a copy of the weights that is twice as large."""
+    copies = [w.float() for w in layers.weights]
+    return lambda x, i: torch.nn.functional.linear(x.float(), copies[i]).to(x.dtype)
+
+
 def competitors(layers: LayerWeights, threads: int, names: list[str]) -> dict[str, Turn]:
     """By name; each is compared with torch first."""
     products: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -116,8 +123,10 @@ def competitors(layers: LayerWeights, threads: int, names: list[str]) -> dict[st
         if (not names or v in names) and Engine(1, v).packed_bytes(TYPES[layers.weights[0].dtype], 1, 1)
     }
     products["torch"] = lambda x, i: torch.nn.functional.linear(x, layers.weights[i])
-    if layers.weights[0].dtype == torch.bfloat16:
+    if layers.weights[0].dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         products["oneDNN packed"] = packed(layers)
+    elif layers.weights[0].dtype != torch.float32:
+        products["torch, fp32"] = widened(layers)
     for name, linear in products.items():
         for i in range(7):  # one of each shape in a block
             x = layers.x[layers.weights[i].shape[1]]
