@@ -22,6 +22,17 @@ using I = int __attribute__((vector_size(32)));
 inline V set(float x) { return (V)_mm256_set1_ps(x); }
 inline void once(I& x) { asm("" : "+x"(x)); }
 inline V fma(V a, V b, V c) { return (V)_mm256_fmadd_ps(a, b, c); }
+
+// Twelve sums, three keys and a query fill the registers, if a query is one statement: GCC would keep two queries at a
+// time, and sums in memory, where each takes longer than a product.
+constexpr bool kThrees = true;
+[[gnu::always_inline]] inline void add_three(V* sums, const V& q, const V* x) {
+  V y;
+  asm volatile("vmovaps %4, %3\n\tvfmadd231ps %5, %3, %0\n\tvfmadd231ps %6, %3, %1\n\tvfmadd231ps %7, %3, %2"
+               : "+x"(sums[0]), "+x"(sums[1]), "+x"(sums[2]), "=&x"(y)
+               : "m"(q), "x"(x[0]), "x"(x[1]), "x"(x[2]));
+}
+
 inline V max(V a, V b) { return (V)_mm256_max_ps(a, b); }
 
 // A blend costs less than a shuffle, which takes the place of a product.

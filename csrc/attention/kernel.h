@@ -2,7 +2,7 @@
 //
 // From the variant: W, V (W floats), I (as many int32), set, fma, max (a > b ? a : b), sum4, from_half, to_half,
 // from_int8, from_fp8, once (keeps the compiler from loading its argument twice, for which loads that wait for memory leave
-// no room). Vectors are the compiler's own (GCC 12, Clang 12 or later), so + - * / < ? : & | << work on them.
+// no room), kThrees (whether it has add_three: products of one query's part with three keys', to three sums). Vectors are the compiler's own (GCC 12, Clang 12 or later), so + - * / < ? : & | << work on them.
 //
 // Bits: what a query gets is one fixed chain of operations over its own tokens, whichever queries are computed beside it:
 // a score sums D in one order, weights are summed by absolute position, o takes one token after the other, or two

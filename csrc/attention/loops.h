@@ -48,7 +48,10 @@ template <class T, int G, int... i, int... at>
       asm("" : "+r"(k));  // or the compiler would keep both parts of the keys, for which there are no registers
       const typename Dot<T>::Part x[] = {
           Dot<T>::template part<n>(Dot<T>::load(k + (i < last ? i : last) * stride + j * step, left...))...};
-      ((sum[at] = Dot<T>::add(sum[at], Dot<T>::template part<n>(q[j * G + at / N]), x[at % N])), ...);
+      if constexpr (kThrees && N == 3 && std::is_same_v<typename Dot<T>::Row, Pair>)
+        ((at % 3 ? void() : add_three(sum + at, n ? q[j * G + at / 3].b : q[j * G + at / 3].a, x)), ...);
+      else
+        ((sum[at] = Dot<T>::add(sum[at], Dot<T>::template part<n>(q[j * G + at / N]), x[at % N])), ...);
     };
     part(std::integral_constant<int, 0>());
     if constexpr (Dot<T>::parts > 1) part(std::integral_constant<int, 1>());

@@ -8,6 +8,7 @@ namespace lamina::attention {
 namespace {
 
 constexpr int W = 4;
+constexpr bool kThrees = false;
 using V = float __attribute__((vector_size(16)));
 using I = int __attribute__((vector_size(16)));
 

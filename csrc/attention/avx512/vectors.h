@@ -1,6 +1,7 @@
 // Vectors of AVX-512 F, BW, DQ and VL. Included by both variants that have them, in their own namespaces.
 
 constexpr int W = 16;
+constexpr bool kThrees = false;
 using V = float __attribute__((vector_size(64)));
 using I = int __attribute__((vector_size(64)));
 
