@@ -63,7 +63,7 @@ class Pools:
         self._cohort = Cohort(config, self._members, on_progress, trace=self.tracer.on, clock=clock, launch=launch)
         self._supervisor = Supervisor(config, self._members, self._cohort, clock)
         self.elastic = Elastic(config, self._members, self._cohort, clock)
-        self._notices = Notices(self._members, self.elastic)
+        self._notices = Notices(self._members, self.elastic, clock)
         self._loss: LostError | None = None  # that is to be made good
         self.recovering = False  # whether one is being made good
         self._meanwhile: Callable[[], None] = lambda: None

@@ -260,23 +260,32 @@ def test_what_cannot_be_is_refused_and_nothing_changes(tiny_lm: Path) -> None:
             llm.pools.elastic.plan(3)
 
 
-@pytest.mark.parametrize(("workers", "partition"), [(1, "head"), (2, "request")])
-def test_one_that_is_told_to_end_gives_its_kv_to_another_first(workers: int, partition: str, tiny_lm: Path) -> None:
+@pytest.mark.parametrize(
+    ("workers", "partition", "ends"), [(1, "head", [0]), (2, "request", [0]), (3, "token", [0, 2])]
+)
+def test_who_is_told_to_end_gives_its_kv_to_another_first(
+    workers: int, partition: str, ends: list[int], tiny_lm: Path
+) -> None:
+    """Those that are told together, as all of a host are, go by one change of the view."""
     options = {"partition": partition, "transport": "shm", "max_recoveries": 0}
     with open_llm(tiny_lm, memory_workers=workers, **options) as llm:
         wanted, _ = run(llm)
         rows, before = counts(llm, "compute", "rows"), llm.pools.pids
-        told, first = before["memory-0"], llm.pools._members.memory[0]
+        told, members = [before[f"memory-{n}"] for n in ends], llm.pools._members.memory
+        view = llm.pools.ready.view
         ids, outputs = [llm.engine.add(p, PARAMS) for p in PROMPTS], dict[int, Any]()
         for _ in steps(llm, outputs):
             if len(outputs) == len(ids) and llm.pools.pids == before:
-                os.kill(told, signal.SIGTERM)  # again and again, as some do
+                for pid in told:
+                    os.kill(pid, signal.SIGTERM)  # again and again, as some do
             wait_for_room(llm)
         found = [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids]
         assert found == wanted
-        assert [name for name, pid in llm.pools.pids.items() if pid != before[name]] == ["memory-0"]
-        first.handle.join(30.0)
-        assert not Path(f"/proc/{told}").exists()
+        assert [name for name, pid in llm.pools.pids.items() if pid != before[name]] == [f"memory-{n}" for n in ends]
+        assert llm.pools.ready.view == view + 2, "one Halt, one meeting"
+        for n, pid in zip(ends, told, strict=True):
+            members[n].handle.join(30.0)
+            assert not Path(f"/proc/{pid}").exists()
         assert counts(llm, "memory", "moved_bytes")
         assert counts(llm, "compute", "rows") - rows < rows + llm.engine.config.batching.max_num_seqs * 2
 

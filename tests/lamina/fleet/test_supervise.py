@@ -602,6 +602,29 @@ def test_who_asks_for_counters_before_all_go_on_costs_no_other_recovery() -> Non
     run.check(ready)
 
 
+@pytest.mark.parametrize("number", range(NUM_WORKERS))
+def test_one_that_is_stopped_while_idle_is_lost_once_it_is_asked_for_its_counters(number: int) -> None:
+    """As a server asks every second. None is where nobody asks."""
+    run = Run()
+    pools, victim = pools_of(run), run.worker(number)
+    victim.stopped = victim.silent = True
+    for _ in range(40):
+        run.world.pass_until(run.world.now + 0.25, lambda: False)
+        assert pools.look() is None
+    pools.ask_stats()
+    change, looked, asked = None, 0.0, run.world.now
+    while change is None:
+        run.world.pass_until(run.world.now + 0.25, lambda: False)
+        looked, change = run.world.now, pools.look()
+    assert STOPPED_S <= looked - asked <= STOPPED_S + 0.5
+    ready = pools.resume(KEEP)
+    assert isinstance(ready, ComputeReady)
+    if victim.role != "compute":  # else the other replica goes on alone until there is a second one
+        run.check(ready)
+    assert victim.ended == "was killed by SIGKILL"
+    assert not pools.awaits_stats
+
+
 def test_one_that_was_stopped_while_idle_has_no_counters_and_is_no_loss() -> None:
     run = Run()
     pools = pools_of(run)
