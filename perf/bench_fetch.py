@@ -1,0 +1,145 @@
+"""What it takes a prefill worker to have the beginning of a prompt from another one, over tcp between two processes of
+this host; beside Mooncake's transfer engine, which reads as many bytes of another process's memory over tcp.
+
+Ours is the code that serves (lamina/compute/prefill/beginnings.py): asked, gathered from blocks, sent with a checksum,
+compared, and put into blocks of the other store. Theirs is one read of memory that lies in one piece, by
+`transfer_sync_read` of an environment of its own (--peer: its python; it needs libibverbs, also for tcp). Both take
+turns. Prints one JSON line; --write appends it to perf/results/bench_fetch.jsonl.
+
+    python perf/bench_fetch.py --peer ENVIRONMENT/bin/python --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import cpu_pressure, record, spread
+from peers.child import Child
+
+from lamina import netstack
+from lamina.attention.spec import AttentionSpec
+from lamina.compute.prefill.beginnings import Beginnings, prompts_reception
+from lamina.memory.store import Store
+from lamina.protocol.beginnings import MeetPrefill
+from lamina.protocol.control import Address
+from lamina.protocol.options.engine import KVOptions
+from lamina.protocol.partition import by_head
+from lamina.protocol.plan import Bind, Fetch, Free, LayerShape, New, Rows, SequenceOp, StepPlan
+from lamina.workers.staging import open_staging
+from lamina.workers.view import ViewDoor, ViewFabric
+
+CPU, BLOCK, WAIT_S = torch.device("cpu"), 16, 60.0
+PEER = Path(__file__).parent / "peers" / "mooncake_engine.py"
+
+
+class Prefiller:
+    """A store and its end of a view. The first of two has all of sequence 1."""
+
+    def __init__(self, number: int, layers: int, most: int) -> None:
+        shape = LayerShape(8, 8, 128, 128, AttentionSpec(scale=0.1).encode())
+        token_bytes = layers * shape.kv_heads * (shape.qk_dim + shape.v_dim) * 2
+        bind = Bind(
+            worker=0, partition=by_head([shape.kv_heads] * layers, [1.0], 0), layers=[shape] * layers, dtype="bfloat16",
+            kv=KVOptions(block_size=BLOCK, attention="native"), kv_bytes=token_bytes * (most + 8 * BLOCK),
+            max_rows=most + BLOCK, max_model_len=most + 4 * BLOCK,
+        )  # fmt: skip
+        self.token_bytes, self._step = token_bytes, 0
+        self._number, self._layers, self._store = number, layers, Store(bind, CPU)
+        self._view = ViewFabric(1, netstack.open("tcp", key=b"k" * 32))
+        self._door = ViewDoor(netstack.open("tcp", key=b"k" * 32).listen("", prompts_reception(f"p{number}", 2)))
+        self._own = Beginnings(self._store, open_staging(CPU), WAIT_S, _start)
+        self.url = self._door.url
+        if number == 0:
+            self._begin([New(1)], [Rows(1, 0, most)])
+
+    def meet(self, urls: list[str]) -> None:
+        peers = [Address(url, f"p{number}") for number, url in enumerate(urls)]
+        self._own.meet(MeetPrefill(peers=peers, me=self._number), self._view, self._door, WAIT_S)
+
+    def fetch(self, tokens: int) -> float:
+        """Seconds for so many tokens of the other's sequence."""
+        begun, sequence = time.perf_counter(), 2 + self._step
+        ops: list[SequenceOp] = [New(sequence), Fetch(sequence, 0, tokens, 0, 1)]
+        self._begin(ops, [Rows(sequence, tokens, 1)])
+        for layer in range(self._layers):
+            self._own.take(layer)
+        took = time.perf_counter() - begun
+        self._begin([Free(sequence)], [])
+        return took
+
+    def _begin(self, ops: list[SequenceOp], rows: list[Rows]) -> None:
+        self._step += 1
+        plan = StepPlan(step=self._step, ops=ops, rows=rows)
+        self._own.ask(plan)
+        self._store.begin(plan)
+        self._own.begin(plan)
+
+
+def _start(work: Callable[[], None], name: str) -> None:
+    threading.Thread(target=work, name=name, daemon=True).start()
+
+
+def _hold(pipe: Connection, layers: int, most: int) -> None:
+    holder = Prefiller(0, layers, most)
+    pipe.send(holder.url)
+    holder.meet([holder.url, pipe.recv()])
+    pipe.recv()
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--tokens", default="16,128,512,2048", help="of a beginning, by comma")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--peer", default="", help="python of an environment with Mooncake's transfer engine")
+    parser.add_argument("--write", action="store_true", help="append to perf/results")
+    args = parser.parse_args()
+    each = [int(tokens) for tokens in args.tokens.split(",")]
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    holder = context.Process(target=_hold, args=(there, args.layers, max(each)), daemon=True)
+    holder.start()
+    asker = Prefiller(1, args.layers, max(each))
+    if not here.poll(WAIT_S):
+        raise SystemExit("the process that holds the prompt does not start")
+    urls = [here.recv(), asker.url]
+    here.send(asker.url)
+    asker.meet(urls)
+    peer = Child(args.peer, str(PEER), [str(max(each) * asker.token_bytes)]) if args.peer else None
+    figures = measure(asker, peer, each, args.rounds)
+    print(record("bench_fetch", {**vars(args), "peer": bool(args.peer)}, figures, write=args.write))
+    for tokens, told in figures["fetches"].items():
+        print(tokens, {name: f"{1e3 * of['median']:.2f} ms" for name, of in told.items() if isinstance(of, dict)})
+    if peer:
+        peer.close()
+    here.send(None)
+    holder.join(10)
+
+
+def measure(asker: Prefiller, peer: Child | None, each: list[int], rounds: int) -> dict[str, Any]:
+    """Seconds by tokens, in turns."""
+    fetches = dict[str, Any]()
+    for tokens in each:
+        ours, theirs, nbytes = list[float](), list[float](), tokens * asker.token_bytes
+        for turn in range(rounds + 2):
+            took = asker.fetch(tokens), peer.ask(nbytes=nbytes)["seconds"] if peer else 0.0
+            if turn > 1:
+                ours.append(took[0])
+                theirs.append(took[1])
+        told = {"nbytes": nbytes, "lamina_s": spread(ours)}
+        fetches[str(tokens)] = {**told, "mooncake_s": spread(theirs)} if peer else told
+    return {"fetches": fetches, "cpu_pressure_avg10": cpu_pressure()}
+
+
+if __name__ == "__main__":
+    main()
