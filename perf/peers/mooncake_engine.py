@@ -7,6 +7,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -37,7 +38,8 @@ def _hold(pipe: Connection, size: int) -> None:
     held, at = _memory(engine, size)
     ctypes.memset(at, FILLED, size)
     pipe.send((engine.get_rpc_port(), at))
-    pipe.recv()
+    with suppress(EOFError):  # at the end of the other process
+        pipe.recv()
     del held
 
 
@@ -51,6 +53,8 @@ def _begin() -> Callable[[Fields], Fields]:
     held, target = _memory(engine, size)
 
     def read(asked: Fields) -> Fields:
+        if here.poll():
+            return {"error": "the process that holds what is read has ended"}
         begun = time.perf_counter()
         failed = engine.transfer_sync_read(f"{HOST}:{port}", target, source, asked["nbytes"])
         took = time.perf_counter() - begun
