@@ -1,0 +1,64 @@
+"""Modelled: policies of the Conductor, and rules by which routers of others choose, on a trace of requests.
+
+`lamina-launch simulate` plays the first --rows requests of Mooncake's conversation trace, by each policy; by chance with
+ten seeds. --speed below 1 leaves room for all. Prints a line for each; --write appends JSON lines to
+perf/results/model_policies.jsonl.
+
+    python perf/model_policies.py conversation.jsonl.gz --write
+    python perf/model_policies.py conversation.jsonl.gz --speed 0.3 --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from contextlib import redirect_stdout
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from common import BrokenError, record
+
+from lamina.cli import launch
+from lamina.engine.conductor.choice import POLICIES
+from lamina.engine.conductor.others import OTHERS
+
+SEEDS = 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("trace", help="Mooncake's JSON lines, or .gz")
+    parser.add_argument("--rows", type=int, default=4000, help="its first N requests")
+    parser.add_argument("--speed", type=float, default=1.0, help="requests come X times as fast")
+    parser.add_argument("--prefill-workers", type=int, default=8)
+    parser.add_argument("--pages", type=int, default=6000, help="of each worker's store")
+    parser.add_argument("--write", action="store_true", help="append to perf/results")
+    args = parser.parse_args()
+    settings = {**vars(args), "trace": Path(args.trace).name}
+    for policy in (*POLICIES, *OTHERS):
+        runs = [_run(policy, seed, args) for seed in range(SEEDS if policy == "random" else 1)]
+        mean_s = fmean(run["mean_ttft_s"] for run in runs)
+        figures = {"modelled": True, "mean_ttft_s": mean_s, "runs": runs}
+        record("model_policies", {**settings, "policy": policy}, figures, write=args.write)
+        hit, moved = fmean(run["hit"] for run in runs), runs[0]["moved_tokens"]
+        print(f"{policy:18} first token after {mean_s:.2f} s in the mean, {hit:.3f} found, {moved} tokens moved")
+
+
+def _run(policy: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    said = io.StringIO()
+    flags = {"policy": policy, "seed": seed, "rows": args.rows, "speed": args.speed, "pages": args.pages}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    workers = ["--prefill-workers", str(args.prefill_workers)]
+    with redirect_stdout(said):
+        failed = launch.main(["simulate", "--trace", args.trace, *words, *workers, "--json"])
+    if failed:
+        raise BrokenError("the simulation was refused")
+    (run,) = json.loads(said.getvalue())["runs"]
+    told: dict[str, Any] = run
+    return told
+
+
+if __name__ == "__main__":
+    main()
