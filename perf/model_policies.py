@@ -1,7 +1,7 @@
 """Modelled: policies of the Conductor, and rules by which routers of others choose, on a trace of requests.
 
-`lamina-launch simulate` plays the first --rows requests of Mooncake's conversation trace, by each policy; by chance with
-ten seeds. --speed below 1 leaves room for all. Prints a line for each; --write appends JSON lines to
+`lamina-launch simulate` plays the first --rows requests of Mooncake's conversation trace, by each policy; by chance
+with ten seeds. --speed below 1 leaves room for all. Prints a line for each; --write appends JSON lines to
 perf/results/model_policies.jsonl.
 
     python perf/model_policies.py conversation.jsonl.gz --write
