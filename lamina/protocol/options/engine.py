@@ -335,8 +335,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def moves_sequences(self) -> bool:
-        """Whether whole sequences may go from a memory worker that is to go, while all others decode. Not of ranks."""
-        return self.topology.partition == "request" and self.topology.tensor_parallel_size == 1 and self._copies
+        """Whether whole sequences may go from a memory worker that is to go, while all others decode."""
+        return self.topology.partition == "request" and self._copies
 
     @property
     def moves_some(self) -> bool:

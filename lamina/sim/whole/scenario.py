@@ -125,21 +125,15 @@ def moving_fleet(seed: int) -> FleetScenario:
     options, asks, changes = {**of.options, **_besides(rng)}, of.asks, list[FleetChange]()
     options.pop("prefill_kv_memory", None)  # of other sizes
     if kind == "leaving":
-        workers = rng.randint(2, 4)
-        blocks = -(-MAX_LEN // BLOCK) * rng.choice((1, 2, 5)) + rng.randint(1, 4)
-        options |= {"partition": "request", "memory_workers": workers, "kv_memory": _memory(blocks, KV_HEADS)}
-        options["max_num_seqs"] = 6
-        asks = tuple(_longer(rng, ask) for ask in asks)
-        stay = rng.randint(1, workers - 1)
-        changes.append(FleetChange(rng.uniform(0.0, 0.1), stay, tuple(rng.sample(range(workers), workers - stay))))
-        if rng.random() < 0.3:
-            changes.append(FleetChange(rng.uniform(0.1, 0.3), rng.randint(1, 4)))
+        more, moved = leaving(rng)
+        options, changes = options | more, [*moved]
+        asks = tuple(longer(rng, ask) for ask in asks)
     elif kind == "stripes":
         workers = rng.randint(2, 3)
         options |= {"partition": "spill", "memory_workers": workers, "max_model_len": LONG, "prefill_chunk": 32}
         options["kv_memory"] = _memory(rng.choice((38, 44, 44, 50)), KV_HEADS)
         options["max_num_seqs"] = 6
-        asks = tuple(_longer(rng, ask) for ask in (*asks, *asks)[:6])  # some short ones, which leave room for loans
+        asks = tuple(longer(rng, ask) for ask in (*asks, *asks)[:6])  # some short ones, which leave room for loans
         asks = tuple(replace(x, prompt=_long(rng, x.prompt)) if rng.random() < 0.6 else x for x in asks)
     elif kind == "stages":
         stages = rng.choice((2, 2, 3))
@@ -155,7 +149,26 @@ def moving_fleet(seed: int) -> FleetScenario:
     return replace(of, options=options, windows=windows, asks=asks, hits=hits, changes=tuple(changes), deaths=deaths)
 
 
-def _longer(rng: random.Random, ask: Arriving) -> Arriving:
+def leaving(rng: random.Random) -> tuple[dict[str, Any], tuple[FleetChange, ...]]:
+    """Options of an engine whose sequences lie whole on memory workers, of one rank or two, and the change by which
+    some of these go, and perhaps others come.
+    """
+    ranks, places = rng.choice((1, 1, 2)), rng.randint(2, 4)
+    places = min(places, 3) if ranks > 1 else places
+    blocks = -(-MAX_LEN // BLOCK) * rng.choice((1, 2, 5)) + rng.randint(1, 4)
+    options: dict[str, Any] = {"partition": "request", "memory_workers": ranks * places, "max_num_seqs": 6}
+    options["kv_memory"] = _memory(blocks, KV_HEADS // ranks)
+    if ranks > 1:
+        options |= {"tensor_parallel_size": ranks, "collective": "mesh", "prefill_workers": 0}
+    stay = rng.randint(1, places - 1)
+    going = sorted(ranks * place + rank for place in rng.sample(range(places), places - stay) for rank in range(ranks))
+    changes = [FleetChange(rng.uniform(0.0, 0.1), ranks * stay, tuple(going))]
+    if rng.random() < 0.3:
+        changes.append(FleetChange(rng.uniform(0.1, 0.3), ranks * rng.randint(1, places)))
+    return options, tuple(changes)
+
+
+def longer(rng: random.Random, ask: Arriving) -> Arriving:
     """Soon, and with so many tokens that much happens meanwhile."""
     longer = {"max_tokens": rng.randint(12, MAX_LEN - len(ask.prompt) - 1), "ignore_eos": True}
     return replace(ask, at_s=ask.at_s / 10, params={**ask.params, **longer})

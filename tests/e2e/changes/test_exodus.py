@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from lamina import LLM, SamplingParams
-from lamina.config import make_config
 from lamina.engine.configured import check_room, cordoned
 from lamina.engine.exodus import Exodus
 from lamina.fleet.elastic import Changed
@@ -85,8 +84,9 @@ def run(llm: LLM, going: Sequence[int] = (), count: int = 0, at_a_copy: Callable
     [
         ({}, [1], 2),
         ({"pipeline": 2, "prefill_workers": 1}, [2, 0], 1),
+        ({"tensor_parallel_size": 2, "memory_workers": 4}, [0, 1], 2),
     ],
-    ids=["one", "pipeline"],
+    ids=["one", "pipeline", "ranks"],
 )
 def test_they_leave_one_by_one_with_the_same_bits(
     options: dict[str, Any], going: list[int], count: int, tiny_lm: Path
@@ -104,12 +104,6 @@ def test_they_leave_one_by_one_with_the_same_bits(
         assert len(llm.pools._members.memory) == count
         assert not cordoned(llm.engine.scheduler, llm.engine.info)
         assert run(llm).answers == wanted
-
-
-@pytest.mark.parametrize(("ranks", "moves"), [(1, True), (2, False)])
-def test_sequences_of_ranks_move_in_the_pause(ranks: int, moves: bool) -> None:
-    topology: dict[str, Any] = {"partition": "request", "memory_workers": 4, "tensor_parallel_size": ranks}
-    assert make_config(topology).moves_sequences == moves
 
 
 @pytest.mark.parametrize("place", [1, 0], ids=["who gives", "who takes or looks on"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from test_scenarios import replacing
 
 from lamina.compute.prefill import PrefillWorker
 from lamina.compute.worker import ComputeWorker
+from lamina.engine.blocks.stripe_moves import StripeMoves
 from lamina.engine.engine import Engine
+from lamina.engine.sequence import Sequence
 from lamina.fleet.members import Members
 from lamina.fleet.pools import Pools
 from lamina.memory.main import MemoryServer
@@ -21,10 +25,12 @@ from lamina.protocol.control import Connect, RunRound
 from lamina.protocol.plan import Keep
 from lamina.sim.play import is_broken
 from lamina.sim.whole.run import check_fleet, play_fleet, smaller_fleet
-from lamina.sim.whole.scenario import fleet_scenario, planned_fleet
+from lamina.sim.whole.scenario import FleetScenario, fleet_scenario, leaving, longer, moving_fleet, planned_fleet
 
 SEEDS, PARTS = 6, 3
 PLANNED = 10
+MOVING = 6
+EXITS = 2, 4
 Mistake = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -49,6 +55,46 @@ def test_engines_die_and_memory_workers_come_and_go() -> None:
     played = [check_fleet(planned_fleet(seed)) for seed in range(PLANNED)]
     assert sum(one.engines for one in played)
     assert sum(one.changes for one in played)
+
+
+@pytest.mark.parametrize("mistake", ["", "the last one that leaves is not waited for"])
+def test_sequences_that_leave_keep_their_kv(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ranks, too: none is computed again, whose numbers would be right, and their last bits others."""
+    begun_anew, restart = list[int](), Sequence.restart
+
+    def counted(self: Sequence) -> None:
+        if self.num_outputs and self.id >= 0:
+            begun_anew.append(self.request_id)
+        restart(self)
+
+    def over_too_early(self: StripeMoves, running: Iterable[Sequence]) -> bool:
+        there = any(self._is_leaving(s) for s in running if not s.finished)
+        return self._copy is None and (self._fails or self._stuck or not there)
+
+    monkeypatch.setattr(Sequence, "restart", counted)
+    if mistake:
+        monkeypatch.setattr(StripeMoves, "is_over", over_too_early)
+    played = [check_fleet(unhurt(seed)) for seed in (EXITS[:1] if mistake else EXITS)]
+    assert sum(one.moved for one in played)
+    assert all(one.changes for one in played)
+    assert bool(begun_anew) == bool(mistake)
+
+
+def unhurt(seed: int) -> FleetScenario:
+    """Of two ranks, whose sequences leave some of their memory workers, with room for all of them."""
+    of, rng = fleet_scenario(seed), random.Random(seed)
+    more, changes = next(x for x in (leaving(rng) for _ in range(100)) if "tensor_parallel_size" in x[0])
+    options = {**of.options, **more, "kv_memory": "1MiB", "pipeline": 1 + seed % 2}
+    options.pop("prefill_kv_memory", None)
+    asks = tuple(longer(rng, ask) for ask in of.asks)
+    return replace(of, options=options, windows=(0,), asks=asks, hits=(), changes=changes[:1])
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_what_moves_while_all_decode_and_who_waits_to_take_a_place(part: int) -> None:
+    """Sequences, stripes on loan; prompts in stages; spares."""
+    played = [check_fleet(moving_fleet(seed)) for seed in range(part, MOVING, PARTS)]
+    assert sum(one.deaths + one.stops + one.cuts for one in played)
 
 
 def test_a_fork_that_is_further_than_its_source_behind_a_loss() -> None:
