@@ -27,8 +27,8 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     memory_weights: Annotated[
         tuple[float, ...] | str,
         ReadText(parse_weights),
-        "each memory worker's part of the work, such as 0.7,0.3; measured = by how fast each reads its memory at "
-        "the start; empty = equal parts",
+        "each memory worker's part of the work, such as 0.7,0.3; measured = by how fast each reads its memory, at "
+        "the start and while a server runs; empty = equal parts",
     ] = ()
     partition: Annotated[
         str,

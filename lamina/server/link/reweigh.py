@@ -31,7 +31,7 @@ class Reweigh:
     def look(self, counters: Mapping[str, Mapping[str, float]]) -> None:
         """``counters``: of all workers, by their names; about once a second. Nobody waits."""
         elastic, names = self._pools.elastic, sorted(name for name in counters if name.startswith("memory-"))
-        if self._shares is None or elastic.under_way:
+        if self._shares is None or elastic.under_way or len(names) != len(elastic.weights):
             return
         of_each = [counters[f"memory-{number}"] for number in range(len(names))]
         if (weights := self._shares.look(elastic.weights, of_each)) is None:
