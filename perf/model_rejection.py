@@ -54,7 +54,9 @@ def play(overload: str, args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(args.requests):
         at += rng.expovariate(args.rate)
         arrivals.append(TracedPrompt(at, KnownPrompt(TOKENS), ANSWER))
-    pools = SimulatedPools(conductor, PoolTruth(PREFILL, TransferTime(0.0, 0.0), INSTANCES, STEP), sample_s=1.0)
+    pools = SimulatedPools(
+        conductor, PoolTruth(PREFILL, TransferTime(0.0, 0.0), INSTANCES, STEP), sample_s=1.0, steps=True
+    )
     pools.run(arrivals)
     steps = [(r.expected_tbt_s / args.slo_tbt, r.tbt_s / args.slo_tbt) for r in pools.requests if r.ended]
     told = report(pools, conductor)

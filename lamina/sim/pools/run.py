@@ -88,11 +88,20 @@ class SimulatedPools:
     """One run."""
 
     def __init__(
-        self, conductor: Conductor, truth: PoolTruth, clock: VirtualClock | None = None, sample_s: float = 0.0
+        self,
+        conductor: Conductor,
+        truth: PoolTruth,
+        clock: VirtualClock | None = None,
+        sample_s: float = 0.0,
+        *,
+        steps: bool = False,
     ) -> None:
-        """``sample_s``: between two looks at the loads; 0 = none."""
+        """``sample_s``: between two looks at the loads; 0 = none. ``steps``: of each request is kept which step was
+        foreseen for the end of its prompt, and which came.
+        """
         self.clock = clock or VirtualClock()
         self._conductor, self._truth, self._sample_s = conductor, truth, sample_s
+        self._steps = steps
         self._workers = [_SimulatedWorker() for _ in range(conductor.num_workers)]
         self._instances = [
             SimulatedInstance(self.clock, truth.decode, self._ended, truth.room) for _ in range(truth.instances)
@@ -126,7 +135,7 @@ class SimulatedPools:
             request.refused = refusal.reason
             self._left -= 1
             return
-        if self._truth.instances:
+        if self._steps:
             request.expected_tbt_s = conductor.tbt_s(arrival.prompt, now, now + choice.ttft_s)
         conductor.book(number, arrival.prompt, choice, now)
         self._workers[choice.worker].line.append(number)
@@ -194,7 +203,7 @@ class SimulatedPools:
             return
         instance, _ = self._conductor.decoding.select(tokens)
         self._conductor.decoding.join(number, instance, tokens, self.clock.now)
-        request.tbt_s = self._conductor.decoding.tbt_s()
+        request.tbt_s = self._conductor.decoding.tbt_s() if self._steps else math.nan
         if answer < 1:
             self._ended(number, 0.0)
         else:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conducted import LAW, RATE, STEP, conductor, even, played, prompt, zipf
+from conducted import LAW, MOVES, RATE, STEP, conductor, even, played, prompt, zipf
 
 from lamina.cli import launch
 from lamina.engine.conductor import choice
@@ -18,7 +19,7 @@ from lamina.engine.conductor.overload import Limits
 from lamina.sim.clock import VirtualClock
 from lamina.sim.pools.decode import SimulatedInstance
 from lamina.sim.pools.report import PoolsReport, report
-from lamina.sim.pools.run import TracedPrompt
+from lamina.sim.pools.run import PoolTruth, SimulatedPools, TracedPrompt
 
 TRACE = Path(__file__).resolve().parents[4] / "shared" / "traces" / "mooncake_fast25_conversation.jsonl.gz"
 LIMITS = Limits(ttft_s=40.0, tbt_s=0.05)
@@ -96,6 +97,18 @@ def test_early_refusal_wastes_little_and_oscillates_and_prediction_damps_that() 
     assert early.correlation < -0.3 < predictive.correlation
     assert predictive.decode_deviation <= 0.5 * early.decode_deviation
     assert predictive.goodput_requests > early.goodput_requests
+
+
+def test_prediction_is_nearer_to_the_step_that_a_prompt_finds() -> None:
+    """What decodes now is no forecast: half of it will have ended, and others will have come."""
+    off = dict[str, float]()
+    for overload in ("early", "predictive"):
+        one = conductor(40, law=SLOW, limits=LIMITS, overload=overload, check_again=False)
+        pools = SimulatedPools(one, PoolTruth(SLOW, MOVES, 2, STEP), steps=True)
+        pools.run(even(400, 3.0, 8000, 300))
+        taken = [r for r in pools.requests if r.ended]
+        off[overload] = statistics.median(abs(r.expected_tbt_s - r.tbt_s) / r.tbt_s for r in taken)
+    assert off["predictive"] < 0.5 * off["early"]
 
 
 def test_a_second_look_keeps_the_limits() -> None:
