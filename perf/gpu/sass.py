@@ -22,7 +22,7 @@ from lamina.attention.cuda_kernels import SOURCES, options
 PRODUCT, COPY = "HMMA", "LDGSTS"
 
 
-class Machine(NamedTuple):
+class MachineCode(NamedTuple):
     """A kernel's instructions, without their predicates, and for each the indices of those that may be next."""
 
     names: list[str]
@@ -48,7 +48,7 @@ def _beside() -> Iterator[str]:
             yield from map(str, sorted(Path(folder).glob("**/nvdisasm")))
 
 
-def attend(variant: Variant, architecture: int) -> Machine:
+def attend(variant: Variant, architecture: int) -> MachineCode:
     """lamina_attend as it is compiled. Raises ImportError as ``tools``, CalledProcessError where it cannot be."""
     nvcc, nvdisasm = tools()
     with tempfile.TemporaryDirectory() as place:
@@ -60,7 +60,7 @@ def attend(variant: Variant, architecture: int) -> Machine:
     return machine(dict(zip(parts[1::2], parts[2::2], strict=True))["lamina_attend"])
 
 
-def machine(text: str) -> Machine:
+def machine(text: str) -> MachineCode:
     """Of a section that nvdisasm shows."""
     lines, labels = list[str](), dict[str, int]()
     for line in text.splitlines():
@@ -80,10 +80,10 @@ def machine(text: str) -> Machine:
         elif names[-1] in ("EXIT", "RET") and not predicate:
             after = []
         nexts.append(after)
-    return Machine(names, nexts)
+    return MachineCode(names, nexts)
 
 
-def way(code: Machine, start: int, end: int) -> list[int]:
+def way(code: MachineCode, start: int, end: int) -> list[int]:
     """The fewest instructions from ``start`` to ``end``, both included; empty: there is no way."""
     before: dict[int, int] = {start: start}
     queue = deque([start])
@@ -100,7 +100,7 @@ def way(code: Machine, start: int, end: int) -> list[int]:
     return steps[::-1]
 
 
-def of_tile(code: Machine, copies: int) -> Counter[str]:
+def of_tile(code: MachineCode, copies: int) -> Counter[str]:
     """What a warp runs for a tile of which it issues ``copies`` instructions that copy, by name."""
     products = [at for at, name in enumerate(code.names) if name == PRODUCT]
     first, last = products[0], products[-1]
