@@ -1,6 +1,6 @@
 // bf16 weights in panels of columns, by which AVX2 multiplies faster than as they lie, with the same bits.
 //
-// A panel has [block of k][chain][link][column] pairs of numbers. A chain is one lane of avx2_bf16.cpp: of a block of k,
+// A panel has [block of k][chain][link][column] pairs of numbers. A chain is one lane of avx2.cpp: of a block of k,
 // pairs 16 numbers apart, which are its links. So a vector is a pair of eight columns, and no lanes are left to add.
 #pragma once
 
