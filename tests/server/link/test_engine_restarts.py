@@ -388,3 +388,20 @@ def test_an_engine_that_does_not_end_as_planned_is_ended(monkeypatch: pytest.Mon
         assert await changing >= 0.1
 
     play(work)
+
+
+def test_a_change_that_nobody_has_asked_for_is_no_answer_to_whoever_waits_for_one() -> None:
+    """Parts of the work may become others as an operator scales."""
+
+    async def work(client: EngineClient, engines: Engines) -> None:
+        wanted = make_config(flat(engines.restarts.config) | {"memory_workers": 3})
+        changing = asyncio.create_task(client.change(wanted))
+        assert await asyncio.to_thread(engines.all[0].asked) == Scale(3)
+        fewer = msgspec.structs.replace(READY, num_blocks=[[7]])
+        engines.all[0].link.send(Scaled(pause_s=0.5, ready=fewer, asked=False))
+        await until(lambda: client.ready.num_blocks == [[7]])
+        assert not changing.done()
+        engines.all[0].link.send(Scaled(pause_s=0.25, ready=READY))
+        assert await changing == 0.25
+
+    play(work, max_recoveries=0)

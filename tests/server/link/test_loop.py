@@ -16,12 +16,14 @@ import pytest
 from fake_wire import EOS, VOCAB, FakeWire, Letters, continuation, make_engine
 
 from lamina.engine.conversations.terms import KVTerms
+from lamina.fleet.elastic import Changed
 from lamina.protocol.control import ControlLink, LinkBrokenError, LinkClosedError, Stop
 from lamina.request import Blame, Logprob, SamplingParams, Told
 from lamina.server.link import engine_process, live
 from lamina.server.link.client import FROM_ENGINE
 from lamina.server.link.engine_process import FROM_SERVER, _Loop
 from lamina.server.link.messages import Add, Cancel, Delta, Outputs, Ready, Refused, Reset, State, Times, WorkerCounters
+from lamina.server.link.reweigh import REASON
 
 PROMPT = [1, 2, 3]
 ADD = Add(7, PROMPT, SamplingParams(logprobs=0, prompt_logprobs=0))
@@ -404,6 +406,26 @@ def test_workers_are_asked_every_second_or_so_and_their_answers_are_told(bench: 
     bench.workers.stats = {"memory-0": {"steps": 1.0}}
     bench.loop._report()
     assert [type(m) for m in bench.told()] == [WorkerCounters, State], "though none had anything to do"
+
+
+@pytest.mark.parametrize(("reason", "asked"), [("scale", True), ("borrow", True), (REASON, False)])
+def test_a_change_of_memory_workers_is_told_with_what_there_is_then(reason: str, asked: bool, bench: Bench) -> None:
+    left = [Changed("", 0.25, 7, reason)]
+    bench.workers.elastic.take_outcome = lambda: left.pop() if left else None
+    bench.loop._report()
+    told, state = bench.told()
+    assert (told.error, told.pause_s, told.asked) == ("", 0.25, asked)
+    assert told.ready.num_blocks == bench.loop._ready().num_blocks
+    assert isinstance(state, State)
+
+
+def test_counters_go_to_whoever_weighs_memory_workers_by_them(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(bench.loop._reweigh, "look", seen.append)
+    bench.loop._report()
+    bench.workers.stats = {"memory-0": {"attend_s": 1.0}}
+    bench.loop._report()
+    assert seen == [{"memory-0": {"attend_s": 1.0}}]
 
 
 def test_at_its_time_nothing_is_due_yet(bench: Bench, now: list[float]) -> None:
