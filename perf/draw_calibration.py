@@ -83,8 +83,9 @@ def _square(square: Square, left: float) -> list[str]:
         value = most * tick / TICKS
         x, y = place(value, value)
         parts += [_text(x, TOP + SIZE + 16, f"{value:.2g}"), _text(left - 6, y + 4, f"{value:.2g}", anchor="end")]
-    dots = (place(expected, real) for expected, real in square.pairs)
-    return parts + [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="#1f5fa8" fill-opacity="0.5"/>' for x, y in dots]
+    dots = "".join(f"M{x:.0f} {y:.0f}h0" for x, y in (place(expected, real) for expected, real in square.pairs))
+    style = 'stroke="#1f5fa8" stroke-width="4" stroke-linecap="round" stroke-opacity="0.5"'
+    return [*parts, f'<path d="{dots}" {style}/>']
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "middle", size: int = 11) -> str:

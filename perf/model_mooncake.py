@@ -11,7 +11,7 @@ what 0.9 is taken: rows are by all gaps ("gaps"), and by the longest of each req
 to decoding hide behind prefill. Nothing is computed. Prints a table; --write appends JSON lines to
 perf/results/model_mooncake.jsonl.
 
-    python perf/model_mooncake.py --write
+    python perf/model_mooncake.py --write; python perf/model_mooncake.py --only real --requests 60 --write
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from functools import cache, partial
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from common import record
+from common import BrokenError, record
 
 from lamina.engine.conductor import Conductor, ConductorRules, KnownPrompt
 from lamina.engine.conductor.directory import Directory
@@ -114,13 +114,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="a100", help="of a host, by its name in a plan")
     parser.add_argument("--requests", type=int, default=24, help="for each host")
+    parser.add_argument("--only", default="", help="shapes with this in their name")
     parser.add_argument("--ttft", type=float, default=10.0, help="times of the first token of a request alone")
     parser.add_argument("--tbt", type=float, default=5.0, help="times of a step of a request alone")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     host = HostLaws.of(args.device)
-    for shape in SHAPES:
+    for shape in [shape for shape in SHAPES if args.only in shape.name]:
         base, systems = systems_of(shape, host, args)
         runs = {name: cache(partial(_played, shape, system, args)) for name, system in systems.items()}
         for what in ("gaps", "longest"):
@@ -177,9 +178,12 @@ def most_rate(shape: Table1, host: HostLaws, what: str, run: Callable[[float], L
     def keeps(rate: float) -> bool:
         return run(rate).kept(what)
 
-    low, high = 0.0, sum(shape.pools[0]) / host.prefill.seconds(shape.prompt)
+    hosts = sum(shape.pools[0])
+    low, high = 0.0, hosts / host.prefill.seconds(shape.prompt)
     while keeps(high):
         low, high = high, 2 * high
+        if high > 100 * hosts / host.prefill.seconds(shape.prompt):
+            raise BrokenError(f"{shape.name}: all come so soon that nobody is late: take more --requests")
     for _ in range(STEPS):
         middle = (low + high) / 2
         low, high = (middle, high) if keeps(middle) else (low, middle)
