@@ -76,7 +76,7 @@ class Step:
         graphs, which read these.
         """
         renew, groups = self._store.backend.renew, zip(self.groups, other.groups, strict=True)
-        if not all(renew(mine.whole.prepared, theirs.whole.prepared) for mine, theirs in groups):
+        if not all(renew(own.whole.prepared, others.whole.prepared) for own, others in groups):
             return False
         for (place, _), (there, _) in zip(self.places, other.places, strict=True):
             if place.at is not None and there.at is not None:

@@ -62,7 +62,7 @@ class SimDriver:
 
 
 @dataclass(frozen=True)
-class _Loaded:
+class _LoadedIntegers:
     """What is known of the model, and the model, of which a stage lets go."""
 
     model: Any
@@ -80,7 +80,7 @@ class _Integers(ModelServer):
         model = self.module.of_rank(self.start.rank, self.start.topology.tensor_parallel_size)
         max_len = sequence_limit(self.start.model.max_model_len, 1 << BITS)
         partition = self._partition(model.layers, max_len)
-        loaded = _Loaded(model, model, model.eos_token_ids)
+        loaded = _LoadedIntegers(model, model, model.eos_token_ids)
         part, backend = self.own_part(model, len(model.layers)), gemm.get("torch", 1)
         return CutModel(part, loaded, model.layers, torch.float32, max_len, partition, backend)
 
