@@ -31,6 +31,13 @@ def on_gpus() -> Iterator[str]:
 
 
 @contextmanager
+def by_nccl() -> Iterator[str]:
+    """The same, whose kernels put by NCCL's device API."""
+    with on_gpus():
+        yield "gin"
+
+
+@contextmanager
 def beside_nics() -> Iterator[str]:
     """The same, where each GPU has a ConnectX beside it that its kernels drive; of tests/netstack/nic/test_mlx5.py."""
     with on_gpus():
@@ -48,7 +55,7 @@ def on_one_gpu() -> Iterator[str]:
 Where = Callable[[], AbstractContextManager[str]]
 
 
-@pytest.fixture(params=[on_gpus, on_one_gpu, *([beside_nics] if "FAKE_MLX5_SERVES" in os.environ else [])])
+@pytest.fixture(params=[on_gpus, by_nccl, on_one_gpu, *([beside_nics] if "FAKE_MLX5_SERVES" in os.environ else [])])
 def where(request: pytest.FixtureRequest) -> Where:
     found: Where = request.param
     return found

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -60,6 +61,8 @@ struct ncclCommProperties_t {
 
 namespace fake_nccl {
 
+std::chrono::microseconds held_back{0};  // a put that is alone waits so long for one to overtake it
+
 class Network {
  public:
   ~Network() {
@@ -93,6 +96,7 @@ class Network {
     for (unsigned n = 0;; ++n) {
       changed_.wait(lock, [this] { return over_ || (!puts_.empty() && !stands_still); });
       if (over_) return;
+      changed_.wait_for(lock, held_back, [this] { return over_ || puts_.size() > 1; });
       std::size_t which = puts_.size() - 1;
       if (n % 3 == 0) which = 0;
       while (puts_[which].moved) which = (which + 1) % puts_.size();

@@ -72,6 +72,7 @@ struct Side {
 int main(int, char** arguments) {
   const u64 messages = std::strtoull(arguments[1], nullptr, 10), abort = 0;
   const Slots slots{7, kBytes};
+  fake_nccl::held_back = std::chrono::milliseconds(2);
   const u64 back = (slots.inbox_bytes() + 4095) / 4096 * 4096, bytes = back + slots.inbox_bytes();
   u8* memory[2] = {new u8[bytes](), new u8[bytes]()};
   ncclWindow_vidmem window{{memory[0], memory[1]}, bytes};
