@@ -47,6 +47,7 @@ setup(
         native(
             "lamina.netstack.host._native",
             *sorted(glob("csrc/netstack/native*.cpp")),
+            *sorted(glob("csrc/netstack/proxy/native*.cpp")),
             *sorted(glob("csrc/netstack/verbs/native*.cpp")),
         ),
         native(

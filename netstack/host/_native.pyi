@@ -120,7 +120,7 @@ def open_kernel_pair(
     """
 
 class Ringer:
-    """A thread that rings NICs for kernels whose GPU may not (csrc/netstack/ringer.h), until it is closed."""
+    """A thread that rings NICs for kernels whose GPU may not (csrc/netstack/proxy/ringer.h), until it is closed."""
 
     def __init__(self, cores: list[int], /) -> None:
         """``cores`` of the thread; none: those of this one. Raises OSError where there is no thread."""

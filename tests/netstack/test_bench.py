@@ -180,7 +180,7 @@ def test_a_killed_client_leaves_no_server() -> None:
         (["--samples", "/nowhere/x"], "--samples /nowhere/x: No such file or directory; name a file"),
         (["--driver", "native", "--pattern", "fan"], "--driver native has no pattern fan"),
         (["--device", "gpu"], "unknown --device 'gpu'; choose of cpu, cuda"),
-        (["--device", "cuda", "--transport", "shm"], "kernels for --transport cuda, mlx5, not shm"),
+        (["--device", "cuda", "--transport", "shm"], "kernels for --transport cuda, mlx5, gin, not shm"),
         (["--device", "cuda", "--pattern", "pair"], "--device cuda has no pattern pair; choose of rtt"),
         (["--device", "cuda", "--driver", "native"], "--driver native is of --device cpu"),
         (["--listen"], "LAMINA_CLUSTER_KEY"),

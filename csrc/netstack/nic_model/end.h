@@ -7,7 +7,7 @@
 
 #include "netstack/mlx5_channel.h"
 #include "netstack/nic_model/bus.h"
-#include "netstack/proxy.h"
+#include "netstack/proxy/proxy.h"
 
 namespace lamina::nic_model {
 

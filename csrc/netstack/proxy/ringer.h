@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "netstack/proxy.h"
+#include "netstack/proxy/proxy.h"
 
 namespace lamina::mlx5 {
 

@@ -5,7 +5,7 @@
 #include <memory>
 #include <system_error>
 
-#include "netstack/ringer.h"
+#include "netstack/proxy/ringer.h"
 
 namespace lamina {
 namespace {
