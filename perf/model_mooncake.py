@@ -4,11 +4,11 @@ The shapes of table 1 of Mooncake (arXiv 2407.00079) and the limits of its secti
 instances under the shipped Conductor and instances that decode, on the virtual clock of `lamina-launch simulate`. The
 others are as many engines of the shipped scheduler that compute prompts in the steps of those that decode: whole, as
 vLLM did then, or in chunks, as it does now; they get requests in turns. An instance is a host of eight A100, peak rates
-times the shares below, with LLaMA2-70B. Arrivals are Poisson, lengths vary by half around the mean of table 1. A rate is kept where 0.9 of first tokens come within --ttft times, and 0.9 of gaps between tokens are
-within --tbt times, of what a request alone takes; of the real data, within 30 s and 0.1 s. The paper does not say of
-what 0.9 is taken: rows are by all gaps ("gaps"), and by the longest of each request ("longest"). Transfers from prefill
-to decoding hide behind prefill. Nothing is computed. Prints a table; --write appends JSON lines to
-perf/results/model_mooncake.jsonl.
+times the shares below, with LLaMA2-70B. Arrivals are Poisson, lengths vary by half around the mean of table 1. A rate
+is kept where 0.9 of first tokens come within --ttft times, and 0.9 of gaps between tokens are within --tbt times, of
+what a request alone takes; of the real data, within 30 s and 0.1 s. The paper does not say of what 0.9 is taken: rows
+are by all gaps ("gaps"), and by the longest of each request ("longest"). Transfers from prefill to decoding hide behind
+prefill. Nothing is computed. Prints a table; --write appends JSON lines to perf/results/model_mooncake.jsonl.
 
     python perf/model_mooncake.py --write
 """
