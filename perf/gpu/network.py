@@ -217,7 +217,9 @@ class GpuProducts:
         size, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (128, torch.float32)
         self._flops = 2 * size**3
         self._factors = [torch.randn(size, size, device=device).to(dtype) for _ in range(2)]
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._done, self._over, self._begun = 0, Event(), Event()
         self._pool = ThreadPoolExecutor(1)
 
@@ -247,7 +249,7 @@ class GpuProducts:
                 for _ in range(BATCH):
                     torch.mm(left, right, out=product)
                 if self._stream:  # one batch waits while another runs, so that the GPU is never idle
-                    ahead.append(torch.cuda.Event())
+                    ahead.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
                     ahead[-1].record(self._stream)
                     if len(ahead) > 1:
                         ahead.popleft().synchronize()
