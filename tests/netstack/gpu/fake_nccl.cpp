@@ -61,7 +61,7 @@ struct ncclCommProperties_t {
 
 namespace fake_nccl {
 
-std::chrono::microseconds held_back{0};  // a put that is alone waits so long for one to overtake it
+std::chrono::microseconds held_back{0};  // a put waits so long for one to overtake it, and the next one behind it
 
 class Network {
  public:
@@ -110,6 +110,10 @@ class Network {
         put.told = true;
       }
       while (!puts_.empty() && puts_.front().told) puts_.pop_front();
+      if (held_back.count() == 0) continue;
+      lock.unlock();  // whoever polls sees what there is
+      std::this_thread::sleep_for(held_back);
+      lock.lock();
     }
   }
 
