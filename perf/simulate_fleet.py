@@ -30,29 +30,29 @@ from lamina.sim.whole.scenario import fleet_scenario, moving_fleet, planned_flee
 SHARE = 50
 
 
-class PlayedSeeds(NamedTuple):
+class SeedShare(NamedTuple):
     """Of some seeds: counts of what has happened, and what is wrong with those that have failed."""
 
     counts: Counter[str]
     failed: dict[int, str]
 
 
-def fleet_share(first: int) -> PlayedSeeds:
+def fleet_share(first: int) -> SeedShare:
     """Of ``SHARE`` seeds, of which one in three has engines that die, memory workers that come and go, two ranks,
     stripes or parity, and one in three sequences and stripes that move, prompts in stages, or spares.
     """
     return _share(first, (fleet_scenario, planned_fleet, moving_fleet), check_fleet)
 
 
-def engine_share(first: int) -> PlayedSeeds:
+def engine_share(first: int) -> SeedShare:
     """Of ``SHARE`` seeds, of which two in three have memory workers that come and go; of one in three sequences leave
     those that go one by one.
     """
     return _share(first, (scenario, planned, leaving), check_all)
 
 
-def _share(first: int, kinds: tuple[Callable[[int], Any], ...], check: Callable[[Any], Any]) -> PlayedSeeds:
-    share = PlayedSeeds(Counter(), {})
+def _share(first: int, kinds: tuple[Callable[[int], Any], ...], check: Callable[[Any], Any]) -> SeedShare:
+    share = SeedShare(Counter(), {})
     for seed in range(first, first + SHARE):
         try:
             played = check(kinds[seed % len(kinds)](seed))._asdict()

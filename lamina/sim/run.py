@@ -48,7 +48,7 @@ class BegunRequest(NamedTuple):
     scores: Any
 
 
-class HalfPlayed(NamedTuple):
+class HeardByReaders(NamedTuple):
     """What readers have of an engine in the midst of its work. ``ended``: of requests that are over, by place;
     ``asked``: the others, in the order of their numbers; ``left``: places of those that have not come.
     """
@@ -112,7 +112,7 @@ def _last_step(of: Scenario, calm: EnginePlay) -> int:
     return random.Random(of.seed).randint(1, calm.steps)
 
 
-def _check_next(of: Scenario, heard: HalfPlayed, wanted: Played) -> bool:
+def _check_next(of: Scenario, heard: HeardByReaders, wanted: Played) -> bool:
     """The next engine goes on with what was ``heard``, and has the seeds that the one before has drawn."""
     after = EnginePlay(replace(with_seeds(of), faults=()))
     after.go_on_from(heard)
@@ -182,7 +182,7 @@ class EnginePlay(Play):
         wire, preemptions = self._wire, engine.scheduler.num_preemptions
         return Played(answers, wire.losses, preemptions, wire.elastic.changes)
 
-    def heard(self) -> HalfPlayed:
+    def heard(self) -> HeardByReaders:
         """What readers have by now."""
         ended, asked = dict[int, RequestOutput](), list[BegunRequest]()
         for request, (place, _) in self._asked.items():
@@ -194,9 +194,9 @@ class EnginePlay(Play):
             seen = {i: seen for (r, i), seen in self._seen.items() if r == request}
             scores = output.prompt_logprobs if output and output.outputs[0].token_ids else None
             asked.append(BegunRequest(place, told, seen, copy(scores)))
-        return HalfPlayed(ended, asked, [place for place, _ in self._left])
+        return HeardByReaders(ended, asked, [place for place, _ in self._left])
 
-    def go_on_from(self, heard: HalfPlayed) -> None:
+    def go_on_from(self, heard: HeardByReaders) -> None:
         """With the requests of an engine that has died, as far as readers have them."""
         asks = self._of.asks
         self._left, self._ended = [(place, asks[place]) for place in heard.left], dict(heard.ended)
