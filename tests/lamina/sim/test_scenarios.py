@@ -337,8 +337,17 @@ BEGIN = {
     "KV of another preempted one": 24,
     "KV behind a preempted one": 1548,
     "KV that was not loaded": 270,
+    "KV that was not loaded behind an open gate": 24,
+    "KV that is being loaded": 24,
+    "a delta twice": 32,
+    "retained KV": 12,
     "transfers of an older view": 150,
-    "a beginning that was given back": 114,
+    "a beginning that was given back": 150,
+    "where sequences lie": 24,
+    "who has no room": 24,
+    "who lends": 57,
+    "what is retained": 42,
+    "who keeps pages": 24,
 }
 
 
@@ -351,7 +360,7 @@ def test_a_mistake_is_seen(mistake: str) -> None:
 
 @pytest.mark.parametrize("mistake", PLANNED_MISTAKES)
 def test_a_mistake_about_planned_changes_is_seen(mistake: str) -> None:
-    assert any(breaks_by(mistake, planned(seed)) for seed in range(PLANNED))
+    assert any(breaks_by(mistake, planned(seed)) for seed in range(BEGIN.get(mistake, 0), PLANNED))
 
 
 def breaks_by(mistake: str, of: Scenario) -> bool:
