@@ -1,6 +1,7 @@
 """``nic-model`` as it is for a GPU that may not map doorbells: it builds work requests, and a CPU thread rings for it.
 
-HARDWARE-UNVERIFIED, as ``nic-model`` is. It rings in ordinary memory, which the thread polls (csrc/netstack/proxy/proxy.h).
+HARDWARE-UNVERIFIED, as ``nic-model`` is. It rings in ordinary memory, which the thread polls
+(csrc/netstack/proxy/proxy.h).
 """
 
 from __future__ import annotations
