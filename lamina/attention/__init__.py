@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -69,8 +69,6 @@ class AttentionBackend(Protocol):
        k, v after that.
     """
 
-    renews: ClassVar[bool] = False  # whether ``renew`` can be true
-
     @property
     def engine(self) -> object | None:
         """For other native modules, which use its kernels, and what ``prepare`` gives; None where there is none."""
@@ -80,11 +78,15 @@ class AttentionBackend(Protocol):
         """What all layers of one group share in one step; passed to the other two."""
         ...
 
-    def renew(self, prepared: Any, other: Any) -> bool:
-        """Have ``prepared`` say what ``other`` says, at the addresses that it has, for graphs of the device that were
-        recorded with it; whether that can be. Both have as many sequences, of one row each.
+    def graph_key(self, prepared: Any) -> tuple[int, ...] | None:
+        """Sizes by which a graph of the device that was recorded with ``prepared`` is for others too, which have the
+        same; None: it is for no other.
         """
-        return False
+        return None
+
+    def renew(self, prepared: Any, other: Any) -> None:
+        """Have ``prepared`` say what ``other``, of the same ``graph_key``, says, at the addresses that it has."""
+        raise ValueError("graphs of this backend are for no other step")
 
     def attend_stored(self, op: Operator, prepared: Any, store: LayerStore, q: Tensor) -> Partial:
         """Attention of the step's rows over their sequences' stored tokens, positions ``seen .. stop`` of the table.

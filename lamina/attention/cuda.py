@@ -99,8 +99,6 @@ class DeviceTable:
 class Cuda(AttentionBackend):
     """The ``AttentionBackend`` of our CUDA kernels. One stream at a time uses it: scratch is shared."""
 
-    renews = True
-
     def __init__(
         self, kernels: Kernels, device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype | None = None
     ) -> None:
@@ -139,13 +137,12 @@ class Cuda(AttentionBackend):
         self.refill(step, rows)
         return step
 
-    def renew(self, prepared: DeviceTable, other: DeviceTable) -> bool:
+    def graph_key(self, prepared: DeviceTable) -> tuple[int, ...]:
+        return prepared.sequences, prepared.rows, prepared.width, prepared.block_size, prepared.most_rows
+
+    def renew(self, prepared: DeviceTable, other: DeviceTable) -> None:
         """Its plans are made anew by the graph, which has launched that too."""
-        sizes = [(x.sequences, x.rows, x.width, x.block_size, x.most_rows) for x in (prepared, other)]
-        if sizes[0] != sizes[1]:
-            return False
         prepared.data.copy_(other.data)
-        return True
 
     def attend_stored(self, op: Operator, prepared: DeviceTable, store: LayerStore, q: Tensor) -> Partial:
         if store.k.shape[0] * op.kv_heads * prepared.block_size >= 1 << 31:

@@ -41,7 +41,8 @@ class Supervisor:
         and can be replaced; one that is only slow stays, and so does one that owes nothing.
         """
         self.tend_spares()
-        stopped = [m for m in owing if m not in self._members.lost and m.handle.stopped]
+        each = dict.fromkeys(owing)  # who owes two things is looked at once: a look compares with the one before
+        stopped = [m for m in each if m not in self._members.lost and m.handle.stopped]
         for member in self._standing.look(stopped):
             loss = LostError(f"{member.name} has been stopped for {STOPPED_S:g} s", [member], ended=True)
             if self.may_make_good(loss):

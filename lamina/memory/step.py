@@ -61,28 +61,31 @@ class Step:
         return tuple(chain.from_iterable(each))
 
     @cached_property
-    def lone_rows(self) -> int:
-        """The rows of a step that has one of each sequence, all of which are whole here and attend all; of others 0.
-        Such steps with as many rows launch the same work.
+    def graph_key(self) -> tuple[int, ...] | None:
+        """Steps with the same launch the same work on the device, and differ in what tensors say. None: there are no
+        others. Of steps with one row of each sequence, all of which are whole here and attend all.
         """
-        lone = all(rows.count == 1 for rows in self.plan.rows)
+        lone = bool(self.groups) and all(rows.count == 1 for rows in self.plan.rows) and not self.scoring
         whole = all(g.selection is None and not g.nodes.num_rows and not g.new.num_rows for g in self.groups)
-        kept = all(place.kept is None and not other.num_rows for place, other in self.places)
-        same = all(g.whole.num_rows == self.plan.num_rows for g in self.groups)
-        return self.plan.num_rows if lone and whole and kept and same and self.groups and not self.scoring else 0
+        kept = all(place.at and place.kept is None and not other.num_rows for place, other in self.places)
+        if not (lone and whole and kept and all(g.whole.num_rows == self.plan.num_rows for g in self.groups)):
+            return None
+        keys = [self._store.backend.graph_key(group.whole.prepared) for group in self.groups]
+        return None if None in keys else (self.plan.num_rows, *chain.from_iterable(k for k in keys if k))
 
-    def become(self, other: Step) -> bool:
-        """Say what ``other`` says, at the same addresses; whether that could be. Both have as many ``lone_rows``. For
-        graphs, which read these.
-        """
-        renew, groups = self._store.backend.renew, zip(self.groups, other.groups, strict=True)
-        if not all(renew(own.whole.prepared, others.whole.prepared) for own, others in groups):
-            return False
+    def become(self, other: Step) -> None:
+        """Say what ``other``, of the same ``graph_key``, says, at the same addresses: for graphs, which read these."""
+        for own, new in zip(self.groups, other.groups, strict=True):
+            self._store.backend.renew(own.whole.prepared, new.whole.prepared)
         for (place, _), (there, _) in zip(self.places, other.places, strict=True):
-            if place.at is not None and there.at is not None:
-                place.at.blocks.copy_(there.at.blocks)
-                place.at.offsets.copy_(there.at.offsets)
-        return True
+            assert place.at is not None
+            assert there.at is not None
+            place.at.blocks.copy_(there.at.blocks)
+            place.at.offsets.copy_(there.at.offsets)
+
+    def again(self) -> Step:
+        """The same step, of which nothing was launched."""
+        return Step(self._store, self.plan)
 
     def messages(self, layer: int) -> Messages:
         """This worker's."""

@@ -23,20 +23,19 @@ class DeviceLayers:
     """The Layers of a session whose messages kernels move, in the order of HostLayers. The host waits once a round."""
 
     def __init__(self, wire: LayerWire, store: Store, meter: Meter, *, graphs: bool) -> None:
-        """``graphs``: wanted, where the device has them, and where messages and attention may be parts of them."""
+        """``graphs``: wanted, where the device has them and messages may be parts of them."""
         self.wire = wire
         self._store, self._meter = store, meter
-        capture = store.staging.capture() if graphs and wire.recordable and store.backend.renews else None
+        capture = store.staging.capture() if graphs and wire.recordable else None
         self._recorded = RecordedRounds(capture, self._launch) if capture else None
 
     def run(self, steps: Sequence[Step]) -> None:
         """All layers of a round, one step after another in each. Raises ChannelError, ProtocolError."""
         each_lines = [self._lines(step) for step in steps]
         with self._meter.time("attend_s"):  # of the host
-            if self._recorded and steps and self._recorded.run(steps, each_lines):
-                self._meter.add("graph_turns", len(steps) * len(self._store.layers))
-            else:
-                self._launch(steps, each_lines)
+            left = self._recorded.run(steps, each_lines) if self._recorded and steps else steps
+            self._launch(left, each_lines)
+        self._meter.add("graph_turns", (len(steps) - len(left)) * len(self._store.layers))
         for step in steps:
             self._count(step)
         with self._meter.time("wait_s"):
@@ -58,7 +57,7 @@ class DeviceLayers:
 
     def _launch(self, steps: Sequence[Step], each_lines: Sequence[Tensor]) -> None:
         for layer in range(len(self._store.layers)):
-            for step, due in zip(steps, each_lines, strict=True):
+            for step, due in zip(steps, each_lines[: len(steps)], strict=True):
                 self._turn(step, layer, due[layer])
 
     def _turn(self, step: Step, layer: int, due: Tensor) -> None:

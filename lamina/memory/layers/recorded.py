@@ -1,9 +1,10 @@
 """Rounds of decoding as graphs of the device: launched as a whole, where each layer takes some six launches.
 
-A graph is of the number of rows of each step of a round. The first such round is launched piece by piece, which also
-compiles what has to be; the second is recorded, and from then on a round's tables are copied into those of the
-recorded one, at whose addresses the graph reads them, and the graph is launched. Prompts, sparse and shared sequences
-have no graphs. HARDWARE-UNVERIFIED: run with kernels, and graphs of them, that a CPU stands in for.
+A graph is for rounds whose steps have as many rows and as long tables (``Step.graph_key``). The first such round is
+launched piece by piece, which also compiles what has to be; the second is recorded, and from then on a round's tables
+are copied into those of the recorded one, at whose addresses the graph reads them, and the graph is launched. Prompts,
+sparse and shared sequences have no graphs. HARDWARE-UNVERIFIED: run with kernels, and graphs of them, that a CPU stands
+in for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -37,39 +38,44 @@ class RecordedRounds:
     def __init__(self, capture: GraphCapture, launch: Callable[[Sequence[Step], Sequence[Tensor]], None]) -> None:
         """``launch``: all kernels of a round, whose messages the lines tell, without a wait of the host."""
         self._capture, self._launch = capture, launch
-        self._rounds: OrderedDict[tuple[int, ...], _RecordedRound | None] = OrderedDict()
+        self._rounds: OrderedDict[tuple[Any, ...], _RecordedRound | None] = OrderedDict()
         self._refused = False
 
-    def run(self, steps: Sequence[Step], lines: Sequence[Tensor]) -> bool:
-        """Launch the round as a graph; whether it could be."""
-        if self._refused or not all(0 < step.lone_rows <= MOST_ROWS for step in steps):
-            return False
-        key = tuple(step.lone_rows for step in steps)
+    def run(self, steps: Sequence[Step], lines: Sequence[Tensor]) -> Sequence[Step]:
+        """Launch the round as a graph. The steps that are still to be launched: none, or all where it could not be."""
+        key = tuple(step.graph_key for step in steps)
+        if self._refused or not all(each and each[0] <= MOST_ROWS for each in key):
+            return steps
         seen = key in self._rounds
         known = self._rounds.pop(key, None)
         self._rounds[key] = known  # the newest
         if not seen:
             if len(self._rounds) > MOST_ROUNDS:
                 self._rounds.popitem(last=False)
-            return False
-        if known is None or not all(own.become(new) for own, new in zip(known.steps, steps, strict=True)):
+            return steps
+        if known is None:
             known = self._rounds[key] = self._record(steps, lines)
             if known is None:
-                return False
+                return [step.again() for step in steps]  # what these had launched was recorded, and never done
         else:
+            for own, new in zip(known.steps, steps, strict=True):
+                own.become(new)
             for own_lines, new_lines in zip(known.lines, lines, strict=True):
                 own_lines.copy_(new_lines)
         known.graph.replay()
-        return True
+        return []
 
     def _record(self, steps: Sequence[Step], lines: Sequence[Tensor]) -> _RecordedRound | None:
-        self._capture.begin()
         try:
-            self._launch(steps, lines)
+            self._capture.begin()
+            try:
+                self._launch(steps, lines)
+            except BaseException:
+                with suppress(RuntimeError):
+                    self._capture.end()
+                raise
+            return _RecordedRound(steps, lines, self._capture.end())
         except RuntimeError as error:
-            with suppress(RuntimeError):
-                self._capture.end()
             log.warning("a round cannot be a graph, and runs without: %s", str(error).splitlines()[0])
             self._refused = True
             return None
-        return _RecordedRound(steps, lines, self._capture.end())

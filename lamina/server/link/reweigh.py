@@ -11,6 +11,8 @@ from lamina.engine.engine import Engine
 from lamina.engine.wire import Clock
 from lamina.fleet.pools import Pools
 from lamina.fleet.rates import Shares
+from lamina.fleet.seats import NotInPlaceError, check_in_place
+from lamina.protocol.options.engine import EngineConfig
 
 log = logging.getLogger(__name__)
 REASON = "weigh"  # of a change of memory workers
@@ -25,7 +27,8 @@ class Reweigh:
         # A worker that has whole sequences may attend prompts while others decode: its rate tells nothing then.
         info = engine.info
         alike = (info.stripe > 0 and not info.stays) or all(lanes.all for lanes in info.lanes)
-        watched = topology.weighs and topology.memory_workers > topology.tensor_parallel_size
+        several = topology.memory_workers > topology.tensor_parallel_size
+        watched = topology.weighs and several and _can_change(engine.config)
         self._shares = Shares(topology.tensor_parallel_size, clock) if watched and alike else None
 
     def look(self, counters: Mapping[str, Mapping[str, float]]) -> None:
@@ -45,3 +48,12 @@ class Reweigh:
             log.warning("memory workers read by %s, and keep their parts of the work: %s", parts, error)
         else:
             log.info("--memory-weights measured: memory workers now read by %s, and have such parts", parts)
+
+
+def _can_change(config: EngineConfig) -> bool:
+    """Whether the memory workers that there are can have other parts."""
+    try:
+        check_in_place(config, same=True)
+    except NotInPlaceError:
+        return False
+    return True
