@@ -99,13 +99,16 @@ class AutoFabric(BaseFabric):
                 beyond.append(f"{way.reach} ({self._lacks[way.scheme]})")
                 continue
             there = f"{way.scheme}://{way.at(place)}"
+            accepts = way is not WAYS[0]
             try:
                 if isinstance(fabric, VerbsFabric):
-                    self._try_out(fabric, there, terms, (deadline - monotonic()) / 2)
+                    begun, accepts = monotonic(), False
+                    self._try_out(fabric, there, terms, (deadline - begun) / 2)
+                    accepts, deadline = True, deadline + monotonic() - begun  # a trial has a time of its own
                 channel = fabric.connect(there, terms, timeout_s=max(0.0, deadline - monotonic()))
             except ChannelError as error:
-                if isinstance(error, ChannelTimeout) and way is WAYS[0]:
-                    raise  # the listener is here; it does not accept
+                if isinstance(error, ChannelTimeout) and not accepts:
+                    raise  # the listener is there; it does not accept
                 beyond.append(f"{way.reach} ({error})")
                 last = error
                 continue
@@ -119,7 +122,9 @@ class AutoFabric(BaseFabric):
                 parts.callback(fabric.close)
 
     def _try_out(self, fabric: VerbsFabric, url: str, terms: Terms, timeout_s: float) -> None:
-        """Raises ChannelError where messages to ``url`` and back do not pass, or did not lately."""
+        """Raises ChannelError where messages to ``url`` and back do not pass, or did not lately; ChannelTimeout where
+        nobody accepts within ``timeout_s``.
+        """
         until, why = self._tried.get(url, (0.0, ""))
         if monotonic() >= until:
             why = fabric.try_out(url, terms, timeout_s=max(0.0, timeout_s))

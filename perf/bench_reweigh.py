@@ -11,6 +11,8 @@ became others, with the pauses. Prints JSON; --write appends it to perf/results/
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -116,6 +118,7 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
         finally:
             throttled.terminate()
             throttled.wait()
+            os.kill(int(words[0]), signal.SIGCONT)  # it may have been stopped when that ended
         recovered_at, count = time.perf_counter() - watched.begun, len(watched.changes)
         watched.steps(recovered_at + 300.0, change=True)
         now = time.perf_counter() - watched.begun

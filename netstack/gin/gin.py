@@ -25,7 +25,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from time import monotonic
 
-from lamina.netstack.contract.fabric import Fabric, HandshakeError
+from lamina.netstack.contract.fabric import Channel, Fabric, HandshakeError
 from lamina.netstack.contract.layout import StructLayout
 from lamina.netstack.contract.terms import EPOCH_SHIFT, MESSAGE_MOST
 from lamina.netstack.cuda.cuda import DEVICE
@@ -162,9 +162,12 @@ class GinWay:
 
 
 class GinFabric(VerbsFabric):
-    """Listens and connects as ``verbs`` does."""
+    """Listens and connects as ``verbs`` does; once the peer is met, NCCL has its time, however short an attempt is."""
 
     scheme = "gin"
+
+    def _connected(self, sock: socket.socket, peer: str, session: PeerSession, deadline: float) -> Channel:
+        return super()._connected(sock, peer, session, max(deadline, monotonic() + MAKE_S + 2 * LATE_S))
 
 
 def _begun(call: Callable[[], GinLink]) -> Future[GinLink]:

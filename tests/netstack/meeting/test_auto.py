@@ -179,6 +179,20 @@ def test_rdma_that_loses_a_message_is_not_taken_nor_tried_again_at_once(
         end.close()
 
 
+def test_who_accepts_late_is_reached_by_rdma_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the next attempt, as workers make some: the network is no way around one that is still busy."""
+    fabric = with_rdma()
+    listener, by_network = beyond_memory(fabric), list[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr(fabric._tcp, "connect", lambda url, *_, **__: by_network.append(url))
+        with pytest.raises(netstack.ChannelTimeout):
+            fabric.connect(listener.url, Terms(outbound=TRIAL, inbound=TRIAL), timeout_s=0.1)
+    assert by_network == []
+    a, _ = connect(fabric, listener)
+    assert a.peer.startswith("verbs://")
+    fabric.close()
+
+
 def test_a_trial_goes_before_the_first_channel_to_a_place_alone() -> None:
     fabric = with_rdma()
     listener = beyond_memory(fabric)
