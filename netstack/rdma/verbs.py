@@ -29,7 +29,6 @@ import os
 import socket
 from contextlib import closing
 from threading import BoundedSemaphore, Thread
-from time import monotonic
 
 from lamina.netstack.contract.base import RDMA_DEVICE, SPIN_S, affordable_spin
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric, HandshakeError, Region
