@@ -280,6 +280,8 @@ def test_who_is_told_to_end_gives_its_kv_to_another_first(
             if len(outputs) == len(ids) and llm.pools.pids == before:
                 for pid in told:
                     os.kill(pid, signal.SIGTERM)  # again and again, as some do
+                while not llm.pools.elastic.under_way and llm.pools.pids == before:
+                    llm.engine.look()
             wait_for_room(llm)
         found = [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids]
         assert found == wanted
