@@ -46,7 +46,7 @@ ASKED = "_hypothesis_internal_use_settings"  # where a property keeps them, as h
 # By transport or attention backend; a test that is parametrized with it carries the mark.
 NEEDS = {
     "verbs": pytest.mark.rdma, "mlx5": pytest.mark.gpu, "cuda": pytest.mark.gpu, ONE_GPU: pytest.mark.gpu,
-    "flashinfer": pytest.mark.gpu,
+    "gin": pytest.mark.gpu, "flashinfer": pytest.mark.gpu,
 }  # fmt: skip
 
 

@@ -228,10 +228,11 @@ class Newcomers:
         else:
             return None
         here.left = less(here.left, fit.blocks)
-        seat = Seat(to, tuple(here.loads), fit.place, self._why(sequence, fit), here.left)
+        told = self._prefill.promises.reasons is not None and not isinstance(sequence, Shadow)
+        seat = Seat(to, tuple(here.loads), fit.place, self._why(sequence, fit), here.left) if told else None
         here.loads[to] += sequence.num_promised
         self._join(here.batches, here.batches[to], sequence, fit)
-        if not isinstance(sequence, Shadow):
+        if seat is not None:
             self._prefill.promises.seated(sequence, seat, apart=elsewhere)
         if elsewhere:
             self._prefill.add(sequence)

@@ -101,6 +101,8 @@ def of_hosts(llama_path: Path) -> Hosts:
 def test_the_bits_are_those_of_hosts(
     options: dict[str, Any], direct: bool, where: Where, llama_path: Path, prompts: list[list[int]], of_hosts: Hosts
 ) -> None:
+    if where is by_nccl and "prefill_workers" in options:
+        pytest.skip("gin makes all channels at the start: no prefill workers")
     wanted = of_hosts(prompts, **options)
     with where() as scheme:
         found, stats = outputs(llama_path, prompts, transport=scheme, **options)

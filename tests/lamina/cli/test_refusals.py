@@ -233,7 +233,7 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
 MODEL_REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"transport": "pigeon"},
-        "--transport: unknown transport 'pigeon'; choose one of loopback, shm, tcp, cuda, mlx5, nic-model, nic-model-proxy, verbs, auto, emulate",
+        "--transport: unknown transport 'pigeon'; choose one of loopback, shm, tcp, cuda, mlx5, gin, nic-model, nic-model-proxy, verbs, auto, emulate",
     ),
     (
         {"transport": "emulate+mlx5-proxy?latency_ms=1"},
@@ -241,11 +241,11 @@ MODEL_REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"transport": "shm+tcp"},
-        "--transport: unknown transport 'shm+tcp'; choose one of loopback, shm, tcp, cuda, mlx5, nic-model, nic-model-proxy, verbs, auto, emulate",
+        "--transport: unknown transport 'shm+tcp'; choose one of loopback, shm, tcp, cuda, mlx5, gin, nic-model, nic-model-proxy, verbs, auto, emulate",
     ),
     (
         {"transport": "emulate+pigeon"},
-        "--transport: unknown transport 'pigeon'; choose one of loopback, shm, tcp, cuda, mlx5, nic-model, nic-model-proxy, verbs, auto, emulate",
+        "--transport: unknown transport 'pigeon'; choose one of loopback, shm, tcp, cuda, mlx5, gin, nic-model, nic-model-proxy, verbs, auto, emulate",
     ),
     (
         {"attention": "magic"},

@@ -82,6 +82,11 @@ class Network {
     const std::lock_guard<std::mutex> lock(mutex_);
     return puts_.empty();
   }
+  // What has not moved goes nowhere: its memory is about to go.
+  void drop() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    puts_.clear();
+  }
   bool stands_still = false;
 
  private:
@@ -96,7 +101,8 @@ class Network {
     for (unsigned n = 0;; ++n) {
       changed_.wait(lock, [this] { return over_ || (!puts_.empty() && !stands_still); });
       if (over_) return;
-      changed_.wait_for(lock, held_back, [this] { return over_ || puts_.size() > 1; });
+      changed_.wait_for(lock, held_back, [this] { return over_ || puts_.size() != 1; });
+      if (puts_.empty()) continue;
       std::size_t which = puts_.size() - 1;
       if (n % 3 == 0) which = 0;
       while (puts_[which].moved) which = (which + 1) % puts_.size();
@@ -275,6 +281,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* at, std::size_t bytes
   return kInProgress;
 }
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
+  comm->network.drop();
   if (window) munmap(window->of_rank[1 - comm->rank], window->bytes);
   delete window;
   --live;

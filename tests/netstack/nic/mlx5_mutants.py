@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 CSRC = ROOT / "csrc"
-HEADERS = tuple(f"netstack/{name}.h" for name in ("device", "mlx5", "mlx5_channel", "memory_channel", "proxy"))
+HEADERS = tuple(f"netstack/{name}.h" for name in ("device", "mlx5", "mlx5_channel", "memory_channel", "proxy/proxy"))
 MODEL = CSRC / "netstack" / "nic_model"
 ARGUED = Path(__file__).with_name("mlx5_survivors.txt")
 POSTS = "20000"

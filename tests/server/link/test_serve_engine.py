@@ -99,6 +99,7 @@ class Noted:
     """A recorder that remembers which events it was told of."""
 
     native: object = b""
+    notes = None
 
     def __init__(self) -> None:
         self.events = set[Event]()
