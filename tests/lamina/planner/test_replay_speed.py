@@ -37,9 +37,10 @@ def calls(trace: RequestTrace, most: int) -> int:
 
 
 def test_beginning_many_prompts_at_once_looks_at_each_row_a_few_times() -> None:
-    """Of 128 sequences 64 begin in a round: work by grants times rows would be ten times as much."""
+    """Of 128 sequences 64 begin in a round: work by grants times rows would be ten times as much. Prices of 64 prefill
+    workers are 320 of the calls."""
     trace = even(400, 100, 60)
-    assert calls(trace, 128) / len(trace.requests) < 1400
+    assert calls(trace, 128) / len(trace.requests) < 1700
 
 
 def test_rounds_that_are_all_alike_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
