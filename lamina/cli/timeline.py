@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lamina.engine.conductor.reasons import CHOICE
+from lamina.engine.conductor.reasons import AFTER_PREFILL, CHOICE
 from lamina.observe.analysis import Report, analyse
 from lamina.observe.page import page, report_json
 from lamina.observe.perfetto import read
@@ -56,7 +56,7 @@ def choices_text(notes: Sequence[Note], *, each: bool) -> list[str]:
     whys = [(n.said["by"], n.said["reason"]) if n.name == CHOICE else ("refused", n.said["limit"]) for n in notes]
     counted = Counter(whys)
     lines = ["", "prompts, by who computed them and why:"] if counted else []
-    lines += [f"  {by:<12}{why:<42}{count:>7}" for (by, why), count in sorted(counted.items())]
+    lines += [f"  {by:<16}{why:<42}{count:>7}" for (by, why), count in sorted(counted.items())]
     return [*lines, *([""] if each else []), *(_choice(note) for note in (notes if each else ()))]
 
 
@@ -65,7 +65,9 @@ def _choice(note: Note) -> str:
     name = f"request {said['request']}" + (f".{said['completion']}" if said["completion"] else "")
     asked = f"{name}, {said['tokens']} tokens: "
     if note.name != CHOICE:
-        return f"{asked}refused by {said['limit']}, first token foreseen after {_ms(said['ttft_s'])}{_prices(said)}"
+        first = "first token" if said["limit"].endswith(AFTER_PREFILL) else "first token foreseen"
+        step = f", steps of {_ms(said['tbt_s'])} then" if said["tbt_s"] else ""
+        return f"{asked}refused by {said['limit']}, {first} after {_ms(said['ttft_s'])}{step}{_prices(said)}"
     moved = f" ({said['moved']} tokens from {said['source']})" if said.get("moved") else ""
     foreseen = f", first token foreseen after {_ms(said['ttft_s'])}" if "ttft_s" in said else ""
     memory = ", ".join(map(str, said["memory"]))
@@ -76,7 +78,7 @@ def _choice(note: Note) -> str:
 
 
 def _prices(said: dict[str, Any]) -> str:
-    ways = [f"prefill-{way['worker']} {way['way']} {_ms(way['ttft_s'])}" for way in said["prices"]]
+    ways = [f"{way['by']} {way['way']} {_ms(way['ttft_s'])}" for way in said["prices"]]
     return f"; ways: {', '.join(ways)}" if ways else ""
 
 

@@ -169,7 +169,8 @@ def promises_of(config: EngineConfig, clock: Callable[[], float], trace: Recorde
     """Nothing is promised at first. ``clock``: seconds, for what prompts take. ``trace``: of its reasons."""
     staged = StagedPrefill(config.topology.prefill_pipeline, config.batching.prefill_chunk)
     promises = Promises(config.topology.prefill_groups, config.batching.max_num_seqs, clock, staged)
-    promises.reasons = Reasons(trace.note) if trace.notes is not None else None
+    stages = staged.stages if config.topology.prefill_workers else 0
+    promises.reasons = Reasons(trace.note, stages) if trace.notes is not None else None
     return promises
 
 

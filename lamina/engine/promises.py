@@ -143,7 +143,7 @@ class Promises:
             prices = self.conductor.prices(self._known(sequence), self._clock())
         choice = booked.choice if booked and (apart or not self._apart) else None
         if choice is not None and apart:
-            by, why = f"prefill-{choice.worker}", choice.reason
+            by, why = self.reasons.name(choice.worker), choice.reason
         elif self._apart:
             by, why = INLINE, "a short rest, where its beginning lies" if cached else "a row alone"
         else:
@@ -211,6 +211,8 @@ class Promises:
         refusal = self.conductor.refuses_decoding(sequence.num_promised, self._clock() - booked.at_s)
         if refusal is not None:
             self._counts.wasted += len(sequence.prompt)
+            if self.reasons:
+                self.reasons.refused_late(_asked(sequence)._replace(tokens=len(sequence.prompt)), refusal)
         return refusal
 
     def drop(self, sequence: Sequence) -> None:
