@@ -86,7 +86,8 @@ def _serve(model: str, config: ServerConfig, engine: Any) -> int:
         url = _url(config, sock)
         START.begin(environment(0))
         importing = Background(_run_server, "lamina-import")  # beside the warm process
-        handle = launch_engine(Start(model=model, tokenizer=config.tokenizer, config=engine, rules=config.rules))
+        start = Start(model=model, tokenizer=config.tokenizer, config=engine, rules=config.rules, first=True)
+        handle = launch_engine(start)
         try:
             run_server = importing.result()
             return run_server(model, config, engine, handle, sock, lambda: _say_ready(model, config, url), journal)

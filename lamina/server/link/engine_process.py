@@ -13,6 +13,7 @@ from typing import Any
 from lamina import netstack
 from lamina.engine.conversations.sessions import SessionCopy, SessionName
 from lamina.engine.engine import Engine
+from lamina.engine.tuning.alone import check_limits
 from lamina.engine.tuning.measure import tune
 from lamina.engine.wire import WorkerError
 from lamina.fleet.choose_transport import nearest
@@ -94,6 +95,8 @@ def _serve(link: ControlLink, start: Start) -> None:
         engine = Engine(pools, config, trace=pools.tracer.recorder)
         pools.attend(engine)
         tune(engine, progress)
+        if start.first:
+            check_limits(engine, start.rules.limits, progress)
         engine.promises.promise(start.rules)
         loop = _Loop(link, engine, pools, tokenizer.result(limit_s))
         try:

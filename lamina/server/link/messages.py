@@ -23,6 +23,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     config: EngineConfig
     rules: ConductorRules = ConductorRules()  # of what is promised
     log_json: bool = False  # of the server: then the engine says no more than it must, as its lines are text
+    first: bool = False  # of its server: then limits that a request alone does not keep are refused
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):

@@ -11,6 +11,10 @@ import pytest
 
 from lamina.cli.preflight import check
 from lamina.config import make_config
+from lamina.engine.tuning.alone import check_limits
+from lamina.server.config import ServerConfig
+from lamina.sim.clock import VirtualClock
+from lamina.sim.lossless import SimulatedPool
 
 MODEL = str(Path(__file__).resolve().parents[3] / "examples" / "tiny_lm" / "model")
 
@@ -294,6 +298,21 @@ MODEL_REFUSED: list[tuple[dict[str, Any], str]] = [
         "--collective nccl is for GPUs, and ranks compute on cpu: use --compute-device cuda, or --collective auto",
     ),
 ]
+# Of an engine that has started, whose steps take 12 ms.
+PROMISES_REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"slo_ttft": "10ms"},
+        "--slo-ttft 10ms is below what the first token of a prompt of 1 token takes alone, 12ms, the best of 5: raise it",
+    ),
+    (
+        {"slo_ttft": "2s", "slo_tbt": "11ms"},
+        "--slo-tbt 11ms is below what a step of one completion takes alone, 12ms, the best of 5: raise it",
+    ),
+    (
+        {"slo_ttft": "1us", "slo_tbt": "1us"},
+        "--slo-ttft 0.001ms is below what the first token of a prompt of 1 token takes alone, 12ms, the best of 5: raise it",
+    ),
+]
 
 
 @pytest.mark.parametrize(("options", "line"), OPTIONS_REFUSED, ids=str)
@@ -308,3 +327,12 @@ def test_what_the_model_or_the_host_lacks_is_refused_before_a_start(options: dic
     with pytest.raises((ValueError, OSError)) as refused:
         check(MODEL, make_config(options))
     assert str(refused.value).startswith(line) if line.endswith("use ") else str(refused.value) == line
+
+
+@pytest.mark.parametrize(("promised", "line"), PROMISES_REFUSED, ids=str)
+def test_what_a_request_alone_does_not_keep_is_not_promised(promised: dict[str, Any], line: str) -> None:
+    clock = VirtualClock()
+    engine, _ = SimulatedPool(1, 64, 16, 64, 4, chunk=16).engine(clock, lambda load: 0.012)
+    with pytest.raises(ValueError) as refused:
+        check_limits(engine, ServerConfig(**promised).rules.limits, lambda stage, done, total: None, clock)
+    assert str(refused.value) == line

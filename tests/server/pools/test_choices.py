@@ -56,7 +56,7 @@ def test_a_request_has_one_event_with_its_way_and_the_prices_of_all(
 ) -> None:
     choices = told(trace, capsys)
     assert [c["event"] for c in choices] == ["choice"] * 8
-    assert sorted(c["request"] for c in choices) == list(range(8))
+    assert sorted(c["request"] for c in choices) == list(range(1, 9)), "0 was the server's own, at its start"
     first, *many, short = choices
     assert (first["by"], first["reason"], first["cached"]) == ("prefill-0", "new", 0)
     assert {c["by"] for c in many} == {"prefill-0", "prefill-1"}
@@ -82,10 +82,10 @@ def test_people_can_read_it(trace: str, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["timeline", trace]) == 0
     plain = capsys.readouterr().out
     assert "prompts, by who computed them and why:" in plain
-    assert "request 0" not in plain
+    assert "request 1" not in plain
     assert main(["timeline", trace, "--choices"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    (first,) = (line for line in lines if line.startswith("request 0, "))
+    (first,) = (line for line in lines if line.startswith("request 1, "))
     assert f"{DOCUMENT + QUESTION} tokens: prefill-0, new, 0 tokens there, first token foreseen after" in first
     assert "; ways: prefill-0 new" in first
     assert sum(line.startswith("request ") for line in lines) == 8
