@@ -93,12 +93,13 @@ class Conductor:
 
     def _question(self, prompt: KnownPrompt, now_s: float, among: Collection[int] | None) -> Question:
         held, ready = self.directory.held(prompt.keys), self.directory.ready(prompt.keys if self.transfers else ())
+        lengths, everywhere = {pages: prompt.length(pages) for pages in {*held, *ready}}, prompt.everywhere
         workers = [
             WorkerMatch(
                 w,
                 line.queue_s(now_s, prompt.priority),
-                max(prompt.everywhere, prompt.length(held[w])),
-                prompt.length(ready[w]),
+                max(everywhere, lengths[held[w]]) if everywhere else lengths[held[w]],
+                lengths[ready[w]],
                 len(line.prompts),
             )
             for w, line in enumerate(self._lines)

@@ -13,6 +13,7 @@ random        any
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -74,36 +75,47 @@ def mooncake(asked: Question) -> PromptChoice:
     """TTFT = queue + transfer + prefill, where the best match of all exceeds the worker's own times ``threshold``; else
     queue + prefill. The least TTFT.
     """
-    most = _most(asked)
-    best: PromptChoice | None = None
+    prices, most, threshold = _Prices(asked), most_kept(asked), asked.threshold
+    best, best_s = asked.workers[0], math.inf
     for at in asked.workers:
-        if most.prefix > at.prefix * asked.threshold:
-            choice = _fetching(asked, at, most, hides=False)
-        else:
-            choice = alone(asked, at)
-        if best is None or choice.ttft_s < best.ttft_s:
-            best = choice
-    assert best is not None
-    return best
+        if at.queue_s >= best_s:  # no way is shorter than its queue
+            continue
+        fetches = most.sendable > at.prefix * threshold
+        ttft_s = prices.fetched_s(at, most, hides=False) if fetches else prices.alone_s(at)
+        if ttft_s < best_s:
+            best, best_s = at, ttft_s
+    if most.sendable > best.prefix * threshold:
+        return prices.fetched(best, most, hides=False)
+    return prices.alone(best)
 
 
 def auto(asked: Question) -> PromptChoice:
     """The cheapest of all ways; a transfer ends while the queue is computed, so the longer of both counts."""
-    return min(ways(asked), key=lambda choice: choice.ttft_s)
+    prices, most = _Prices(asked), most_kept(asked)
+    best, best_s, fetches = asked.workers[0], math.inf, False
+    for at in asked.workers:
+        if at.queue_s >= best_s:  # no way is shorter than its queue
+            continue
+        if (ttft_s := prices.alone_s(at)) < best_s:
+            best, best_s, fetches = at, ttft_s, False
+        if most.sendable > at.prefix and (ttft_s := prices.fetched_s(at, most)) < best_s:
+            best, best_s, fetches = at, ttft_s, True
+    return prices.fetched(best, most) if fetches else prices.alone(best)
 
 
 def ways(asked: Question) -> Iterator[PromptChoice]:
     """Both ways on each worker, with and without a transfer, by what the Conductor foresees of each."""
-    most = _most(asked)
+    prices, most = _Prices(asked), most_kept(asked)
     for at in asked.workers:
-        yield alone(asked, at)
-        if most.prefix > at.prefix:
-            yield _fetching(asked, at, most)
+        yield prices.alone(at)
+        if most.sendable > at.prefix:
+            yield prices.fetched(at, most)
 
 
 def cache_aware(asked: Question) -> PromptChoice:
     """The least queue and prefill, nothing moves."""
-    return min((alone(asked, at) for at in asked.workers), key=lambda choice: choice.ttft_s)
+    prices = _Prices(asked)
+    return prices.alone(min(asked.workers, key=prices.alone_s))
 
 
 def load_balance(asked: Question) -> PromptChoice:
@@ -125,24 +137,9 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-class _MostKept(NamedTuple):
-    """Who could send the most, and what is left to compute behind that, wherever it goes."""
-
-    holder: int
-    prefix: int
-    prefill_s: float
-    fill_s: float
-
-
-def _most(asked: Question) -> _MostKept:
-    holder = max(asked.workers, key=lambda at: at.sendable)
-    return _MostKept(holder.worker, holder.sendable, *_computing(asked, holder.sendable))
-
-
-def _computing(asked: Question, prefix: int) -> tuple[float, float]:
-    """Seconds of a prompt behind so many tokens, and until the last stage can begin with it."""
-    prefill_s = asked.prefill_s(asked.tokens, prefix)
-    return prefill_s, asked.fill_s(asked.tokens, prefix, prefill_s) if asked.fill_s else 0.0
+def most_kept(asked: Question) -> WorkerMatch:
+    """Who could send the most."""
+    return max(asked.workers, key=lambda at: at.sendable)
 
 
 def begins_s(queue_s: float, transfer_s: float, fill_s: float) -> float:
@@ -154,20 +151,54 @@ def begins_s(queue_s: float, transfer_s: float, fill_s: float) -> float:
 
 def alone(asked: Question, at: WorkerMatch) -> PromptChoice:
     """A worker computes all that it has not."""
-    prefill_s, fill_s = _computing(asked, at.prefix)
-    ttft_s = begins_s(at.queue_s, 0.0, fill_s) + prefill_s
-    reason = "local match" if at.prefix else "new"
-    return PromptChoice(at.worker, at.prefix, at.queue_s, 0.0, prefill_s, ttft_s, reason, fill_s=fill_s)
+    return _Prices(asked).alone(at)
 
 
-def _fetching(asked: Question, at: WorkerMatch, most: _MostKept, *, hides: bool = True) -> PromptChoice:
-    """``hides``: a transfer comes while the queue is computed; Algorithm 1 adds both."""
-    moved, (holder, prefix, prefill_s, fill_s) = most.prefix - at.prefix, most
-    transfer_s = asked.transfer_s(holder, at.worker, moved)
-    if hides:
-        ttft_s = begins_s(at.queue_s, transfer_s, fill_s) + prefill_s
-    else:
-        ttft_s = transfer_s + begins_s(at.queue_s, 0.0, fill_s) + prefill_s
-    return PromptChoice(
-        at.worker, prefix, at.queue_s, transfer_s, prefill_s, ttft_s, "remote match", holder, moved, fill_s
-    )
+class _Prices:
+    """Of one question: seconds until the first token by a way, many of which are looked at, and the way as a choice."""
+
+    def __init__(self, asked: Question) -> None:
+        self._asked = asked
+        self._known: dict[int, tuple[float, float]] = {}  # by prefix: seconds, and until the last stage can begin
+
+    def _computing(self, prefix: int) -> tuple[float, float]:
+        known, asked = self._known.get(prefix), self._asked
+        if known is None:
+            prefill_s = asked.prefill_s(asked.tokens, prefix)
+            known = prefill_s, asked.fill_s(asked.tokens, prefix, prefill_s) if asked.fill_s else 0.0
+            self._known[prefix] = known
+        return known
+
+    def alone_s(self, at: WorkerMatch) -> float:
+        prefill_s, fill_s = self._computing(at.prefix)
+        return begins_s(at.queue_s, 0.0, fill_s) + prefill_s
+
+    def fetched_s(self, at: WorkerMatch, most: WorkerMatch, *, hides: bool = True) -> float:
+        """``hides``: a transfer comes while the queue is computed; Algorithm 1 adds both."""
+        prefill_s, fill_s = self._computing(most.sendable)
+        transfer_s = self._asked.transfer_s(most.worker, at.worker, most.sendable - at.prefix)
+        if hides:
+            return begins_s(at.queue_s, transfer_s, fill_s) + prefill_s
+        return transfer_s + begins_s(at.queue_s, 0.0, fill_s) + prefill_s
+
+    def alone(self, at: WorkerMatch) -> PromptChoice:
+        prefill_s, fill_s = self._computing(at.prefix)
+        reason = "local match" if at.prefix else "new"
+        ttft_s = self.alone_s(at)
+        return PromptChoice(at.worker, at.prefix, at.queue_s, 0.0, prefill_s, ttft_s, reason, fill_s=fill_s)
+
+    def fetched(self, at: WorkerMatch, most: WorkerMatch, *, hides: bool = True) -> PromptChoice:
+        prefill_s, fill_s = self._computing(most.sendable)
+        moved, ttft_s = most.sendable - at.prefix, self.fetched_s(at, most, hides=hides)
+        return PromptChoice(
+            at.worker,
+            most.sendable,
+            at.queue_s,
+            self._asked.transfer_s(most.worker, at.worker, moved),
+            prefill_s,
+            ttft_s,
+            "remote match",
+            most.worker,
+            moved,
+            fill_s,
+        )

@@ -249,9 +249,10 @@ def test_baseline_looks_when_the_prompt_is_computed() -> None:
     assert (refusal.reason, refusal.ttft_s) == ("tbt", 2.0)
 
 
-def test_a_decision_takes_less_than_a_millisecond() -> None:
-    """100 workers, a prompt of 126k tokens: CPU time, the best of several; of a slow core that others share, twice."""
-    one, rng = conductor(workers=100, instances=8, limits=Limits(30.0, 0.1), overload="predictive"), random.Random(1)
+@pytest.mark.parametrize("policy", ["auto", "mooncake", "cache-aware"])
+def test_a_decision_takes_less_than_a_millisecond(policy: str) -> None:
+    """100 workers, a prompt of 126k tokens: CPU time of this thread, the best of many, as others share the core."""
+    one, rng = conductor(100, instances=8, limits=Limits(30.0, 0.1), policy=policy), random.Random(1)
     known = prompt(126_000, *range(247))
     for worker in range(100):
         pages = known.keys[: rng.randrange(248)]
@@ -265,13 +266,13 @@ def test_a_decision_takes_less_than_a_millisecond() -> None:
         choice = one.choose(known, 0.0)
         one.refuses(known, choice, 0.0)
 
-    assert min(_cpu_s(decide) for _ in range(30)) < 0.002
+    assert min(_cpu_s(decide) for _ in range(100)) < 0.001
 
 
 def _cpu_s(work: Callable[[], None]) -> float:
-    begun = time.process_time()
+    begun = time.thread_time()
     work()
-    return time.process_time() - begun
+    return time.thread_time() - begun
 
 
 @pytest.mark.parametrize(
