@@ -54,9 +54,10 @@ class RecordedRounds:
                 self._rounds.popitem(last=False)
             return steps
         if known is None:
-            known = self._rounds[key] = self._record(steps, lines)
+            known = self._record(steps, lines)
             if known is None:
                 return [step.again() for step in steps]  # what these had launched was recorded, and never done
+            self._rounds[key] = known
         else:
             for own, new in zip(known.steps, steps, strict=True):
                 own.become(new)
@@ -78,4 +79,5 @@ class RecordedRounds:
         except RuntimeError as error:
             log.warning("a round cannot be a graph, and runs without: %s", str(error).splitlines()[0])
             self._refused = True
+            self._rounds.clear()  # nobody launches them any more, and they have memory
             return None

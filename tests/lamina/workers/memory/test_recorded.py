@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,16 +13,18 @@ import test_direct
 import torch
 from cuda_emulation import EmulatedKernels, needs_gxx
 from memory_peer import LAYERS, Model, Pool, memory_pool, model
-from stand_in_device import RecordingCapture
+from stand_in_device import Recorded, RecordingCapture
 from stand_in_gpu import StandInGpu, stand_in_gpus
 from test_direct import direct_model, workers
+from torch import Tensor
 
 from lamina.attention import cuda, native
 from lamina.attention.cuda import Cuda
 from lamina.attention.cuda_geometry import Variant
 from lamina.attention.cuda_kernels import Argument
 from lamina.compute.direct import open_wires
-from lamina.protocol.plan import Free, New, Rows, SequenceOp
+from lamina.memory.layers import recorded
+from lamina.protocol.plan import Free, New, Rows, SequenceOp, StepPlan
 
 pytestmark = needs_gxx
 Steps = list[tuple[list[SequenceOp], list[Rows]]]
@@ -35,6 +38,7 @@ class GraphedKernels(EmulatedKernels):
 
     of_host: int = 0
     captures: dict[int, RecordingCapture] = field(default_factory=dict)  # by thread
+    graphs: weakref.WeakSet[Recorded] = field(default_factory=weakref.WeakSet)  # that somebody has
 
     def launch(self, variant: Variant, name: str, blocks: int, arguments: tuple[Argument, ...]) -> None:
         def run() -> None:
@@ -52,7 +56,12 @@ class GraphedKernels(EmulatedKernels):
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> GraphedKernels:
     """Of all memory workers, whose only backend is the CUDA one."""
-    made, capture = GraphedKernels(), StandInGpu.capture
+    made, capture, end = GraphedKernels(), StandInGpu.capture, RecordingCapture.end
+
+    def ended(capture: RecordingCapture) -> Recorded:
+        graph = end(capture)
+        made.graphs.add(graph)
+        return graph
 
     def seen(gpu: StandInGpu) -> Any:
         recorder = capture(gpu)
@@ -63,6 +72,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> GraphedKernels:
     def opened(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> Cuda:
         return Cuda(made, device, dtype, store_dtype)
 
+    monkeypatch.setattr(RecordingCapture, "end", ended)
     monkeypatch.setattr(StandInGpu, "capture", seen)
     for backend in (native, cuda):
         monkeypatch.setattr(backend, "open_backend", opened)
@@ -84,11 +94,31 @@ def decoding(count: int, lengths: dict[int, int]) -> Steps:
     return steps
 
 
-def compare(steps: Steps, wanted: Model, found: Model) -> None:
-    for number, (ops, rows) in enumerate(steps):
+def compare(steps: Steps, wanted: Model, found: Model, first: int = 0) -> None:
+    for number, (ops, rows) in enumerate(steps, first):
         a, b = wanted.step(number, ops, rows), found.step(number, ops, rows)
         found.pool.settle()  # type: ignore[attr-defined]
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), number
+
+
+def run_round(there: Model, number: int, batches: Sequence[tuple[list[SequenceOp], list[Rows]]]) -> list[Tensor]:
+    """O of every layer and batch: steps of one round, whose messages take turns in each layer."""
+    last = len(batches) - 1
+    plans = [
+        StepPlan(step=number, batch=batch, ops=ops, rows=rows, more=batch < last)
+        for batch, (ops, rows) in enumerate(batches)
+    ]
+    for plan in plans:
+        there.pool.announce(plan)
+    out = list[Tensor]()
+    for layer in range(len(there.layers)):
+        for plan in (x for x in plans if x.rows):
+            q, k, v = (x.unsqueeze(2) for x in there.rows(plan.rows, layer))
+            there.pool.select(plan)
+            there.pool.q(layer, q)
+            there.pool.kv(layer, k, v)
+            out.append(there.pool.o(layer, len(q), there.dtype)[:, 0].clone())
+    return out
 
 
 def graph_turns(pool: Pool) -> int:
@@ -172,3 +202,94 @@ def test_where_a_round_cannot_be_recorded_it_is_launched_and_no_other_is_tried(
         compare(steps, model(hosts, layers=layers), direct_model(pool, gpu(), layers=layers))
     assert graph_turns(pool) == 0
     assert [m for m in caplog.messages if "graph" in m] == ["a round cannot be a graph, and runs without: no room"]
+
+
+def alternating(kinds: str) -> Steps:
+    """Prompts of three sequences, then steps: of ``a`` two lone rows, of ``b`` one, of ``c`` three."""
+    lengths = {1: 38, 2: 5, 3: 20}
+    steps: Steps = [([New(i) for i in lengths], [Rows(i, 0, n) for i, n in lengths.items()])]
+    for kind in kinds:
+        steps += decoding(1, lengths_of := {i: lengths[i] for i in {"a": (1, 2), "b": (3,), "c": (1, 2, 3)}[kind]})
+        lengths |= lengths_of
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("most", "kinds", "graphs", "turns"),
+    [
+        (1, "aaabbbaaabb", 4, 2 + 2 + 2 + 1),  # each kind that comes makes the other one forgotten
+        (2, "aaabbbaaabb", 2, 2 + 2 + 3 + 2),
+        (2, "aabbacca", 3, 1 + 1 + 1 + 1 + 1),  # the one that is forgotten is the one not seen for the longest
+        (2, "aabbaccb", 3, 1 + 1 + 1 + 1),
+    ],
+)
+def test_what_was_not_seen_for_the_longest_is_forgotten_and_recorded_anew(
+    kernels: GraphedKernels,
+    gpu: Callable[[], StandInGpu],
+    monkeypatch: pytest.MonkeyPatch,
+    most: int,
+    kinds: str,
+    graphs: int,
+    turns: int,
+) -> None:
+    monkeypatch.setattr(recorded, "MOST_ROUNDS", most)
+    held = list[int]()
+    with memory_pool() as hosts, workers("cuda") as pool:
+        wanted, there = model(hosts, layers=layers), direct_model(pool, gpu(), layers=layers)
+        for number, step in enumerate(alternating(kinds)):
+            compare([step], wanted, there, number)
+            held.append(len(kernels.graphs))
+    (capture,) = kernels.captures.values()
+    assert capture.graphs == graphs
+    assert graph_turns(pool) == turns * len(layers)
+    assert max(held) == most, "none is kept that is forgotten"
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["as before", "batches change places"])
+def test_rounds_of_two_batches_are_one_graph_each(
+    kernels: GraphedKernels, gpu: Callable[[], StandInGpu], mixed: bool
+) -> None:
+    """Of batches that have other numbers of rows, and of those of which one has none or a prompt."""
+    one, two = {1: 38, 2: 5}, {3: 33}
+    rounds = [[([New(1), New(2)], [Rows(1, 0, 38), Rows(2, 0, 5)]), ([New(3)], [Rows(3, 0, 33)])]]
+
+    def add(count: int, *batches: dict[int, int]) -> None:
+        rounds.extend([list(x) for x in zip(*(decoding(count, each) for each in batches), strict=True)])
+
+    add(4, one, two)
+    add(2, two, one) if mixed else add(2, one, two)
+    rounds.append([([], []), ([], [Rows(3, two[3], 1)])])  # a round of one batch
+    two[3] += 1
+    rounds.append([([New(4)], [Rows(4, 0, 7)]), ([], [Rows(3, two[3], 1)])])
+    two[3] += 1
+    add(3, one, two)
+    with memory_pool() as hosts, workers("cuda") as pool:
+        wanted, there = model(hosts, layers=layers), direct_model(pool, gpu(), layers=layers)
+        for number, batches in enumerate(rounds):
+            a, b = (run_round(each, number, batches) for each in (wanted, there))
+            there.pool.settle()  # type: ignore[attr-defined]
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), number
+    (capture,) = kernels.captures.values()
+    assert capture.graphs == 1 + mixed
+    assert graph_turns(pool) == 2 * len(layers) * (3 + (1 if mixed else 2) + 3)
+
+
+def test_where_there_is_no_room_for_another_graph_those_before_give_theirs_back(
+    kernels: GraphedKernels, gpu: Callable[[], StandInGpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, held = GraphedKernels.launch, list[int]()
+
+    def full(self: GraphedKernels, *args: Any) -> None:
+        launch(self, *args)
+        recording = self.captures.get(threading.get_ident())
+        if len(self.graphs) == 1 and recording is not None and recording.recording:
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(GraphedKernels, "launch", full)
+    with memory_pool() as hosts, workers("cuda") as pool:
+        wanted, there = model(hosts, layers=layers), direct_model(pool, gpu(), layers=layers)
+        for number, step in enumerate(alternating("aaabbba")):
+            compare([step], wanted, there, number)
+            held.append(len(kernels.graphs))
+        assert held == [0, 0, 1, 1, 1, 0, 0, 0]
+    assert graph_turns(pool) == 2 * len(layers)
