@@ -33,7 +33,7 @@ VARIABLES = {
     "LAMINA_LIBNCCL": "NCCL's library, where it is not found by its name; its headers are in ../include beside it",
     "LAMINA_NVCC": "nvcc, which compiles kernels with NCCL's headers, where it is not found by its name",
     "LAMINA_LIBNVRTC": "the library that compiles CUDA kernels, where it is not found by its name",
-    "LAMINA_CACHE": "folder of captures kept from one start to the next; empty: none; default: ~/.cache/lamina",
+    "LAMINA_CACHE": "folder of captures and kernels that later starts take up; empty: none; default: ~/.cache/lamina",
     LEASE_BYTES: "set by `lend` for its guests: the most KV memory that one may take",
     LEASE_METER: "set by `lend` for its guests: a descriptor of what one has read of it",
     PACKED: "set by a launcher for its workers: the memory file where those of one host have packed weights together",

@@ -19,15 +19,18 @@ from pathlib import Path
 
 from .contract.base import RDMA_DEVICE
 from .cuda.driver import NVRTC_SIGNATURES, load, nvrtc_names
-from .gin.nccl import NcclLibrary, lack_of_compiler
+from .gin.compiler import lack_of_compiler
+from .gin.nccl import NcclLibrary
 from .host.native import mlx5_fault
 from .rdma.nearest import gpus, nearest_first
-from .rdma.ports import NONE, Wanted, lack, named, ports
+from .rdma.ports import CLASS, NONE, Wanted, lack, named, ports
 from .schemes import RENAMED, SCHEMES, check_scheme, open
 
 MEMLOCK_LEAST = 1 << 30
 MELLANOX = "0x15b3"
 DMABUF_KERNEL = (5, 12)
+PACKETS = 256, 512, 1024, 2048, 4096  # bytes of payload, by ibv_mtu
+ROCE_HEADS = 96  # bytes of a frame beside them (iboe_get_mtu of Linux)
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,28 @@ def uar_mapping(machine: Machine) -> Verdict:
     return None, f"user {machine.uid} is refused (error 800): a thread of this host rings", fix
 
 
+def packet_size(machine: Machine) -> Verdict:
+    """Of each port that may be taken: the largest that fits the frames of its network device; InfiniBand tells none."""
+    try:
+        wanted = Wanted.parse(machine.wanted)
+    except ValueError as error:
+        return False, str(error), f"correct {RDMA_DEVICE}"
+    there, least = [], PACKETS[-1]
+    for port in (port for port in ports(machine.root) if port.fits(wanted)):
+        name, folder = f"{port.device}:{port.number}", f"{CLASS}/{port.device}/ports/{port.number}/gid_attrs/ndevs"
+        device = machine.text(f"{folder}/{port.gid_index(wanted)}")
+        frame = machine.text(f"sys/class/net/{device}/mtu") if device else ""
+        packet = max((n for n in PACKETS if n + ROCE_HEADS <= int(frame)), default=0) if frame.isdigit() else 0
+        least = min(least, packet)
+        there.append(f"{name} by {device} (MTU {frame}): {packet} B" if packet else f"{name}: as its subnet says")
+    if not there:
+        return False, "no port for queue pairs", "see the other checks"
+    fix = (
+        f"both ends take the smaller one; `ip link set DEVICE mtu {PACKETS[-1] + ROCE_HEADS}` on both, and on switches"
+    )
+    return (True, ", ".join(there), "") if least == PACKETS[-1] else (None, ", ".join(there), fix)
+
+
 def ordered_delivery(machine: Machine) -> Verdict:
     """Is the signal never seen before the data? Only the operator of the network knows."""
     if not machine.names("sys/class/infiniband"):
@@ -271,10 +296,11 @@ CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
     ("NCCL", ("gin",), nccl),
     ("NVRTC", ("cuda", *MLX5), nvrtc),
     ("GPU memory between processes", ("cuda",), cuda_sharing),
-    ("RDMA port of each GPU", ("mlx5",), gpu_ports),
-    ("GPU memory registration", RDMA, gpu_registration),
+    ("RDMA port of each GPU", MLX5, gpu_ports),
+    ("GPU memory registration", MLX5, gpu_registration),
     ("doorbell page", MLX5, uar_mapping),
-    ("ordered delivery", RDMA, ordered_delivery),
+    ("packet size", RDMA, packet_size),
+    ("ordered delivery", MLX5, ordered_delivery),
 ]
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from common import BrokenError, cpu_pressure, record
+from common import BrokenError, cpu_pressure, line_of, record
 from gpu.collective import LIMIT_S, RUNS, play
 
 from lamina import netstack
@@ -88,8 +88,10 @@ def measure(argv: Sequence[str], ranks: int, names: Sequence[str]) -> dict[str, 
 
 def _asked(process: subprocess.Popen[str], line: str) -> str:
     _tell(process, line)
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+    try:
+        return line_of(process, LIMIT_S)
+    except RuntimeError as error:
+        raise BrokenError(f"a rank does not listen: {error}") from error
 
 
 def _tell(process: subprocess.Popen[str], line: str) -> None:

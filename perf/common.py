@@ -6,17 +6,35 @@ import argparse
 import json
 import os
 import platform
+import select
 import statistics
 import subprocess
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 
 class BrokenError(Exception):
     """What was to be shown does not hold."""
+
+
+def line_of(process: subprocess.Popen[str], timeout_s: float) -> str:
+    """The next line of ``process``'s output, of which nothing else has been read. Raises RuntimeError where it ends
+    first, or does not say one in time.
+    """
+    assert process.stdout is not None
+    fd, line, deadline = process.stdout.fileno(), bytearray(), monotonic() + timeout_s
+    while not line.endswith(b"\n"):
+        if not select.select([fd], [], [], max(0.0, deadline - monotonic()))[0]:
+            raise RuntimeError(f"a process said no line within {timeout_s:g} s: {process.args!r}")
+        byte = os.read(fd, 1)  # no more: others read on where this one ends
+        if not byte:
+            raise RuntimeError(f"a process ended before it said a line: {process.args!r}")
+        line += byte
+    return line.decode().strip()
 
 
 RESULTS = Path(__file__).parent / "results"

@@ -131,6 +131,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--only", action="append", default=[], help="those whose name contains this; may be repeated")
     parser.add_argument("--figure-13", action="store_true", help="the paper's, of kernels, NICs and NCCL alone")
     parser.add_argument("--write", action="store_true", help="append to results/pingpong.jsonl and draw the plots")
+    parser.add_argument("--json", action="store_true", help="print the line that --write would append, and no table")
     parser.add_argument("--dry-run", action="store_true", help="say who would take part, and exit")
     return parser
 
@@ -172,11 +173,14 @@ def main() -> int:
         course = Course(sizes, (first, second), args.count, args.warm_up, args.volume, Path(place))
         p50, p99, pressure = take_turns(course, competitors, args.rounds)
     mid = medians(p50)
-    settings = {k: v for k, v in vars(args).items() if k not in ("write", "dry_run")}
+    settings = {k: v for k, v in vars(args).items() if k not in ("write", "json", "dry_run")}
     results = outcome(p50, p99, pressure, missing, (first, second)) | ({"paper": PAPER} if args.figure_13 else {})
     line = record("pingpong", settings, results, write=args.write)
     if args.write:
         plots(mid, RESULTS)
+    if args.json:
+        print(line)
+        return 0
     print(table(mid, sizes))
     print(json.dumps(json.loads(line)["targets"], indent=1))
     return 0

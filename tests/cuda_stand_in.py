@@ -24,7 +24,8 @@ ONE_GPU, ONE_STAND_IN = "loopback on one GPU", "loopback on one GPU on a CPU"
 _REAL = {STAND_IN: "cuda", GIN_STAND_IN: "gin", ONE_GPU: "loopback", ONE_STAND_IN: "loopback"}
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]  # nvcc's are none of g++'s
 NVCC = """#!/bin/sh
-# as its NVRTC compiles anything, to a file behind -o
+# as its NVRTC compiles anything, to a file behind -o; nothing of it is kept, as it tells no version
+[ "$1" != --version ] || exit 1
 while [ "$1" != -o ]; do shift; done
 printf 'image\\0' > "$2"
 """

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -142,8 +142,15 @@ def _share(piece: HeldPiece, wire: LayerWire, line: int) -> _DirectShare:
     return _DirectShare(wire, line, piece, q_heads, slice(piece.head_start, piece.head_stop))
 
 
+class Connector(Protocol):
+    """Opens another channel to one memory worker, for kernels to send on where they can, or for hosts."""
+
+    def __call__(self, *, kernels: bool) -> Channel: ...
+
+
 def open_wires(
-    connects: Sequence[Callable[[], Channel]],
+    links: Sequence[MemoryLink],
+    connects: Sequence[Connector],
     bounds: Sequence[Bound],
     staging: Staging,
     wait_s: float,
@@ -152,15 +159,19 @@ def open_wires(
     graphs: bool,
 ) -> list[LayerWire]:
     """The wires to the memory workers that gave ``bounds``, over the channels that ``connects`` open, if ``path`` is
-    from device to device; else none, and each worker that waits for its wire is told so. ``graphs``: whether memory
-    workers are to record their rounds. Raises ChannelError, RefusedError.
+    from device to device; else none, and each worker that waits for its wire gets a channel for hosts in place of that
+    of its link, which may have been made for kernels. ``graphs``: whether memory workers are to record their rounds.
+    Raises ChannelError, RefusedError.
     """
     wires, wanted = list[LayerWire](), path is LayerPath.DEVICE
-    for worker, (connect, bound) in enumerate(zip(connects, bounds, strict=True)):
+    for link, connect, bound in zip(links, connects, bounds, strict=True):
         if bound.direct:
-            channel = connect()
+            channel = connect(kernels=wanted)
             order = Direct(wait_s=wait_s if wanted else 0.0, graphs=graphs)
-            MemoryLink(channel, worker, wait_s).direct(order)
+            MemoryLink(channel, link.worker, wait_s).direct(order)
             if wanted:
                 wires.append(LayerWire(channel, staging, wait_s))
+            else:
+                link.channel.close()
+                link.channel = channel
     return wires

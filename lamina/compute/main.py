@@ -43,6 +43,13 @@ NO_LIMIT = 1 << 62  # bytes
 OWN_HOST = "127.0.0.1"  # where ranks are that were given no address
 
 
+def _connect(
+    fabric: ViewFabric, url: str, terms: netstack.Terms, timeout_s: float, *, kernels: bool
+) -> netstack.Channel:
+    """``kernels``: whether they are to send its messages, where the transport can choose."""
+    return fabric.connect(url, replace(terms, kernels=kernels), timeout_s=timeout_s)
+
+
 def ring_name(worker: str) -> str:
     """The name of the place where the replica before ``worker`` connects; "" where there is no worker."""
     return f"{worker}/ring" if worker else ""
@@ -182,20 +189,15 @@ class ComputeServer(ModelServer):
         rows = {"max_rows": start.batching.max_rows, "max_len": cut.max_len, "num_batches": start.topology.most_batches}
         outbound, inbound = geometries(cut.layers, partition, cut.dtype.itemsize, **rows)
         kernels = self._layer_path(kernels=True) is LayerPath.DEVICE
-        terms = netstack.Terms(outbound=outbound, inbound=inbound, name=start.name, kernels=kernels)
+        terms = netstack.Terms(outbound=outbound, inbound=inbound, name=start.name)
         links, bounds = list[MemoryLink](), list[Bound]()
         connects = [
-            partial(
-                fabric.connect,
-                at.url,
-                replace(terms, peer=at.name, key=at.key),
-                timeout_s=start.deadlines.start_timeout_s,
-            )
+            partial(_connect, fabric, at.url, replace(terms, peer=at.name, key=at.key), start.deadlines.start_timeout_s)
             for at in meeting.memory
         ]
         last = connects.pop() if start.topology.kv_parity else None
         for worker, connect in enumerate(connects):
-            channel = connect()
+            channel = connect(kernels=kernels)
             number = worker * start.topology.tensor_parallel_size + start.rank
             links.append(MemoryLink(channel, worker, start.deadlines.step_timeout_s, self.trace, number))
             if start.number:
@@ -203,12 +205,12 @@ class ComputeServer(ModelServer):
             else:
                 direct = self._layer_path(kernels=can_be_direct(channel, self.staging)) is LayerPath.DEVICE
                 bounds.append(self._bind_next(links[-1], self._bind(meeting, worker, direct=direct), bounds))
-        parity = self._join_parity(last(), meeting, bounds[0]) if last else None
+        parity = self._join_parity(last(kernels=False), meeting, bounds[0]) if last else None
         own, more = sum(b.kv_bytes for b in bounds), start.topology.more_bytes(start.devices.kv_bytes())
         check_longest(bounds, cut.max_len, start.kv.block_size, own, more)
         path = self._layer_path(kernels=all(bound.direct for bound in bounds))
         wait_s, graphs = start.deadlines.step_timeout_s, start.model.cuda_graphs
-        wires = open_wires(connects, bounds, self.staging, wait_s, path, graphs=graphs)
+        wires = open_wires(links, connects, bounds, self.staging, wait_s, path, graphs=graphs)
         if ring and start.number + 1 < self.replicas:
             ring.pass_turn()
         merging = self._merging(cut, bounds[0].backend)

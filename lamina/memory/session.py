@@ -137,6 +137,9 @@ class Session:
         if order.wait_s > 0:
             wire = LayerWire(channel, self._store.staging, order.wait_s)
             self._device_layers = DeviceLayers(wire, self._store, self._meter, graphs=order.graphs)
+        else:  # hosts send, and the first one may be for kernels
+            self._channels[0].close()
+            self._channels[0] = channel
 
     def check_idle(self) -> None:
         """Raises ChannelError when a replica was lost, ProtocolError if one sends before all have joined."""

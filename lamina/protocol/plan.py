@@ -301,8 +301,8 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Direct(msgspec.Struct, frozen=True, kw_only=True):
-    """The channel is for kernels, none of which waits longer than ``wait_s``; 0: it is not used after all. ``graphs``:
-    whether rounds of decoding are to be recorded.
+    """The channel is for kernels, none of which waits longer than ``wait_s``; 0: for hosts, in place of that of the
+    Bind. ``graphs``: whether rounds of decoding are to be recorded.
     """
 
     version: int = VERSION

@@ -22,7 +22,7 @@ from contextlib import ExitStack, closing
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric
 from lamina.netstack.contract.terms import EPOCH_SHIFT, Terms
 from lamina.netstack.host.shm import ShmFabric
-from lamina.netstack.meeting.handshake import PeerSession, drive
+from lamina.netstack.meeting.handshake import PeerSession, Wants, drive
 from lamina.netstack.meeting.listener import Meeting
 
 from .driver import Driver, Shared
@@ -71,7 +71,7 @@ class CudaFabric(ShmFabric):
 
     def _meet(self, sock: socket.socket, url: str, terms: PeerSession, deadline: float) -> Channel:
         try:
-            return drive(sock, self._exchange(sock, url, terms, listening=False), url, deadline=deadline)
+            return drive(self._exchange(sock, url, terms, listening=False), url, deadline=deadline)
         except OSError as error:
             raise ChannelError(f"{url}: connect: {error}") from error
 
@@ -101,9 +101,9 @@ class CudaFabric(ShmFabric):
         return channel
 
 
-def receive_card(sock: socket.socket, nbytes: int) -> Generator[int, None, int]:
+def receive_card(sock: socket.socket, nbytes: int) -> Generator[Wants, None, int]:
     """The descriptor of the peer's inbox of ``nbytes``, once ``sock`` has it. Raises OSError."""
-    yield select.POLLIN
+    yield {sock.fileno(): select.POLLIN}
     card, fds, _, _ = socket.recv_fds(sock, CARD.size, 1, socket.MSG_CMSG_CLOEXEC)
     if len(fds) != 1 or card != CARD.pack(MAGIC, nbytes):
         for fd in fds:

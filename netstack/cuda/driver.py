@@ -17,6 +17,7 @@ from mmap import mmap
 from pathlib import Path
 
 LIBCUDA, LIBNVRTC = "LAMINA_LIBCUDA", "LAMINA_LIBNVRTC"  # other files to load instead of the installed ones
+NVRTC_PACKAGE = "nvidia-cuda-nvrtc"
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 KERNELS = CSRC / "netstack" / "kernels" / "kernels.cu"
 THREADS = 256  # of a kernel's one block; kBlockThreads of kernels.cu
@@ -113,8 +114,8 @@ class CudaError(OSError):
     """A call of the driver failed."""
 
 
-def load(names: list[str], signatures: dict[str, tuple[type | object, ...]]) -> ctypes.CDLL:
-    """The first of ``names`` that loads. Raises ImportError."""
+def load(names: list[str], signatures: dict[str, tuple[type | object, ...]], fix: str = "") -> ctypes.CDLL:
+    """The first of ``names`` that loads. Raises ImportError, which ends with the ``fix``."""
     cause: Exception | None = None
     for name in names:
         try:
@@ -125,7 +126,7 @@ def load(names: list[str], signatures: dict[str, tuple[type | object, ...]]) -> 
             cause = error
             continue
         return library
-    raise ImportError(f"{names[0]} does not load ({cause})")
+    raise ImportError("; ".join(filter(None, (f"{names[0]} does not load ({cause})", fix))))
 
 
 def nvrtc_names() -> list[str]:
@@ -145,7 +146,7 @@ def compiled(architecture: int, names: tuple[str, ...], options: tuple[str, ...]
     """kernels.cu for sm_``architecture``. Raises ImportError for what is missing, RuntimeError with NVRTC's words."""
     if not KERNELS.is_file():
         raise ImportError(f"its kernels' source, {KERNELS}, is not there: run from a checkout")
-    nvrtc = load(list(names), NVRTC_SIGNATURES)
+    nvrtc = load(list(names), NVRTC_SIGNATURES, f"pip install {NVRTC_PACKAGE}")
     program = Handle()
     text = KERNELS.read_bytes()
     nvrtc.nvrtcCreateProgram(byref(program), text, KERNELS.name.encode(), 0, None, None)
@@ -175,7 +176,7 @@ class Compiler:
     build: Callable[[int], bytes]
 
 
-BY_NVRTC = Compiler("nvidia-cuda-nvrtc", lambda architecture: compiled(architecture, tuple(nvrtc_names())))
+BY_NVRTC = Compiler(NVRTC_PACKAGE, lambda architecture: compiled(architecture, tuple(nvrtc_names())))
 
 
 class Shared:
@@ -317,7 +318,8 @@ class Driver:
             self.call("cuModuleLoadData", byref(module), compiler.build(self.architecture))
         except (ImportError, RuntimeError, CudaError) as error:
             self._library.cuDevicePrimaryCtxRelease_v2(self.device)
-            raise ImportError(f"{error}; pip install an {compiler.package} that fits the driver") from error
+            fix = "" if isinstance(error, ImportError) else f"; pip install an {compiler.package} that fits the driver"
+            raise ImportError(f"{error}{fix}") from error
         self.granularity = granularity.value or 1
         self._module = module
         self._functions: dict[str, Handle] = {}

@@ -16,10 +16,11 @@ channels are made before the first step, and pools that change meanwhile take an
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -29,17 +30,20 @@ from lamina.netstack.contract.fabric import Channel, Fabric, HandshakeError
 from lamina.netstack.contract.layout import StructLayout
 from lamina.netstack.contract.terms import EPOCH_SHIFT, MESSAGE_MOST
 from lamina.netstack.cuda.cuda import DEVICE
-from lamina.netstack.cuda.driver import CudaError, Driver
+from lamina.netstack.cuda.driver import Driver
 from lamina.netstack.cuda.ends import clear_inbox, ends_of, inbox_bytes
 from lamina.netstack.cuda.kernel_channel import KernelChannel, LinkKind, directions
 from lamina.netstack.host.native import gin_layout
-from lamina.netstack.meeting.handshake import PeerSession, exchanged
-from lamina.netstack.meeting.listener import HANDSHAKE_S, Meeting
+from lamina.netstack.host.tcp import TcpFabric
+from lamina.netstack.meeting.beside import Beside, hung_up
+from lamina.netstack.meeting.handshake import PeerSession, Wants, exchanged
+from lamina.netstack.meeting.listener import HANDSHAKE_S, Meeting, StreamListener
 from lamina.netstack.meeting.swap import swap
 from lamina.netstack.rdma.quality import service
 from lamina.netstack.rdma.verbs import VerbsFabric
 
-from .nccl import BY_NVCC, ID_BYTES, Communicator, NcclError, NcclLibrary
+from .compiler import BY_NVCC
+from .nccl import ID_BYTES, Communicator, NcclError, NcclLibrary
 
 GIN = LinkKind("gin", StructLayout(*gin_layout()))
 CARD = struct.Struct(f"!4sI{ID_BYTES}s")  # magic, version of NCCL, the communicator's name
@@ -115,27 +119,20 @@ class GinWay:
 
         card = CARD.pack(MAGIC, self._nccl.version, b"" if listening else names[0])
         yield from exchanged(sock, swap(session, card, read, listening=listening))
-        given_up, links = threading.Event(), list[GinLink]()
-        making = _begun(lambda: self._link(session, names[0], given_up, listening=listening))
+        given_up = threading.Event()
+        making = Beside(lambda: self._link(session, names[0], given_up, listening=listening), "lamina-gin")
         try:
-            if not listening:
-                links.append(_made(making, MAKE_S + LATE_S))
-
-            def reach(text: bytes) -> None:
-                if text != MADE:
-                    raise HandshakeError("it made no communicator")
-                if listening:
-                    links.append(_made(making, LATE_S))
-
-            yield from exchanged(sock, swap(session, MADE, reach, listening=listening))
-            channel = GinChannel(self._driver, links[0], sock, peer, session, listening=listening)
+            link = yield from _made(making, sock, given_up)
+            yield from exchanged(sock, swap(session, MADE, _check_made, listening=listening))
+            return GinChannel(self._driver, link, sock, peer, session, listening=listening)
         except BaseException as error:
             given_up.set()
-            making.add_done_callback(_thrown_away)
-            if isinstance(error, CudaError):
+            making.result.add_done_callback(_thrown_away)
+            if isinstance(error, OSError):
                 raise HandshakeError(str(error)) from error
             raise
-        return channel
+        finally:
+            making.close()
 
     def close(self) -> None:
         self._driver.close()
@@ -166,31 +163,28 @@ class GinFabric(VerbsFabric):
 
     scheme = "gin"
 
+    def join(self, listener: StreamListener) -> None:
+        """And for no trials, each of which would be a communicator."""
+        TcpFabric.join(self, listener)
+
     def _connected(self, sock: socket.socket, peer: str, session: PeerSession, deadline: float) -> Channel:
         return super()._connected(sock, peer, session, max(deadline, monotonic() + MAKE_S + 2 * LATE_S))
 
 
-def _begun(call: Callable[[], GinLink]) -> Future[GinLink]:
-    """On a thread of its own, for which nobody waits at the end of the process."""
-    future = Future[GinLink]()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - it is the future's
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="lamina-gin", daemon=True).start()
-    return future
+def _made(making: Beside[GinLink], sock: socket.socket, given_up: threading.Event) -> Generator[Wants, None, GinLink]:
+    """What ``making`` makes, which gives up once the peer at ``sock`` has. Raises as ``_link`` does."""
+    wants = {sock.fileno(): select.POLLRDHUP, making.fileno(): select.POLLIN}
+    while not making.result.done():
+        yield wants
+        if hung_up(sock):
+            given_up.set()
+            wants.pop(sock.fileno(), None)
+    return making.result.result()
 
 
-def _made(making: Future[GinLink], timeout_s: float) -> GinLink:
-    try:
-        return making.result(timeout_s)
-    except TimeoutError as error:
-        raise HandshakeError("NCCL made no communicator in time") from error
-    except OSError as error:
-        raise HandshakeError(str(error)) from error
+def _check_made(text: bytes) -> None:
+    if text != MADE:
+        raise HandshakeError("it made no communicator")
 
 
 def _thrown_away(making: Future[GinLink]) -> None:

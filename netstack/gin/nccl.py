@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
-import subprocess
 import threading
-from collections.abc import Callable
+from contextlib import suppress
 from ctypes import POINTER, byref, c_bool, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 
-from lamina.netstack.cuda.driver import CSRC, FLAGS, KERNELS, Compiler, Driver, Handle, load
+from lamina.netstack.cuda.driver import Driver, Handle, load
 
 LIBNCCL = "LAMINA_LIBNCCL"  # another file to load instead of the installed one
 LEAST = 23200  # of which the device API has strong signals in windows, and sizes for kernels compiled at run time
@@ -29,8 +26,7 @@ SUCCESS, IN_PROGRESS = 0, 7
 WINDOW = 1 | 2  # symmetric, strictly ordered
 FULLY_CONNECTED = 1
 AGAIN_S = 1e-3
-NVCC = "LAMINA_NVCC"  # another compiler to run instead of the installed one
-COMPILE_S = 600.0
+END_S = 1.0  # for what a communicator has to end before it is aborted
 
 
 class Id(ctypes.Structure):
@@ -99,54 +95,14 @@ def names() -> list[str]:
     """Names of the library to try: the named one, that of the Python package, the installed one."""
     if named := os.environ.get(LIBNCCL):
         return [named]
-    return [*(str(path) for folder in _folders() for path in folder.glob("nccl/lib/libnccl.so.2")), "libnccl.so.2"]
+    return [
+        *(str(path) for folder in package_folders() for path in folder.glob("nccl/lib/libnccl.so.2")),
+        "libnccl.so.2",
+    ]
 
 
-def header_folders() -> list[Path]:
-    """Where nvcc finds NCCL's headers, beside the library, and those of CUDA's packages; nvcc knows its own."""
-    named = os.environ.get(LIBNCCL)
-    places = [Path(named).parents[1] / "include"] if named else []
-    places += [p for folder in _folders() for p in (folder / "nccl/include", *folder.glob("cu1*/include"))]
-    return [p for place in places for p in (place, place / "cccl") if p.is_dir()]
-
-
-def lack_of_compiler() -> str:
-    """What of it is missing to compile kernels with NCCL's headers; empty: nothing."""
-    if not any((folder / "nccl_device.h").is_file() for folder in header_folders()):
-        return "NCCL's headers are not there"
-    return "" if _nvcc() else "nvcc, which compiles kernels with NCCL's headers, is not there"
-
-
-def _nvcc() -> str | None:
-    packaged = (str(path) for folder in _folders() for path in folder.glob("cu1*/bin/nvcc"))
-    places = os.environ.get(NVCC), *packaged, "nvcc", "/usr/local/cuda/bin/nvcc"
-    return next((path for place in places if place and (path := shutil.which(place))), None)
-
-
-def build(architecture: int) -> bytes:
-    """kernels.cu, with links of NCCL's device API, by nvcc: NVRTC does not take NCCL's headers. Raises ImportError for
-    what is missing, RuntimeError with the words of nvcc.
-    """
-    compiler = _nvcc()
-    if (why := lack_of_compiler()) or compiler is None:
-        raise ImportError(why)
-    with TemporaryDirectory() as folder:
-        image = Path(folder) / "kernels.cubin"
-        flags = [f"-arch=sm_{architecture}", *FLAGS, "-DLAMINA_GIN", f"-I{CSRC}", *(f"-I{p}" for p in header_folders())]
-        command = [compiler, *flags, "-cubin", str(KERNELS), "-o", str(image)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise RuntimeError(f"{compiler}: {error}") from error
-        if done.returncode:
-            raise RuntimeError(f"{KERNELS.name} does not compile for sm_{architecture}: {done.stderr.strip()}")
-        return image.read_bytes()
-
-
-BY_NVCC = Compiler("nvidia-cuda-nvcc", build)
-
-
-def _folders() -> list[Path]:
+def package_folders() -> list[Path]:
+    """Where NVIDIA's Python packages are."""
     spec = find_spec("nvidia")
     return [Path(p) for p in (spec.submodule_search_locations or [] if spec else [])]
 
@@ -183,7 +139,7 @@ class NcclLibrary:
 
 class Communicator:
     """Of so many ranks, of which this side is ``rank``. Whoever makes one waits for the others until ``deadline``, or
-    until ``given_up`` is set; no call of it waits longer. All is given back by ``close``, which waits for nobody.
+    until ``given_up`` is set; no call of it waits longer. All is given back by ``close``, which waits for no peer.
     """
 
     def __init__(
@@ -199,7 +155,9 @@ class Communicator:
         self._nccl, self._driver = nccl, driver
         self._deadline, self._given_up = deadline, given_up
         self._handle = Handle()
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[tuple[str, object]] = []  # calls of the communicator's, the last one first
+        self._memory: list[c_void_p] = []
+        self._is_idle = True  # else NCCL takes no call but a look and an abort
         config = Config(ctypes.sizeof(Config), MAGIC, nccl.version)
         for field in Config._fields_:
             if field[1] is c_int:
@@ -221,9 +179,9 @@ class Communicator:
         """(address, handle) of memory of the GPU's that all ranks reach; they make it together, of one size."""
         memory, made = c_void_p(), c_void_p()
         self._step("ncclMemAlloc", byref(memory), nbytes)
-        self._undo.append(lambda: self._call("ncclMemFree", memory))
+        self._memory.append(memory)
         self._step("ncclCommWindowRegister", self._handle, memory, nbytes, byref(made), WINDOW)
-        self._undo.append(lambda: self._call("ncclCommWindowDeregister", self._handle, made))
+        self._undo.append(("ncclCommWindowDeregister", made))
         return memory.value or 0, made.value or 0
 
     def device_side(self, requests: int, traffic_class: int) -> bytes:
@@ -237,7 +195,7 @@ class Communicator:
         wanted.ginStrongSignalsRequired = wanted.ginVaSignalsRequired = wanted.useRuntimeVersion = True
         wanted.ginCustomStride = 1
         self._step("ncclDevCommCreate", self._handle, byref(wanted), made)
-        self._undo.append(lambda: self._call("ncclDevCommDestroy", self._handle, made))
+        self._undo.append(("ncclDevCommDestroy", made))
         return made.raw
 
     def fault(self) -> str:
@@ -250,15 +208,18 @@ class Communicator:
         return "" if status.value in (SUCCESS, IN_PROGRESS) else self._nccl.words(status.value, self._handle)
 
     def close(self) -> None:
-        while self._undo:
-            undo = self._undo.pop()
-            try:
-                undo()
-            except NcclError:
-                continue  # it goes with the communicator
+        """Each call once the one before has ended, or with the communicator, which ends them all; its memory then."""
+        self._deadline = monotonic() + END_S
+        with suppress(NcclError):
+            while self._undo and self._is_idle:
+                name, made = self._undo.pop()
+                self._step(name, self._handle, made)
+        self._undo.clear()
         if self._handle:
-            self._call("ncclCommAbort", self._handle)
-            self._handle = Handle()
+            handle, self._handle = self._handle, Handle()
+            self._call("ncclCommAbort", handle)
+        while self._memory:
+            self._call("ncclMemFree", self._memory.pop())
 
     def _call(self, name: str, *arguments: object) -> None:
         with self._driver.current():
@@ -267,12 +228,13 @@ class Communicator:
     def _step(self, name: str, *arguments: object) -> None:
         """A call that may go on behind its return. Raises NcclError."""
         self._call(name, *arguments)
-        status = c_int(IN_PROGRESS)
+        self._is_idle, status = False, c_int(IN_PROGRESS)
         while self._handle:
             self._call("ncclCommGetAsyncError", self._handle, byref(status))
+            self._is_idle = status.value != IN_PROGRESS
             if status.value == SUCCESS:
                 return
-            if status.value != IN_PROGRESS:
+            if self._is_idle:
                 raise NcclError(f"{name}: {self._nccl.words(status.value, self._handle)}")
             if self._given_up.is_set() or monotonic() > self._deadline:
                 raise NcclError(f"{name}: the peer did not come to it in time")

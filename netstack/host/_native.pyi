@@ -215,5 +215,5 @@ def flood(
 ) -> bytes:
     """Rounds from ``first`` on of ``window`` messages, which the leader puts, with ``both`` the other side too; the
     other side answers each round with no bytes. Who takes copies each message out, and compares the window after the
-    clock has stopped. The nanoseconds of each round, on either side, as of ``bounce``. Raises as that.
+    clock has stopped. The leader gets times, as of ``bounce``, the other side none. Raises as that.
     """

@@ -27,7 +27,7 @@ import secrets
 import select
 import socket
 import struct
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from time import monotonic
@@ -84,6 +84,8 @@ class PeerSession(Hello):
         return (back, there) if listening else (there, back)
 
 
+# Yields events of poll(2) by descriptor, one of which it needs to go on.
+Wants = Mapping[int, int]
 # Yields (bytes to send, number of bytes wanted next, what it means if the peer hangs up instead).
 Steps = Generator[tuple[bytes, int, str], bytes, PeerSession]
 T = TypeVar("T")
@@ -225,23 +227,24 @@ class Exchange:
             raise HandshakeError(f"{self._if_closed or 'the peer hung up'} ({error.strerror})") from error
 
 
-def exchanged(sock: socket.socket, steps: Steps) -> Generator[int, None, PeerSession]:
-    """An Exchange that yields what to poll ``sock`` for, while it waits. Raises HandshakeError."""
+def exchanged(sock: socket.socket, steps: Steps) -> Generator[Wants, None, PeerSession]:
+    """An Exchange that yields what to poll for, while it waits. Raises HandshakeError."""
     exchange = Exchange(sock, steps)
     while (session := exchange.advance()) is None:
-        yield exchange.events
+        yield {sock.fileno(): exchange.events}
     return session
 
 
-def drive(sock: socket.socket, waits: Generator[int, None, T], peer: str, *, deadline: float) -> T:
-    """What ``waits`` returns, which yields what to poll ``sock`` for, by ``deadline`` (of ``time.monotonic``).
+def drive(waits: Generator[Wants, None, T], peer: str, *, deadline: float) -> T:
+    """What ``waits`` returns, which yields what to poll for, by ``deadline`` (of ``time.monotonic``).
 
     Raises HandshakeError, and ChannelTimeout when the peer is too slow; both texts begin with ``peer``.
     """
     try:
         while True:
             poller = select.poll()
-            poller.register(sock, next(waits))
+            for fd, events in next(waits).items():
+                poller.register(fd, events)
             if not poller.poll(max(0.0, deadline - monotonic()) * 1000):
                 raise ChannelTimeout(f"{peer}: connect: the listener did not finish the handshake in time")
     except StopIteration as end:
@@ -255,4 +258,4 @@ def drive(sock: socket.socket, waits: Generator[int, None, T], peer: str, *, dea
 
 def run(sock: socket.socket, steps: Steps, peer: str, *, deadline: float) -> PeerSession:
     """Run one handshake to its end; ``sock`` is non-blocking then. Bounded, and raises, as ``drive``."""
-    return drive(sock, exchanged(sock, steps), peer, deadline=deadline)
+    return drive(exchanged(sock, steps), peer, deadline=deadline)

@@ -16,14 +16,14 @@ from weakref import WeakSet
 from lamina.netstack.contract.fabric import Channel, ChannelAborted, ChannelError, ChannelTimeout, HandshakeError
 from lamina.netstack.contract.terms import RECEPTION, Reception, Terms
 
-from .handshake import PeerSession, Steps, answer, exchanged
+from .handshake import PeerSession, Steps, Wants, answer, exchanged
 
 HANDSHAKE_S = 5.0  # and as long again for what a transport sets up behind it
 HALF_OPEN_MAX = 64  # peers without a channel yet; one more drops the oldest
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this host has no socket for a peer
 
-Meeting = Generator[int, None, Channel]  # yields what to poll its peer's socket for; raises HandshakeError, OSError
-Visit = Generator[int, None, Channel | None]  # the same; None: the peer came for no channel
+Meeting = Generator[Wants, None, Channel]  # raises HandshakeError, OSError
+Visit = Generator[Wants, None, Channel | None]  # the same; None: the peer came for no channel
 MustSeal = Callable[[socket.socket], bool]
 Welcome = Callable[[socket.socket, PeerSession], Channel | Visit]
 
@@ -52,15 +52,15 @@ class _HalfOpen:
     def __init__(self, sock: socket.socket, door: Door, steps: Steps) -> None:
         self.proven = False  # whether the peer has shown that it holds the key
         self.expiry = monotonic() + HANDSHAKE_S
-        self.events = select.POLLIN
+        self.wants: Wants = {sock.fileno(): select.POLLIN}
         self.channel: Channel | None = None
         self._sock = sock
         self._way = self._go(door, steps)
 
     def advance(self) -> bool:
-        """Go on as far as the socket allows: whether this is the end, where somebody else owns it. Raises as Visit."""
+        """Go on as far as may be now: whether this is the end, where somebody else owns it. Raises as Visit."""
         try:
-            self.events = next(self._way)
+            self.wants = next(self._way)
         except StopIteration as end:
             self.channel = end.value
             return True
@@ -143,16 +143,18 @@ class StreamListener:
             poller.register(self._wake, select.POLLIN)
             for door in self._doors.values():
                 poller.register(door.sock, select.POLLIN)
-            until = deadline
-            for fd, peer in self._half_open.items():
-                poller.register(fd, peer.events)
+            until, whose = deadline, dict[int, int]()
+            for number, peer in self._half_open.items():
+                for fd, events in peer.wants.items():
+                    poller.register(fd, events)
+                    whose[fd] = number
                 until = min(until, peer.expiry)
             for fd, _ in poller.poll(max(0.0, until - monotonic()) * 1000):
                 if fd == self._wake.fileno():
                     break
                 if fd in self._doors:
                     self._admit(self._doors[fd])
-                elif fd in self._half_open and (channel := self._advance(fd)) is not None:
+                elif (number := whose[fd]) in self._half_open and (channel := self._advance(number)) is not None:
                     return channel
             else:
                 self._drop_late()

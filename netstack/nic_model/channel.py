@@ -74,7 +74,7 @@ class NicModelChannel(WatchedChannel):
 
     def meet(self, deadline: float) -> None:
         """Run ``meeting``, by ``deadline``. Raises ChannelError."""
-        drive(self._sock, self.meeting(), self.peer, deadline=deadline)
+        drive(self.meeting(), self.peer, deadline=deadline)
 
     def meeting(self) -> Meeting:
         """Swap cards with the peer and map its inbox; where that fails the channel is closed."""

@@ -111,7 +111,12 @@ class VerbsFabric(TcpFabric):
             finally:
                 self._trials.release()
 
-        Thread(target=run, name="lamina-trial", daemon=True).start()
+        try:
+            Thread(target=run, name="lamina-trial", daemon=True).start()
+        except RuntimeError as error:  # this host has no thread for it
+            channel.close()
+            self._trials.release()
+            raise HandshakeError(f"no trial here: {error}") from error
         return None
 
     def _hides(self, host: str) -> bool:
@@ -122,7 +127,7 @@ class VerbsFabric(TcpFabric):
         return self._meeting(sock, self._url(sock.getpeername()), session, listening=True)
 
     def _connected(self, sock: socket.socket, peer: str, session: PeerSession, deadline: float) -> Channel:
-        return drive(sock, self._meeting(sock, peer, session, listening=False), peer, deadline=deadline)
+        return drive(self._meeting(sock, peer, session, listening=False), peer, deadline=deadline)
 
     def _meeting(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Meeting:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

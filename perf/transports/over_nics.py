@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
+from common import line_of
+
 from lamina import netstack
 from lamina.netstack.contract.base import RDMA_DEVICE
 from lamina.netstack.contract.key import KEY
@@ -33,6 +35,7 @@ DIRECT, THROUGH_HOST = {"NCCL_NET_GDR_LEVEL": "SYS"}, {"NCCL_NET_GDR_LEVEL": "LO
 ROOT = Path(__file__).parents[2]
 WINDOW = 64
 LEAST_ITERATIONS = 5  # that perftest takes
+START_S = 180.0  # for a server, which may compile its kernels first
 
 
 def chosen_port() -> tuple[Port, Wanted]:
@@ -159,11 +162,7 @@ def bench_server(transport: str, gpu: int) -> Iterator[tuple[str, dict[str, str]
     environment = os.environ | env | {DEVICE: str(gpu)}
     server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
-        assert server.stdout is not None
-        words = server.stdout.readline().split()
-        if not words:
-            raise RuntimeError(f"a server of {transport} on GPU {gpu} did not start")
-        yield words[-1], env
+        yield line_of(server, START_S).split()[-1], env
     finally:
         server.kill()
         server.wait()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from lamina.netstack.bench.floods import in_pairs
 from lamina.netstack.bench.gemm import GemmBeside
 from lamina.netstack.bench.job import Job, Measured, Payloads, check_bytes, parse_size
 from lamina.netstack.bench.patterns import DRIVERS, PATTERNS, WINDOWED, client_of, server_of
+from lamina.netstack.host import native
 
 FIGURES = {"p50_us", "p99_us", "p999_us", "max_us", "msg/s", "GB/s", "CPU %"}
 
@@ -35,6 +37,15 @@ def command(*flags: str, env: dict[str, str] | None = None) -> subprocess.Comple
     return subprocess.run(
         line, cwd=ROOT, capture_output=True, text=True, check=False, timeout=90, env=os.environ | (env or {})
     )
+
+
+def test_rounds_that_a_peer_names_take_no_memory() -> None:
+    """A job is a peer's word: who does not lead keeps no times of it."""
+    with closing(open_or_skip("shm")) as fabric:
+        _, b = connect(fabric)
+        for both in (False, True):
+            with pytest.raises(netstack.ChannelError):
+                native.flood(b, b"abc", 0, 1 << 40, 2, False, both, 0.01)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])

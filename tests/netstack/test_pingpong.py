@@ -6,15 +6,19 @@ import importlib.util
 import json
 import math
 import os
+import queue
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
-from wiring import ROOT, open_or_skip
+import torch
+from wiring import ROOT, SOON_S, open_or_skip
 
 SCRIPT = ROOT / "perf" / "pingpong.py"
 
@@ -122,6 +126,75 @@ def test_send_and_receive_of_a_process_group() -> None:
     rows = [line.split() for line in done.stdout.splitlines()]
     assert [row[0] for row in rows] == ["8", "5000"]
     assert all(0 < float(half) <= float(late) for _, half, late in rows)
+
+
+class Desk:
+    """torch.distributed for two threads; ``said``: by rank, what it does."""
+
+    def __init__(self) -> None:
+        self._ways = [queue.SimpleQueue[torch.Tensor]() for _ in range(2)]  # by whom it is for
+        self.said: tuple[list[str], list[str]] = [], []
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        self.said[1 - to].append("send")
+        self._ways[to].put(tensor.clone())
+
+    def recv(self, tensor: torch.Tensor, source: int) -> None:
+        tensor.copy_(self._ways[1 - source].get(timeout=SOON_S))
+        self.said[1 - source].append("recv")
+
+
+def test_no_round_waits_for_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of either side: what the other one compares meanwhile would be NCCL's time in the row."""
+    sys.path.insert(0, str(ROOT / "perf"))
+    module, desk, here = importlib.import_module("transports.group_rounds"), Desk(), threading.local()
+
+    def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+        desk.said[here.rank].append("compare")
+        return bool((a == b).all())
+
+    def play(rank: int) -> list[float]:
+        here.rank = rank
+        times: list[float] = module.ping_pong(rank, torch.device("cpu"), 100, 2, 7)
+        return times
+
+    monkeypatch.setattr(module, "dist", desk)
+    monkeypatch.setattr(module.torch, "equal", equal)
+    monkeypatch.setattr(module, "MOST_ROUNDS", 4)
+    with ThreadPoolExecutor(2) as pool:
+        first, _ = pool.map(play, range(2))
+    assert len(first) == 8, "two batches of 4, behind one to warm up"
+    for said, turn in zip(desk.said, (["send", "recv"], ["recv", "send"]), strict=True):
+        assert said == 3 * (5 * turn + 5 * ["compare"])
+
+
+def test_a_message_that_differs_is_told() -> None:
+    sys.path.insert(0, str(ROOT / "perf"))
+    batch = importlib.import_module("transports.group_rounds").Batch(0, torch.device("cpu"), 10, 3)
+    for n, came in enumerate(batch._came):
+        came.copy_(batch._payloads[n % 3])
+    batch.check()
+    with pytest.raises(ValueError, match="message 0 differs"):
+        batch.check()
+
+
+def test_a_process_that_says_nothing_is_not_waited_for() -> None:
+    """Neither one that begins a line."""
+    sys.path.insert(0, str(ROOT / "perf"))
+    line_of = importlib.import_module("common").line_of
+    words = "print('first', flush=True); print('half a', end='', flush=True); input(); print(' line')"
+    with subprocess.Popen([sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert line_of(process, SOON_S) == "first"
+            with pytest.raises(RuntimeError, match="no line within 0.05 s"):
+                line_of(process, 0.05)
+        finally:
+            process.kill()
+    with (
+        subprocess.Popen(["true"], stdout=subprocess.PIPE) as process,
+        pytest.raises(RuntimeError, match="ended before it said a line"),
+    ):
+        line_of(process, SOON_S)
 
 
 def test_nobody_is_one_line() -> None:

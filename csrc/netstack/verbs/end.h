@@ -212,7 +212,14 @@ class End {
 
  private:
   const char* name() const { return port_.device.c_str(); }
-  static const char* text(int error) { return std::strerror(error < 0 ? -error : error); }
+  // With what helps, where one thing does.
+  static const char* text(int error) {
+    switch (error < 0 ? -error : error) {
+      case ENOMEM: return "Cannot allocate memory; is `ulimit -l` (locked memory) too low?";
+      case EFAULT: return "Bad address; a GPU's takes NVIDIA's open modules (dma-buf) or `modprobe nvidia-peermem`";
+    }
+    return std::strerror(error < 0 ? -error : error);
+  }
 
   template <class... Values>
   bool fail(const char* format, Values... values) {
@@ -260,15 +267,18 @@ class End {
   // Null with the cause in `fault`.
   ibv_mr* add(const Piece& piece, int access) {
     const auto address = reinterpret_cast<std::uintptr_t>(piece.address);
-    const bool is_exported = piece.exported >= 0;
-    if (is_exported && !lib_.reg_dmabuf_mr) return fail("register a dma-buf: rdma-core is older than 34"), nullptr;
-    ibv_mr* const memory = is_exported ? lib_.reg_dmabuf_mr(domain_, 0, piece.bytes, address, piece.exported, access)
-                                       : lib_.reg_mr(domain_, piece.address, piece.bytes, access);
-    if (!memory && is_exported)
-      fail("register %" PRIu64 " bytes of a dma-buf with %s: %s", piece.bytes, name(), text(errno));
-    else if (!memory)
-      fail("register %" PRIu64 " bytes with %s: %s; is `ulimit -l` (locked memory) too low?", piece.bytes, name(),
-           text(errno));
+    ibv_mr* memory = nullptr;
+    const char* refused = "";  // a dma-buf, by an old rdma-core, kernel or driver: peer memory may do
+    if (piece.exported >= 0 && lib_.reg_dmabuf_mr) {
+      memory = lib_.reg_dmabuf_mr(domain_, 0, piece.bytes, address, piece.exported, access);
+      if (!memory) refused = text(errno);
+    } else if (piece.exported >= 0) {
+      refused = "rdma-core is older than 34";
+    }
+    if (!memory) memory = lib_.reg_mr(domain_, piece.address, piece.bytes, access);
+    if (!memory)
+      fail("register %" PRIu64 " bytes with %s: %s%s%s", piece.bytes, name(), text(errno),
+           *refused ? "; its dma-buf: " : "", refused);
     return memory;
   }
 

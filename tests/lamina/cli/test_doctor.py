@@ -33,6 +33,7 @@ def machine(root: Path, kernel: str = "6.1.0-9-amd64", uid: int = 1000, **files:
 
 GID = "sys__class__infiniband__mlx5_0__ports__1__gids__3"
 PORT = "sys__class__infiniband__mlx5_0__ports__1__state"
+NDEV, MTU = "sys__class__infiniband__mlx5_0__ports__1__gid_attrs__ndevs__3", "sys__class__net__eth2__mtu"
 VENDOR = "sys__class__infiniband__mlx5_0__device__vendor"
 DRIVER = "proc__driver__nvidia__version"
 
@@ -56,6 +57,11 @@ DRIVER = "proc__driver__nvidia__version"
         ("doorbell page", {}, False),
         ("doorbell page", {DRIVER: VERSION}, None),
         ("doorbell page", {DRIVER: VERSION, "proc__driver__nvidia__params": 'X: "PeerMappingOverride=1;"'}, True),
+        ("packet size", {}, False),
+        ("packet size", {PORT: "4: ACTIVE", GID: "fe80::1"}, None),
+        ("packet size", {PORT: "4: ACTIVE", GID: "fe80::1", NDEV: "eth2", MTU: "1500"}, None),
+        ("packet size", {PORT: "4: ACTIVE", GID: "fe80::1", NDEV: "eth2", MTU: "4191"}, None),
+        ("packet size", {PORT: "4: ACTIVE", GID: "fe80::1", NDEV: "eth2", MTU: "4192"}, True),
         ("ordered delivery", {}, False),
         ("ordered delivery", {PORT: "4: ACTIVE"}, None),
     ],
@@ -67,6 +73,25 @@ def test_checks(
     assert found is ok
     assert detail
     assert fix or ok, "what is not in order comes with a fix"
+
+
+def test_packets_are_as_large_as_frames_let_them_be(
+    tmp_path: Path, checks: dict[str, Callable[[Machine], Verdict]]
+) -> None:
+    """Ports that differ agree on the smaller one; a doctor sees one host, and says what this end takes."""
+    here = machine(tmp_path, **{PORT: "4: ACTIVE", GID: "fe80::1", NDEV: "eth2", MTU: "1500"})
+    assert checks["packet size"](here) == (
+        None,
+        "mlx5_0:1 by eth2 (MTU 1500): 1024 B",
+        "both ends take the smaller one; `ip link set DEVICE mtu 4192` on both, and on switches",
+    )
+
+
+def test_verbs_needs_neither_a_gpu_nor_order() -> None:
+    """Messages are host memory, and each is one write with its completion."""
+    asked = {name for name, transports, _ in CHECKS if "verbs" in transports}
+    assert not asked & {"CUDA", "NVRTC", "GPU memory registration", "doorbell page", "ordered delivery"}
+    assert asked >= {"RDMA device", "verbs device nodes", "locked memory", "packet size"}
 
 
 def test_an_old_kernel_has_no_dma_buf(tmp_path: Path, checks: dict[str, Callable[[Machine], Verdict]]) -> None:

@@ -68,6 +68,10 @@ def workers(scheme: str) -> Iterator[Pool]:
         yield pool
 
 
+def connect_to(pool: Pool, url: str, *, kernels: bool) -> Channel:
+    return pool.fabric.connect(url, Terms(outbound=GEOMETRY, inbound=GEOMETRY, kernels=kernels))
+
+
 def direct_model(
     pool: Pool,
     gpu: StandInGpu,
@@ -77,9 +81,9 @@ def direct_model(
 ) -> Model:
     """Its attention is a DirectAttention."""
     there = model(pool, weights, layers, direct=True)
-    connect = partial(pool.fabric.connect, terms=Terms(outbound=GEOMETRY, inbound=GEOMETRY))
-    connects = [partial(connect, x.url) for x in pool.doors[-len(weights) :]]
-    wires = open_wires(connects, [p.bound for p in there.peers], gpu, wait_s, LayerPath.DEVICE, graphs=True)
+    connects = [partial(connect_to, pool, x.url) for x in pool.doors[-len(weights) :]]
+    links = [MemoryLink(p.channel, n, wait_s) for n, p in enumerate(there.peers)]
+    wires = open_wires(links, connects, [p.bound for p in there.peers], gpu, wait_s, LayerPath.DEVICE, graphs=True)
     partition, itemsize = there.peers[0].bind.partition, there.dtype.itemsize
     there.pool = DirectAttention(there.pool, wires, partition, there.layers, itemsize, gpu)  # type: ignore[assignment]
     return there
@@ -209,15 +213,22 @@ def test_where_one_memory_worker_cannot_hosts_send_to_all(
         peers = [pool.connect(binds[0])]
         monkeypatch.setitem(staging.KINDS, "cpu", StandIn)
         peers.append(pool.connect(binds[1]))
-        connect = partial(pool.fabric.connect, terms=Terms(outbound=GEOMETRY, inbound=GEOMETRY))
-        bounds = [p.bound for p in peers]
+        bounds, asked = [p.bound for p in peers], list[bool]()
         assert [b.direct for b in bounds] == [True, False]
-        assert (
-            open_wires(
-                [partial(connect, x.url) for x in pool.doors], bounds, gpu(), WAIT_S, LayerPath.HOST, graphs=True
-            )
-            == []
-        )
+
+        def connect(url: str, *, kernels: bool) -> Channel:
+            asked.append(kernels)
+            return connect_to(pool, url, kernels=kernels)
+
+        links = [MemoryLink(p.channel, n, WAIT_S) for n, p in enumerate(peers)]
+        connects = [partial(connect, x.url) for x in pool.doors]
+        assert open_wires(links, connects, bounds, gpu(), WAIT_S, LayerPath.HOST, graphs=True) == []
+        assert asked == [False], "one for hosts, in place of one that may have been for kernels"
+        with pytest.raises(ChannelAborted):
+            peers[0].channel.reserve(8, timeout_s=0)
+        assert links[1].channel is peers[1].channel
+        for peer, link in zip(peers, links, strict=True):
+            peer.channel = link.channel
         there, wanted = Model(peers, binds[0].partition, LAYERS, "float32"), model(hosts, [1.0, 1.0])
         for number, (ops, rows) in enumerate(STEPS):
             a, b = wanted.step(number, ops, rows), there.step(number, ops, rows)

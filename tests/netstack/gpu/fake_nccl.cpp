@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -148,9 +149,11 @@ struct Meeting {
 };
 
 std::atomic<long> live{0};
-std::atomic<int> next_id{1}, failure{0};
+std::atomic<int> next_id{1}, failure{0}, slow{0};
+std::atomic<long> misused{0};  // calls that the library answers with a crash or with nothing
 std::atomic<bool> still{false};
 std::map<void*, std::pair<int, std::size_t>> memories;  // file and bytes
+std::set<void*> in_windows;  // those that a communicator still has
 std::mutex memories_mutex;
 
 }  // namespace
@@ -161,6 +164,8 @@ struct ncclComm {
   Meeting* meeting;
   fake_nccl::Network network;
   std::function<int()> pending;  // kInProgress until the others have come
+  std::set<void*> windows;  // memories
+  long parts;  // windows and device sides
 
   bool both(std::atomic<int> (&step)[2]) const {
     for (int r = 0; r < ranks; ++r)
@@ -170,6 +175,28 @@ struct ncclComm {
 };
 
 namespace {
+
+// Every call but a look and an abort is for one that has ended what it was told before.
+bool busy(ncclComm_t comm) {
+  if (comm->pending) ++misused;
+  return bool(comm->pending);
+}
+
+// In so many looks as fake_nccl_slow says, then ``end`` has happened.
+ncclResult_t ending(ncclComm_t comm, std::function<void()> end) {
+  if (slow == 0) return end(), 0;
+  comm->pending = [end, left = int(slow)]() mutable {
+    if (--left > 0) return kInProgress;
+    end();
+    return 0;
+  };
+  return kInProgress;
+}
+
+void forget(void* at) {
+  const std::lock_guard<std::mutex> lock(memories_mutex);
+  in_windows.erase(at);
+}
 
 int unsupported(const char* name) { return std::getenv(name) ? 1 : 0; }
 
@@ -188,6 +215,9 @@ extern "C" {
 long fake_nccl_live() { return live; }
 // Every communicator reports it from here on; 0: none.
 void fake_nccl_fail(int status) { failure = status; }
+// So many looks pass until a device side, or a window, is no more.
+void fake_nccl_slow(int looks) { slow = looks; }
+long fake_nccl_misused() { return misused; }
 // Nothing that is put moves.
 void fake_nccl_stop(bool on) { still = on; }
 
@@ -210,7 +240,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* made, int ranks, ncclUniqueId id
   if (fd < 0 || ftruncate(fd, sizeof(Meeting))) return kUnhandled;
   void* at = mmap(nullptr, sizeof(Meeting), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   close(fd);
-  auto* comm = new ncclComm{id.internal, ranks, rank, static_cast<Meeting*>(at), {}, {}};
+  auto* comm = new ncclComm{id.internal, ranks, rank, static_cast<Meeting*>(at), {}, {}, {}, 0};
   comm->network.stands_still = still;
   *made = comm;
   ++live;
@@ -228,7 +258,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* status) {
   return 0;
 }
 ncclResult_t ncclCommQueryProperties(ncclComm_t comm, ncclCommProperties_t* properties) {
-  if (properties->magic != kMagic) return kInvalidUsage;
+  if (properties->magic != kMagic || busy(comm)) return kInvalidUsage;
   properties->rank = comm->rank;
   properties->nRanks = comm->ranks;
   properties->deviceApiSupport = true;
@@ -248,6 +278,7 @@ ncclResult_t ncclMemAlloc(void** at, std::size_t bytes) {
 ncclResult_t ncclMemFree(void* at) {
   const std::lock_guard<std::mutex> lock(memories_mutex);
   const auto memory = memories.at(at);
+  if (in_windows.count(at)) ++misused;
   munmap(at, memory.second);
   close(memory.first);
   memories.erase(at);
@@ -256,13 +287,16 @@ ncclResult_t ncclMemFree(void* at) {
 }
 // Strict: both ranks give as many bytes, of ncclMemAlloc.
 ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* at, std::size_t bytes, ncclWindow_t* window, int flags) {
-  if (!(flags & 1)) return kInvalidUsage;
+  if (!(flags & 1) || busy(comm)) return kInvalidUsage;
   Meeting& meeting = *comm->meeting;
   {
     const std::lock_guard<std::mutex> lock(memories_mutex);
     if (!memories.count(at)) return kInvalidUsage;
     meeting.file[comm->rank] = memories.at(at).first;
+    in_windows.insert(at);
   }
+  comm->windows.insert(at);
+  ++comm->parts;
   meeting.process[comm->rank] = int(getpid());
   meeting.bytes[comm->rank] = bytes;
   meeting.registered[comm->rank] = 1;
@@ -281,17 +315,23 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* at, std::size_t bytes
   return kInProgress;
 }
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
-  comm->network.drop();
-  if (window) munmap(window->of_rank[1 - comm->rank], window->bytes);
-  delete window;
-  --live;
-  return 0;
+  if (busy(comm)) return kInvalidUsage;
+  return ending(comm, [comm, window] {
+    comm->network.drop();
+    munmap(window->of_rank[1 - comm->rank], window->bytes);
+    forget(window->of_rank[comm->rank]);
+    comm->windows.erase(window->of_rank[comm->rank]);
+    delete window;
+    --comm->parts;
+    --live;
+  });
 }
 ncclResult_t ncclDevCommCreate(ncclComm_t comm, const ncclDevCommRequirements_t* wanted, ncclDevComm_t* made) {
   const bool suits = wanted->magic == kMagic && wanted->forced && wanted->contexts == 1 && wanted->connection == 1 &&
                      wanted->depth > 0 && wanted->strong && wanted->va && wanted->runtime;
-  if (!suits) return kInvalidUsage;
+  if (!suits || busy(comm)) return kInvalidUsage;
   comm->meeting->made[comm->rank] = 1;
+  ++comm->parts;
   ++live;
   comm->pending = [comm, made] {
     if (!comm->both(comm->meeting->made)) return kInProgress;
@@ -300,11 +340,16 @@ ncclResult_t ncclDevCommCreate(ncclComm_t comm, const ncclDevCommRequirements_t*
   };
   return kInProgress;
 }
-ncclResult_t ncclDevCommDestroy(ncclComm_t, const ncclDevComm_t*) {
-  --live;
-  return 0;
+ncclResult_t ncclDevCommDestroy(ncclComm_t comm, const ncclDevComm_t*) {
+  if (busy(comm)) return kInvalidUsage;
+  return ending(comm, [comm] {
+    --comm->parts;
+    --live;
+  });
 }
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  for (void* at : comm->windows) forget(at);
+  live -= comm->parts;
   munmap(comm->meeting, sizeof(Meeting));
   shm_unlink(comm->name.c_str());
   delete comm;

@@ -8,13 +8,16 @@ import ctypes
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import cuda_stand_in
 import pytest
@@ -23,7 +26,12 @@ from wiring import KEY, ROOT, SOON_S, connect, send
 
 from lamina import netstack
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
-from lamina.netstack.gin import gin, nccl
+from lamina.netstack.gin import compiler, gin, nccl
+from lamina.netstack.host.tcp import TcpFabric
+from lamina.netstack.meeting import handshake
+from lamina.netstack.meeting.handshake import Hello
+from lamina.netstack.meeting.listener import StreamListener
+from lamina.netstack.meeting.swap import swap
 
 SMALL = netstack.Geometry(slots=3, slot_bytes=257)
 HERE = Path(__file__).resolve().parent
@@ -50,7 +58,7 @@ def fabric(library: ctypes.CDLL) -> Iterator[netstack.Fabric]:
 
 def headers() -> list[Path]:
     """NCCL's own, and CUDA's. Skips where they are not."""
-    folders = [*nccl.header_folders(), Path("/usr/local/cuda/include"), Path("/usr/local/cuda/include/cccl")]
+    folders = [*compiler.header_folders(), Path("/usr/local/cuda/include"), Path("/usr/local/cuda/include/cccl")]
     if not any((folder / "nccl_device.h").is_file() for folder in folders):
         pytest.skip("no NCCL headers: pip install nvidia-nccl-cu13")
     return folders
@@ -126,6 +134,92 @@ def test_a_close_waits_for_what_was_put_and_for_a_dead_network_not_long(
         library.fake_nccl_stop(False)
 
 
+@pytest.mark.parametrize("looks", [1, 5, 10**9], ids=["soon", "later", "never"])
+def test_memory_goes_once_nothing_of_a_communicator_uses_it(
+    looks: int, library: ctypes.CDLL, fabric: netstack.Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL may take its time to end a device side or a window; until then it takes no other call. Whatever does not end
+    goes with the communicator."""
+    monkeypatch.setattr(nccl, "END_S", 0.05)
+    misused, live = library.fake_nccl_misused(), library.fake_nccl_live()
+    a, b = connect(fabric, geometry=SMALL)
+    library.fake_nccl_slow(looks)
+    try:
+        a.close()
+        b.close()
+    finally:
+        library.fake_nccl_slow(0)
+    assert (library.fake_nccl_misused(), library.fake_nccl_live()) == (misused, live)
+
+
+def test_who_waits_for_nccl_holds_up_nobody(fabric: netstack.Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connector has made its communicator, the listener has not yet; another peer gets in meanwhile."""
+    assert isinstance(fabric, gin.GinFabric)
+    made, may_end = threading.Event(), threading.Event()
+    link = gin.GinWay._link
+
+    def slowly(*arguments: Any, listening: bool) -> gin.GinLink:
+        own = link(*arguments, listening=listening)
+        if listening:
+            assert may_end.wait(SOON_S)
+        else:
+            made.set()
+        return own
+
+    monkeypatch.setattr(gin.GinWay, "_link", slowly)
+    terms = netstack.Terms(outbound=SMALL, inbound=SMALL)
+    listener = fabric.listen()
+    with closing(TcpFabric(KEY)) as tcp, ThreadPoolExecutor(2) as pool:
+        tcp.join(listener)
+        accepting = pool.submit(lambda: [listener.accept(timeout_s=SOON_S) for _ in range(2)])
+        connecting = pool.submit(fabric.connect, listener.url, terms, timeout_s=SOON_S)
+        try:
+            assert made.wait(SOON_S)
+            friend = tcp.connect(listener.url.replace("gin", "tcp"), terms, timeout_s=SOON_S)
+        finally:
+            may_end.set()
+        ends = [friend, connecting.result(SOON_S)]
+        for n, (end, other) in enumerate(zip(ends, accepting.result(SOON_S), strict=True)):
+            send(end, b"%d" % n)
+            assert other.wait_signal(timeout_s=SOON_S).data == b"%d" % n
+
+
+def test_a_peer_that_leaves_meanwhile_is_given_up_at_once(
+    fabric: netstack.Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not waited for until NCCL has had its time, nor taken for silent."""
+    monkeypatch.setenv("FAKE_NCCL_MEETS_NOBODY", "1")
+    monkeypatch.setattr(gin, "MAKE_S", 1e6)
+    listener = fabric.listen()
+    assert isinstance(listener, StreamListener)
+    hello, deadline = Hello(scheme="gin", outbound=SMALL, inbound=SMALL), time.monotonic() + SOON_S
+
+    def leave() -> None:
+        host, port = listener.url.rpartition("/")[2].split(":")
+        with socket.create_connection((host, int(port)), SOON_S) as sock:
+            session = handshake.run(sock, handshake.offer(KEY, hello), listener.url, deadline=deadline)
+            card = gin.CARD.pack(gin.MAGIC, 23203, b"/fake-nccl-of-nobody")
+            handshake.run(sock, swap(session, card, lambda _: None, listening=False), listener.url, deadline=deadline)
+
+    with ThreadPoolExecutor(1) as pool:
+        left = pool.submit(leave)
+        while listener._half_open or not left.done():
+            with pytest.raises(netstack.ChannelTimeout):
+                listener.accept(timeout_s=0.05)
+        left.result()
+    assert listener._refusal == "ncclCommInitRankConfig: the peer did not come to it in time"
+
+
+def test_gin_answers_no_trials(fabric: netstack.Fabric) -> None:
+    """Each would cost a communicator and GPU memory, at the word of whoever holds the key, and nobody asks for one."""
+    assert isinstance(fabric, gin.GinFabric)
+    with closing(TcpFabric(KEY)) as tcp:
+        listener = tcp.listen()
+        fabric.join(listener)
+        (door,) = listener._doors.values()
+        assert sorted(door.ways) == ["gin", "tcp"]
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [
@@ -145,6 +239,35 @@ def test_what_is_missing_is_one_line_with_the_fix(
     fix = "pip install nvidia-nccl-cu13 and a CUDA toolkit with nvcc, or take --transport mlx5 or verbs"
     assert str(refusal.value).endswith(fix)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_compiler_that_fails_says_its_first_words_in_one_line(
+    library: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(
+        "#!/bin/sh\nprintf 'a note\\nk.cu(1): error: the first\\n\\nk.cu(2): error: the last\\n' >&2; exit 1\n"
+    )
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("LAMINA_NVCC", str(nvcc))
+    with pytest.raises(ImportError, match=r"for sm_90: k.cu\(1\): error: the first; pip install an nvidia-cuda") as e:
+        netstack.open("gin", key=KEY)
+    assert "\n" not in str(e.value)
+
+
+def test_a_compiler_that_is_missing_is_named(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler.shutil, "which", lambda _: None)
+    with pytest.raises(ImportError, match="here: nvcc, which compiles kernels with NCCL's headers, is not there; pip"):
+        netstack.open("gin", key=KEY)
+
+
+def test_headers_that_are_missing_are_not_called_a_compiler(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "header_folders", list)
+    with pytest.raises(ImportError, match="here: NCCL's headers are not there; pip install nvidia-nccl-cu13 and") as e:
+        netstack.open("gin", key=KEY)
+    assert "nvidia-cuda-nvcc" not in str(e.value)
 
 
 def test_a_peer_whose_nccl_finds_no_nic_is_told_why(fabric: netstack.Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +331,7 @@ def test_kernels_compile_with_the_headers(architecture: int) -> None:
     """By the very call of the product, and without a word of warning."""
     headers()
     try:
-        image = nccl.build(architecture)
+        image = compiler.build(architecture)
     except ImportError as error:
         pytest.skip(str(error))
     assert image[:4] == b"\x7fELF"

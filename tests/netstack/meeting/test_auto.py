@@ -125,7 +125,7 @@ class Rdma(VerbsFabric):
         self.met.append(session.scheme)
         made = self._channel(sock, peer, session, listening=listening)
         return self._bend(made) if self._bend and session.scheme.endswith(ASKS) else made
-        yield 0
+        yield {}
 
 
 def with_rdma(bend: Callable[[Channel], Any] | None = None) -> AutoFabric:
@@ -223,6 +223,28 @@ def test_trials_are_of_their_size_and_bounded() -> None:
             run_trial(channel, 5)
         a = TcpFabric(KEY).connect(url.replace("verbs", "tcp"), Terms(outbound=small, inbound=small))
         assert accepted.result(20).epoch == a.epoch == 0
+    fabric.close()
+
+
+def test_a_trial_that_gets_no_thread_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoThread:
+        def __init__(self, **_: object) -> None: ...
+
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    fabric = with_rdma()
+    rdma, listener = fabric._rdma["verbs"], beyond_memory(fabric)
+    url, asks = listener.url.replace("auto", "verbs"), Terms(outbound=TRIAL, inbound=TRIAL)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, timeout_s=20)
+        with monkeypatch.context() as patch:
+            patch.setattr(verbs, "Thread", NoThread)
+            for _ in range(TRIALS_AT_ONCE + 1):
+                assert rdma.try_out(url, asks, timeout_s=5)
+        assert rdma.try_out(url, asks, timeout_s=5) == ""
+        TcpFabric(KEY).connect(url.replace("verbs", "tcp"), asks)
+        accepted.result(20)
     fabric.close()
 
 

@@ -245,12 +245,12 @@ def test_a_wait_ends_at_its_deadline(deadline: float, waits_ms: float, monkeypat
             waited.append(timeout_ms)
             return []
 
-    def one_wait() -> Generator[int, None, None]:
-        yield 1
+    def one_wait() -> Generator[handshake.Wants, None, None]:
+        yield {1: 1}
 
     monkeypatch.setattr(handshake, "monotonic", lambda: 10.0)
     monkeypatch.setattr(handshake.select, "poll", Silence)
-    with socket.socket() as sock, pytest.raises(ChannelTimeout) as late:
-        handshake.drive(sock, one_wait(), "tcp://there", deadline=deadline)
+    with pytest.raises(ChannelTimeout) as late:
+        handshake.drive(one_wait(), "tcp://there", deadline=deadline)
     assert str(late.value) == "tcp://there: connect: the listener did not finish the handshake in time"
     assert waited == [waits_ms]

@@ -200,7 +200,7 @@ def test_what_is_set_up_behind_the_handshake_goes_on_over_several_accepts(place:
     (fd, door) = next(iter(place._doors.items()))
 
     def slowly(sock: socket.socket, session: PeerSession) -> Meeting:
-        yield select.POLLIN
+        yield {sock.fileno(): select.POLLIN}
         assert sock.recv(1) == b"x"
         return door.welcome(sock, session)  # type: ignore[return-value]
 

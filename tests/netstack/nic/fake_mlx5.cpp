@@ -203,6 +203,7 @@ std::uint32_t remember(std::uint32_t domain, std::uint64_t address, std::uint64_
 }
 
 int register_memory(const Command& c) {
+  if (std::getenv("FAKE_MLX5_KNOWS_NO_GPU")) return EFAULT;
   const auto& asked = c.as<ib_uverbs_reg_mr>();
   const std::uint32_t handle =
       remember(asked.pd_handle, asked.hca_va, asked.length, at<std::uint8_t>(asked.start), asked.access_flags, -1);
@@ -212,6 +213,7 @@ int register_memory(const Command& c) {
 }
 
 int create_queue(const Command& c, std::uint32_t entries, const mlx5_ib_create_cq& mine, std::size_t core_bytes) {
+  if (std::getenv("FAKE_MLX5_LOCKS_NOTHING")) return ENOMEM;
   const std::uint32_t handle = next_handle++;
   queues[handle] = {at<std::uint8_t>(mine.buf_addr), at<std::uint32_t>(mine.db_addr), entries + 1};
   if (mine.cqe_size != 64) return EINVAL;
@@ -346,6 +348,7 @@ int register_exported(ib_uverbs_ioctl_hdr* header) {
   std::map<int, ib_uverbs_attr*> attrs;
   for (int i = 0; i < header->num_attrs; ++i) attrs[header->attrs[i].attr_id] = &header->attrs[i];
   const auto number = [&](int name) { return std::uint64_t(attrs.at(name)->data); };
+  if (std::getenv("FAKE_MLX5_TAKES_NO_EXPORT")) return EOPNOTSUPP;
   const std::lock_guard<std::mutex> lock(mutex);
   const auto buffer = buffers.find(int(number(UVERBS_ATTR_REG_DMABUF_MR_FD)));
   if (buffer == buffers.end()) return EBADF;
@@ -512,10 +515,16 @@ void fake_mlx5_event(std::uint32_t number, std::uint32_t type) {
   if (syscall(SYS_write, pair.events, &event, sizeof event) < 0) std::abort();
   pair.told += type >= 1 && type <= 3;  // of a queue pair; others are of its port or device
 }
-// Memories that are registered now, and how many ever were by dma-buf, since the last call.
+// Memories that are registered now, their bytes, and how many ever were by dma-buf, since the last call.
 int fake_mlx5_memories() {
   const std::lock_guard<std::mutex> lock(mutex);
   return int(memories.size());
+}
+unsigned long long fake_mlx5_bytes() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  unsigned long long sum = 0;
+  for (const auto& [handle, memory] : memories) sum += memory.region.bytes;
+  return sum;
 }
 int fake_mlx5_exported() {
   const std::lock_guard<std::mutex> lock(mutex);

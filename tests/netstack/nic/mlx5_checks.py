@@ -19,6 +19,7 @@ from lamina.netstack.contract.base import RDMA_DEVICE
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
 from lamina.netstack.cuda import kernel_channel
 from lamina.netstack.cuda.driver import CudaStream, Driver, Pinned
+from lamina.netstack.cuda.ends import inbox_bytes
 from lamina.netstack.host.native import ABORTED
 from lamina.netstack.mlx5.channel import MLX5, Mlx5Channel
 from lamina.netstack.mlx5.gpu_memory import joined
@@ -100,17 +101,21 @@ def test_mlx5_a_thread_rings_where_the_gpu_may_not(
     assert len(os.listdir("/proc/self/task")) <= before
 
 
-@pytest.mark.parametrize("variable", ["", "FAKE_CUDA_EXPORTS_NOTHING"])
+@pytest.mark.parametrize("variable", ["", "FAKE_CUDA_EXPORTS_NOTHING", "FAKE_MLX5_TAKES_NO_EXPORT"])
 def test_mlx5_registers_inbox_and_staging_and_no_more(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By dma-buf; by address, as nvidia-peermem knows it, where the GPU's driver exports nothing."""
+    """By dma-buf; by address, as nvidia-peermem knows it, where the GPU's driver exports nothing, or the NIC's takes
+    nothing of it.
+    """
+    FAKE.fake_mlx5_bytes.restype = ctypes.c_uint64
     if variable:
         monkeypatch.setenv(variable, "1")
     fabric = netstack.open("mlx5", key=KEY)
-    before = FAKE.fake_mlx5_memories(), FAKE.fake_mlx5_exported()
+    before = FAKE.fake_mlx5_memories(), FAKE.fake_mlx5_exported(), FAKE.fake_mlx5_bytes()
     a, b = connect(fabric, geometry=SMALL)
     send(a, b"hello")
     assert b.wait_signal(timeout_s=SOON_S).data == b"hello"
     assert FAKE.fake_mlx5_memories() == before[0] + 4
+    assert FAKE.fake_mlx5_bytes() == before[2] + 4 * inbox_bytes(SMALL), "staging is as large as the inbox of the peer"
     assert FAKE.fake_mlx5_exported() == (0 if variable else 4)
     fabric.close()
 

@@ -1,0 +1,110 @@
+"""What a host lacks for mlx5 is one line with its fix, by doctor and before a server starts: on a machine whose NIC,
+kernel and GPU are stand-ins, which lack one thing each.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mlx5_stand_in
+import pytest
+from wiring import PATH, ROOT
+
+NIC = f"sys/class/infiniband/{mlx5_stand_in.DEVICE}"
+MODEL = str(ROOT / "examples" / "tiny_lm" / "model")
+
+
+@dataclass(frozen=True)
+class Lack:
+    """``spoil``: the folder of the machine's files; ``words``: what both say, ``fix``: what to do."""
+
+    words: str
+    fix: str
+    variables: dict[str, str] = field(default_factory=dict)
+    spoil: Callable[[Path], None] = lambda folder: None
+
+
+def _no_device(folder: Path) -> None:
+    for name in ("infiniband", "infiniband_verbs"):
+        shutil.rmtree(folder / "sys" / "class" / name)
+
+
+def _no_gid(folder: Path) -> None:
+    (folder / NIC / "ports/1/gids/0").write_text("0000:0000:0000:0000:0000:0000:0000:0000\n")
+    (folder / NIC / "ports/1/gid_attrs/types/0").unlink()
+
+
+def _down(folder: Path) -> None:
+    (folder / NIC / "ports/1/state").write_text("1: DOWN\n")
+
+
+LACKS = {
+    "no NIC": Lack("none in /sys/class/infiniband", "load the NIC's driver (mlx5_ib)", spoil=_no_device),
+    "no link": Lack("mlx5_0:1 is DOWN", "ip link set DEVICE up", spoil=_down),
+    "no RoCE": Lack("has no GID", "set an IP address on its network device, and switch RoCE on", spoil=_no_gid),
+    "no such GID": Lack("mlx5_0:1 has no GID 7", "choose of 0 (RoCE v2 fe80::1)", {"LAMINA_RDMA_DEVICE": "mlx5_0:1:7"}),
+    "another device": Lack("names 'mlx5_1', which is not here", "choose of mlx5_0", {"LAMINA_RDMA_DEVICE": "mlx5_1"}),
+    "neither dma-buf nor peermem": Lack(
+        "bytes with mlx5_0: Bad address", "`modprobe nvidia-peermem`",
+        {"FAKE_CUDA_EXPORTS_NOTHING": "1", "FAKE_MLX5_KNOWS_NO_GPU": "1"},
+    ),
+    "a dma-buf that the kernel does not take": Lack(
+        "its dma-buf: Operation not supported", "`modprobe nvidia-peermem`",
+        {"FAKE_MLX5_TAKES_NO_EXPORT": "1", "FAKE_MLX5_KNOWS_NO_GPU": "1"},
+    ),
+    "locked memory": Lack(
+        "completions on mlx5_0: Cannot allocate memory", "is `ulimit -l` (locked memory) too low?",
+        {"FAKE_MLX5_LOCKS_NOTHING": "1"},
+    ),
+    "a GPU that orders nothing": Lack(
+        "its kernels may see a NIC's writes in another order", "take --transport verbs",
+        {"FAKE_CUDA_ORDERS_NOTHING": "1"},
+    ),
+}  # fmt: skip
+
+
+def launch(arguments: Sequence[str], lack: Lack | None, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = mlx5_stand_in.environment(folder) | {"PYTHONPATH": PATH}
+    environment.pop("LAMINA_RDMA_DEVICE", None)
+    if lack:
+        environment |= lack.variables
+        lack.spoil(folder)
+    command = [sys.executable, "-m", "lamina.cli.launch", *arguments, "--transport", "mlx5"]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
+def opens(output: str) -> str:
+    """What doctor says of it, whose lines are wrapped."""
+    return " ".join(output[output.index(" opens ") :].split())
+
+
+def test_on_a_whole_machine_it_opens(tmp_path: Path) -> None:
+    done = launch(["doctor"], None, tmp_path)
+    assert opens(done.stdout).startswith("opens mlx5: yes"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", LACKS)
+def test_doctor_says_in_one_line_what_is_missing(name: str, tmp_path: Path) -> None:
+    lack = LACKS[name]
+    done = launch(["doctor"], lack, tmp_path)
+    assert done.returncode == 1
+    said = opens(done.stdout)
+    assert lack.words in said
+    assert lack.fix in said
+    assert said.endswith("you can use: none of these")
+
+
+@pytest.mark.parametrize("name", LACKS)
+def test_a_server_says_the_same_before_it_starts(name: str, tmp_path: Path) -> None:
+    lack = LACKS[name]
+    done = launch(["serve", MODEL, "--dry-run"], lack, tmp_path)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert lack.words in done.stderr
+    assert lack.fix in done.stderr
