@@ -115,6 +115,12 @@ def test_perftest_is_read_by_its_columns() -> None:
     assert (nics.typical_us(LATENCY), nics.late_of(LATENCY)) == (0.79, 0.93)
     assert nics.average_us(BANDWIDTH) == pytest.approx(1000.0)
     assert math.isnan(nics.late_of(BANDWIDTH))
+    for way, text in (
+        (nics.typical_us, LATENCY.replace("0.79", "inf")),
+        (nics.average_us, BANDWIDTH.replace("1000.00", "0.00")),
+    ):
+        with pytest.raises(nics.NoClockError, match="did not find the rate of its clock"):
+            way(text)
     with pytest.raises(RuntimeError, match="no figures"):
         nics.typical_us("Couldn't connect to 127.0.0.1:18515")
 

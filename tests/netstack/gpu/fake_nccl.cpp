@@ -304,6 +304,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* at, std::size_t bytes
   comm->pending = [comm, at, bytes, window] {
     Meeting& both = *comm->meeting;
     if (!comm->both(both.registered)) return kInProgress;
+    if (unsupported("FAKE_NCCL_REGISTERS_NOTHING")) return kInProgress;
     const int peer = 1 - comm->rank;
     if (both.bytes[peer] != bytes) return kInvalidUsage;
     auto* made = new ncclWindow_vidmem{{}, bytes};
@@ -334,6 +335,7 @@ ncclResult_t ncclDevCommCreate(ncclComm_t comm, const ncclDevCommRequirements_t*
   ++comm->parts;
   ++live;
   comm->pending = [comm, made] {
+    if (unsupported("FAKE_NCCL_MAKES_NO_DEVICE_SIDE")) return kInProgress;
     if (!comm->both(comm->meeting->made)) return kInProgress;
     *made = {kMagic, 23203, comm->rank, comm->ranks, &comm->network};
     return 0;

@@ -152,6 +152,21 @@ def test_memory_goes_once_nothing_of_a_communicator_uses_it(
     assert (library.fake_nccl_misused(), library.fake_nccl_live()) == (misused, live)
 
 
+@pytest.mark.parametrize("step", ["FAKE_NCCL_REGISTERS_NOTHING", "FAKE_NCCL_MAKES_NO_DEVICE_SIDE"])
+def test_what_is_given_up_half_made_is_aborted_as_it_is(
+    step: str, library: ctypes.CDLL, fabric: netstack.Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(step, "1")
+    monkeypatch.setattr(gin, "MAKE_S", 0.2)
+    misused = library.fake_nccl_misused()
+    with pytest.raises(netstack.HandshakeError, match="the peer did not come to it in time"):
+        connect(fabric, geometry=SMALL)
+    deadline = time.monotonic() + SOON_S
+    while any(thread.name == "lamina-gin" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert library.fake_nccl_misused() == misused
+
+
 def test_who_waits_for_nccl_holds_up_nobody(fabric: netstack.Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connector has made its communicator, the listener has not yet; another peer gets in meanwhile."""
     assert isinstance(fabric, gin.GinFabric)
