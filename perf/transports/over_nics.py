@@ -92,8 +92,8 @@ def all_of(*needs: Callable[[], str]) -> Callable[[], str]:
 
 
 def perftest(program: str, way: Callable[[str], float], least: int = LEAST_ITERATIONS) -> Callable[[Course], Times]:
-    """``way``: the microseconds of a message in what the program prints. It measures the rate of its clock at first, and
-    where others keep it from that it prints no number: it tries again.
+    """``way``: the microseconds of a message in what the program prints. It measures the rate of its clock first; where
+    others keep it from that it prints no numbers, and tries again.
     """
 
     def one(course: Course, nbytes: int) -> tuple[float, float]:

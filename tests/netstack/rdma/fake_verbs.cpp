@@ -6,6 +6,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <deque>
@@ -175,6 +176,9 @@ T* none(int error) {
   return nullptr;
 }
 
+std::atomic<int> mtus[2] = {IBV_MTU_4096, IBV_MTU_4096};
+std::atomic<unsigned> asked{0};
+
 }  // namespace
 
 extern "C" {
@@ -207,7 +211,7 @@ int ibv_query_port(ibv_context*, std::uint8_t number, _compat_ibv_port_attr* to)
   if (number != 1) return EINVAL;
   auto* attr = reinterpret_cast<ibv_port_attr*>(to);
   attr->state = IBV_PORT_ACTIVE;
-  attr->active_mtu = IBV_MTU_4096;
+  attr->active_mtu = static_cast<ibv_mtu>(mtus[asked++ % 2].load());
   attr->max_msg_sz = 1u << 30;
   return 0;
 }
@@ -298,6 +302,7 @@ int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   if (mask & IBV_QP_PKEY_INDEX) pair->attr.pkey_index = attr->pkey_index;
   if (mask & IBV_QP_AV) pair->attr.ah_attr = attr->ah_attr;
   if (mask & IBV_QP_DEST_QPN) pair->attr.dest_qp_num = attr->dest_qp_num;
+  if (mask & IBV_QP_PATH_MTU) pair->attr.path_mtu = attr->path_mtu;
   if (mask & IBV_QP_TIMEOUT) pair->attr.timeout = attr->timeout;
   if (mask & IBV_QP_RETRY_CNT) pair->attr.retry_cnt = attr->retry_cnt;
   if (mask & IBV_QP_RNR_RETRY) pair->attr.rnr_retry = attr->rnr_retry;
@@ -334,13 +339,15 @@ std::uint32_t fake_pair(std::uint64_t address) {
     }
   return 0;
 }
-// (service level, traffic class, GID index, pkey index, timeout, retries, retries where no receive is posted).
-void fake_attributes(std::uint32_t number, std::uint32_t to[7]) {
+// Of ports that are asked in turns, by ibv_mtu.
+void fake_mtus(int one, int other) { mtus[0] = one, mtus[1] = other, asked = 0; }
+// (service level, traffic class, GID index, pkey index, timeout, retries, retries where no receive is posted, MTU).
+void fake_attributes(std::uint32_t number, std::uint32_t to[8]) {
   const std::lock_guard<std::mutex> lock(mutex);
   const ibv_qp_attr& a = pairs.at(number)->attr;
   const std::uint32_t all[] = {
       a.ah_attr.sl, a.ah_attr.grh.traffic_class, a.ah_attr.grh.sgid_index, a.pkey_index, a.timeout, a.retry_cnt,
-      a.rnr_retry};
+      a.rnr_retry,  std::uint32_t(a.path_mtu)};
   std::memcpy(to, all, sizeof all);
 }
 void fake_event(std::uint32_t number, int type) {

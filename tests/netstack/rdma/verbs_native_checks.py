@@ -49,6 +49,13 @@ def number_at(slot: netstack.Slot) -> int:
     return int(FAKE.fake_pair(ctypes.c_uint64(np.frombuffer(slot.data, np.uint8).__array_interface__["data"][0])))
 
 
+def attributes_of(end: Channel) -> list[int]:
+    """As fake_verbs.cpp lists them; takes a slot."""
+    attributes = (ctypes.c_uint32 * 8)()
+    FAKE.fake_attributes(number_of(end), attributes)
+    return list(attributes)
+
+
 @dataclass
 class Ends:
     """``a`` has queue pair ``number``, whose NIC may lie to ``b``."""
@@ -93,18 +100,29 @@ def test_a_queue_pair_is_as_the_operator_wants_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(PARTITION, "0x8001")
     fabric = opened("fake0:1:1")
     for end in connect(fabric, geometry=SMALL):
-        attributes = (ctypes.c_uint32 * 7)()
-        FAKE.fake_attributes(number_of(end), attributes)
-        assert list(attributes) == [3, 106, 1, 5, 14, 7, 6]
+        assert attributes_of(end) == [3, 106, 1, 5, 14, 7, 6, 5]
+    fabric.close()
+
+
+@pytest.mark.parametrize(("one", "other"), [(3, 5), (5, 3), (1, 2)])
+def test_ports_of_different_packets_agree_on_the_smaller(one: int, other: int) -> None:
+    """Whoever listens; and messages of several packets arrive."""
+    fabric = opened()
+    FAKE.fake_mtus(one, other)
+    try:
+        a, b = connect(fabric, geometry=Geometry(slots=2, slot_bytes=10000))
+    finally:
+        FAKE.fake_mtus(5, 5)
+    send(a, bytes(range(250)) * 40)
+    assert b.wait_signal(timeout_s=SOON_S).data == bytes(range(250)) * 40
+    assert [attributes_of(end)[7] for end in (a, b)] == [min(one, other)] * 2
     fabric.close()
 
 
 def test_the_best_gid_is_taken_where_none_is_named() -> None:
     fabric = opened()
     a, _b = connect(fabric, geometry=SMALL)
-    attributes = (ctypes.c_uint32 * 7)()
-    FAKE.fake_attributes(number_of(a), attributes)
-    assert attributes[2] == 0
+    assert attributes_of(a)[2] == 0
     fabric.close()
 
 
