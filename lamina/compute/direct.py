@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -99,6 +99,12 @@ class DirectAttention:
         for share in self._shares[layer]:
             parts = (x[:, share.kv_heads, 0].contiguous() for x in (k, v))
             share.wire.send(self._lines[share.line + 1], *parts)
+
+    @contextmanager
+    def launching(self) -> Iterator[bool]:
+        """Around the launch of a graph that holds ``q`` or ``kv``; False: it must not be launched."""
+        with ExitStack() as held:
+            yield all(held.enter_context(wire.launching()) for wire in self._wires)
 
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
         """[R, 1, Hq, Dv]. The device has it before whatever it does next; the host does not wait."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -197,7 +197,7 @@ class _Padded:
         joined: Collective | None,
     ) -> None:
         """Raises RuntimeError where it does what cannot be recorded."""
-        self._bucket, self._meetings, self._joined = bucket, meetings, joined
+        self._bucket, self._meetings, self._joined, self._launching = bucket, meetings, joined, tape.launching
         self._inputs = [x.new_zeros(bucket, *x.shape[1:]) for x in inputs]  # rows of no token are rows of token 0
         self._run(inner, _Nobody(), sends)  # libraries prepare themselves in their first call
         tape.capture.begin()
@@ -213,7 +213,9 @@ class _Padded:
         for own, x in zip(self._inputs, inputs, strict=True):
             own[:rows].copy_(x)
         for graph, end in self._parts:
-            graph.replay()
+            with self._launching() as may_be:
+                if may_be:
+                    graph.replay()
             if self._joined is not None:
                 self._joined.launched()
             if isinstance(end, _SentMessage):
@@ -250,6 +252,10 @@ class _Tape(_Nobody):
         self.capture = capture
         self.parts: list[tuple[Graph, _SentMessage | _Meeting | None]] = []
 
+    def launching(self) -> AbstractContextManager[bool]:
+        """Around each launch of a part; False: it must not be launched."""
+        return nullcontext(True)
+
     def q(self, call: int, q: Tensor) -> None:
         self._cut(_SentMessage("q", call, (q,)))
 
@@ -277,6 +283,10 @@ class _RecordedMessages(_Tape):
     def __init__(self, capture: GraphCapture, send: Any) -> None:
         super().__init__(capture)
         self._send = send
+
+    def launching(self) -> AbstractContextManager[bool]:
+        held: AbstractContextManager[bool] = self._send.launching()
+        return held
 
     def q(self, call: int, q: Tensor) -> None:
         self._send.q(call, q)

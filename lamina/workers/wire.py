@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -67,6 +68,10 @@ class LayerWire:
         at, status = line.data_ptr(), self._notes.data_ptr()
         rest = at, at + TAG_AT, status + 8, self._wait_ns, status
         self._side.receive_due(self._stream, target.data_ptr(), *rest)
+
+    def launching(self) -> AbstractContextManager[bool]:
+        """Around the launch of a graph that holds messages; False: it must not be launched."""
+        return self._side.launching()
 
     def settle(self) -> None:
         """Wait for the device, and raise what has gone wrong: ChannelError, ProtocolError."""

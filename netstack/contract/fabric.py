@@ -31,6 +31,7 @@ most ``NAME_BYTES`` bytes in UTF-8, without a NUL; an empty one stands for a pee
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -193,6 +194,12 @@ class DeviceSide(Protocol):
     ) -> None:
         """Copy the next message to ``target`` and free its slot, if it is the one that is due: ``*nbytes`` long, with
         the tag at ``tag``. Another one is a failure, told at ``note``: its length and tag, then those that were due.
+        """
+        ...
+
+    def launching(self) -> AbstractContextManager[bool]:
+        """For who launches a graph that holds calls. Within it the channel is not closed. False: it is closed already,
+        and what the graph would use is gone; ``check`` raises then.
         """
         ...
 

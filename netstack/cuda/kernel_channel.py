@@ -11,8 +11,8 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic
 
@@ -48,6 +48,7 @@ class DeviceView:
     driver: Driver
     channel: int  # address of its struct Ends
     launch: Callable[..., None]  # (stream, what the kernel does, its arguments behind the channel's own)
+    launching: Callable[[], AbstractContextManager[bool]]
     check: Callable[[int], None]
     recordable: bool = True
 
@@ -94,7 +95,7 @@ class KernelChannel(WatchedChannel):
             self._free = weakref.finalize(self, own.pop_all().close)
         self._roles = threading.Lock(), threading.Lock()  # held by a role for the whole of its call
         self._grants = self._sent = self._received = self._released = 0
-        self._launching = threading.Lock()  # held by a view's launch, of which none may come once memory is given back
+        self._launching = threading.Lock()  # held by launches, of which none may come once memory is given back
         self._watched = self._closed = False
 
     @property
@@ -112,11 +113,11 @@ class KernelChannel(WatchedChannel):
             weakref.finalize(self, watch(self._sock, end_waits, self._events()))
             for kernel in KERNELS_OF_VIEW:
                 self._driver.load(f"{self._kind.name}_{kernel}")
-        return DeviceView(self._driver, self._channel, self._launch, self._check_kernels)
+        return DeviceView(self._driver, self._channel, self._launch, self._open, self._check_kernels)
 
     def take_back(self) -> None:
-        with self._launching:
-            if self._closed:
+        with self._open() as is_open:
+            if not is_open:
                 return
             ends = self._struct()
         self._grants, self._sent = ends["granted"], ends["published"]
@@ -139,8 +140,8 @@ class KernelChannel(WatchedChannel):
         """Wait until the link needs nothing more of what was put; STALL_NS at most, and not for a peer that left."""
         if self._peer_end is not None:
             return
-        with self._launching, suppress(CudaError), ExitStack() as parts:
-            if self._closed:
+        with self._open() as is_open, suppress(CudaError), ExitStack() as parts:
+            if not is_open:
                 return  # with its memory
             stream = parts.enter_context(closing(CudaStream(self._driver)))
             # The abort word is set; behind it, in its line, are one for this kernel and its status.
@@ -159,9 +160,14 @@ class KernelChannel(WatchedChannel):
         layout = self._kind.layout
         return layout.unpack(self._driver.read(self._channel, layout.nbytes))
 
-    def _launch(self, stream: int, kernel: str, *arguments: int) -> None:
+    @contextmanager
+    def _open(self) -> Iterator[bool]:
         with self._launching:
-            if not self._closed:
+            yield not self._closed
+
+    def _launch(self, stream: int, kernel: str, *arguments: int) -> None:
+        with self._open() as is_open:
+            if is_open:
                 self._driver.launch(stream, f"{self._kind.name}_{kernel}", self._channel, *arguments)
 
     def _check_kernels(self, status: int) -> None:

@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <system_error>
+#include <utility>
 
 #include "netstack/proxy/ringer.h"
 
@@ -12,12 +13,14 @@ namespace {
 
 using mlx5::Ringer;
 
+// Its calls wait for the thread, which may not run just then: so they leave the GIL, and hold what another thread may
+// close meanwhile.
 struct RingerObject {
-  PyObject_HEAD std::unique_ptr<Ringer> ringer;
+  PyObject_HEAD std::shared_ptr<Ringer> ringer;
 };
 
-Ringer* ringer_of(PyObject* object) {
-  Ringer* ringer = reinterpret_cast<RingerObject*>(object)->ringer.get();
+std::shared_ptr<Ringer> ringer_of(PyObject* object) {
+  std::shared_ptr<Ringer> ringer = reinterpret_cast<RingerObject*>(object)->ringer;
   if (!ringer) PyErr_SetString(PyExc_ValueError, "the ringer was closed");
   return ringer;
 }
@@ -33,9 +36,9 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* object = type->tp_alloc(type, 0);
   if (!object) return nullptr;
   auto* self = reinterpret_cast<RingerObject*>(object);
-  new (&self->ringer) std::unique_ptr<Ringer>;
+  new (&self->ringer) std::shared_ptr<Ringer>;
   try {
-    self->ringer = std::make_unique<Ringer>(cores);
+    self->ringer = std::make_shared<Ringer>(cores);
   } catch (const std::system_error& error) {
     PyErr_SetString(PyExc_OSError, error.what());
     Py_CLEAR(object);
@@ -46,32 +49,41 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
 PyObject* add(PyObject* object, PyObject* args) {
   unsigned long long mailbox, doorbell;
   unsigned alternate;
-  Ringer* ringer = ringer_of(object);
+  std::shared_ptr<Ringer> ringer = ringer_of(object);
   if (!ringer || !PyArg_ParseTuple(args, "KKI", &mailbox, &doorbell, &alternate)) return nullptr;
+  Py_BEGIN_ALLOW_THREADS;
   ringer->add(reinterpret_cast<const mlx5::u64*>(mailbox), reinterpret_cast<mlx5::u64*>(doorbell), alternate);
+  ringer.reset();
+  Py_END_ALLOW_THREADS;
   Py_RETURN_NONE;
 }
 
 PyObject* remove(PyObject* object, PyObject* mailbox) {
   const unsigned long long at = PyLong_AsUnsignedLongLong(mailbox);
-  Ringer* ringer = PyErr_Occurred() ? nullptr : ringer_of(object);
+  std::shared_ptr<Ringer> ringer = PyErr_Occurred() ? nullptr : ringer_of(object);
   if (!ringer) return nullptr;
+  Py_BEGIN_ALLOW_THREADS;
   ringer->remove(reinterpret_cast<const mlx5::u64*>(at));
+  ringer.reset();
+  Py_END_ALLOW_THREADS;
   Py_RETURN_NONE;
 }
 
 PyObject* rung(PyObject* object, PyObject*) {
-  const Ringer* ringer = ringer_of(object);
+  const std::shared_ptr<Ringer> ringer = ringer_of(object);
   return ringer ? PyLong_FromUnsignedLongLong(ringer->rung()) : nullptr;
 }
 
 PyObject* close(PyObject* object, PyObject*) {
-  reinterpret_cast<RingerObject*>(object)->ringer.reset();
+  std::shared_ptr<Ringer> ringer = std::move(reinterpret_cast<RingerObject*>(object)->ringer);
+  Py_BEGIN_ALLOW_THREADS;
+  ringer.reset();
+  Py_END_ALLOW_THREADS;
   Py_RETURN_NONE;
 }
 
 void dealloc(PyObject* object) {
-  reinterpret_cast<RingerObject*>(object)->ringer.~unique_ptr();
+  reinterpret_cast<RingerObject*>(object)->ringer.~shared_ptr();
   PyTypeObject* type = Py_TYPE(object);
   type->tp_free(object);
   Py_DECREF(type);

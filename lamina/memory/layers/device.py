@@ -27,7 +27,7 @@ class DeviceLayers:
         self.wire = wire
         self._store, self._meter = store, meter
         capture = store.staging.capture() if graphs and wire.recordable else None
-        self._recorded = RecordedRounds(capture, self._launch) if capture else None
+        self._recorded = RecordedRounds(capture, self._launch, wire.launching) if capture else None
 
     def run(self, steps: Sequence[Step]) -> None:
         """All layers of a round, one step after another in each. Raises ChannelError, ProtocolError."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -35,9 +35,16 @@ class _RecordedRound(NamedTuple):
 class RecordedRounds:
     """Of one session. For the thread that serves rounds."""
 
-    def __init__(self, capture: GraphCapture, launch: Callable[[Sequence[Step], Sequence[Tensor]], None]) -> None:
-        """``launch``: all kernels of a round, whose messages the lines tell, without a wait of the host."""
-        self._capture, self._launch = capture, launch
+    def __init__(
+        self,
+        capture: GraphCapture,
+        launch: Callable[[Sequence[Step], Sequence[Tensor]], None],
+        launching: Callable[[], AbstractContextManager[bool]],
+    ) -> None:
+        """``launch``: all kernels of a round, whose messages the lines tell, without a wait of the host; ``launching``:
+        around a graph of them, False if it must not be launched.
+        """
+        self._capture, self._launch, self._launching = capture, launch, launching
         self._rounds: OrderedDict[tuple[Any, ...], _RecordedRound | None] = OrderedDict()
         self._refused = False
 
@@ -63,7 +70,9 @@ class RecordedRounds:
                 own.become(new)
             for own_lines, new_lines in zip(known.lines, lines, strict=True):
                 own_lines.copy_(new_lines)
-        known.graph.replay()
+        with self._launching() as may_be:
+            if may_be:
+                known.graph.replay()
         return []
 
     def _record(self, steps: Sequence[Step], lines: Sequence[Tensor]) -> _RecordedRound | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from lamina.compute import direct
 from lamina.compute.direct import DirectAttention, open_wires
 from lamina.compute.links import MemoryLink, RefusedError
 from lamina.compute.memory_pool import MemoryPool
+from lamina.memory.layers.recorded import RecordedRounds
 from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, PeerFault, Terms
 from lamina.protocol.options.resolve import LayerPath, layer_path
 from lamina.protocol.partition import PARTITIONS, Partition, by_head
@@ -177,6 +179,41 @@ def test_a_graph_sends_the_bytes_that_hosts_send(weights: list[float]) -> None:
                 sent.check()
         assert capture.graphs == len({1, 2, 4, 8}), "no graph ends where a message leaves"
         sent.fabric.close()
+
+
+def test_no_graph_is_launched_over_a_channel_that_is_closed() -> None:
+    """What it would use is given back. The slice's caller hears of it where it settles."""
+    with stand_in_gpus(graphs=True) as make:
+        gpu = make()
+        sent, capture = Sent(gpu, [shape(), shape(8, 4, 16, 24)], [1.0, 1.0]), gpu.capture()
+        assert capture is not None
+        graphed, replays = GraphedSlice(slice_of_a_model, capture), list[int]()
+        plan, inputs = StepPlan(step=0, ops=[], rows=[Rows(1, 0, 2)]), (torch.zeros(2, 1).long(), torch.zeros(2, 8))
+        sent.by_kernels.select(plan)
+        graphed(*inputs, sent.by_kernels)
+        ((graph, _),) = next(iter(graphed._known.values()))._parts
+        replay = graph.replay
+        graph.replay = lambda: replays.append(1) or replay()  # type: ignore[func-returns-value, method-assign]
+        graphed(*inputs, sent.by_kernels)
+        assert len(replays) == 1
+        sent.by_kernels._wires[1].channel.close()
+        graphed(*inputs, sent.by_kernels)
+        assert len(replays) == 1
+        with pytest.raises(ChannelAborted):
+            sent.by_kernels.settle()
+        sent.fabric.close()
+
+
+def test_no_round_is_launched_over_a_channel_that_is_closed() -> None:
+    steps, done, is_open = [SimpleNamespace(graph_key=(1, 1), become=lambda other: None)], list[str](), [True]
+    graph = SimpleNamespace(replay=lambda: done.append("replayed"))
+    capture = SimpleNamespace(begin=lambda: None, end=lambda: graph)
+    rounds: Any = RecordedRounds(capture, lambda *_: None, lambda: nullcontext(is_open[0]))
+    assert rounds.run(steps, [torch.zeros(1)]) == steps, "piece by piece at first"
+    for n in range(3):
+        is_open[0] = n < 2
+        assert rounds.run(steps, [torch.zeros(1)]) == []
+    assert done == ["replayed"] * 2
 
 
 @pytest.mark.parametrize(

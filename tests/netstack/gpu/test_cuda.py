@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
@@ -213,6 +214,30 @@ def test_what_is_launched_once_the_channel_is_closed_touches_no_memory() -> None
         side.check(mail.result())
     stream.close()
     mail.close()
+    fabric.close()
+
+
+def test_a_graph_is_launched_before_its_channel_is_closed_or_not_at_all() -> None:
+    """A close waits for who is about to launch one, and finds its kernels; later ones find it closed."""
+    fabric, _, b = ends()
+    side, mail, stream = b.lend(), Mail(b.lend().driver), CudaStream(b.lend().driver)
+    with stream.capture() as graph:
+        side.receive_due(stream.number, mail.payload, mail.nbytes, mail.tag, mail.payload + 448, LONG_NS, mail.status)
+    closing = threading.Thread(target=b.close)
+    with side.launching() as is_open:
+        assert is_open
+        closing.start()
+        while not b._stopped:
+            assert closing.is_alive()
+        graph.replay(stream)
+    closing.join()
+    assert mail.result() == ABORTED
+    with side.launching() as is_open:
+        assert not is_open
+    with pytest.raises(netstack.ChannelAborted):
+        side.check(OK)
+    for part in (graph, stream, mail):
+        part.close()
     fabric.close()
 
 
