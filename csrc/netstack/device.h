@@ -3,8 +3,8 @@
 // HARDWARE-UNVERIFIED on GPUs: proven on CPUs (nic_model/), where the same source is compiled.
 //
 // Each side has one inbox, the only memory that its peer can write: a line with the seqno of the newest message
-// (signal), a line with the seqno of the newest message that the peer has released (credit), then slots of a header
-// line and the payload. The peer can write any byte of the inbox at any time: each word is loaded once, checked, and
+// (signal) and that of the newest message that the peer has released (credit), then slots of a header line and the
+// payload. The peer can write any byte of the inbox at any time: each word is loaded once, checked, and
 // only the copy is used. How a message gets there is the link's own: mlx5_channel.h, memory_channel.h.
 #pragma once
 
@@ -85,6 +85,25 @@ struct Bus {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 #else
     __atomic_store_n(at, value, __ATOMIC_RELEASE);
+#endif
+  }
+
+  // As `release` and `acquire`, among kernels of one GPU, or threads of one process.
+  LAMINA_HD void release_near(u64* at, u64 value) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+#else
+    __atomic_store_n(at, value, __ATOMIC_RELEASE);
+#endif
+  }
+
+  LAMINA_HD u64 acquire_near(const u64* at) {
+#if defined(__CUDA_ARCH__)
+    u64 value;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+    return value;
+#else
+    return __atomic_load_n(at, __ATOMIC_ACQUIRE);
 #endif
   }
 
@@ -186,7 +205,7 @@ LAMINA_HD Status wait_signal(B& bus, const u64* word, u64 known, u64 most, const
 }
 
 constexpr u64 kLine = 64;
-constexpr u64 kSignalAt = 0, kCreditAt = kLine, kSlotsAt = 4096;
+constexpr u64 kSignalAt = 0, kCreditAt = 8, kSlotsAt = 4096;  // beside each other, so that one write may bring both
 constexpr u64 kTagWords = 4;
 
 struct alignas(64) Header {
@@ -215,7 +234,7 @@ struct Ends {
   u64 zero;  // epoch << 48
   // The sender's.
   u64 granted, published, credited;
-  // The receiver's. `reported` is what of `released` the peer was told.
+  // The receiver's. `reported` is what of `released` the peer was told, by the receiver or by the sender.
   u64 received, released, reported;
 };
 
@@ -251,11 +270,12 @@ LAMINA_HD void write_header(B& bus, const Ends& c, u64 bytes, const u64* tag) {
   for (u64 i = 0; i < kTagWords; ++i) bus.put(&header->tag[i], tag[i]);
 }
 
-// Wait for the next message; `take` then takes it. A queue is looked at as in `wait_slot`.
+// Wait for the next message; `take` then takes it. A queue is looked at as in `wait_slot`. The peer may fill slots that
+// are free, whether or not it can know of them already.
 template <class B, class C>
 LAMINA_HD Status wait_message(B& bus, C& c, u64 timeout_ns) {
   u64 newest;
-  return wait_signal(bus, word_at(c.inbox, kSignalAt), c.zero + c.received, c.zero + c.reported + c.in.count, c.abort,
+  return wait_signal(bus, word_at(c.inbox, kSignalAt), c.zero + c.received, c.zero + c.released + c.in.count, c.abort,
                      timeout_ns, &newest, [&] { return link_broken(bus, c); });
 }
 
@@ -271,6 +291,19 @@ LAMINA_HD Status take(B& bus, Ends& c, Header* header, const u8** payload) {
   *payload = slot + sizeof(Header);
   c.received += 1;
   return kOk;
+}
+
+// By the receiver: nothing is read any more of the first `released` messages. Then `report`, which tells the peer, or
+// `report_due`, which leaves it to the next message to do so, where it can and the peer is in no need.
+template <class B>
+LAMINA_HD void give_back(B& bus, Ends& c, u64 released) {
+  bus.release_near(&c.released, released);
+}
+
+// Of a link whose messages bring no credit.
+template <class B, class C>
+LAMINA_HD Status report_due(B& bus, C& c) {
+  return report(bus, c);
 }
 
 }  // namespace lamina::device

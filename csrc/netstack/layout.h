@@ -71,6 +71,7 @@ inline void add_fields(const mlx5::Channel& c, Fields& fields) {
   LAMINA_FIELD(peer.key);
   LAMINA_FIELD(source.address);
   LAMINA_FIELD(source.key);
+  LAMINA_FIELD(credits);
 }
 
 inline void add_fields(const gin::Channel& c, Fields& fields) {

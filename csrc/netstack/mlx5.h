@@ -3,10 +3,10 @@
 // HARDWARE-UNVERIFIED: proven against a software NIC (nic_model/), never yet run on a ConnectX.
 //
 // A post is two work-queue entries (WQEs), RDMA WRITE of the data and an inline RDMA WRITE of its sequence number
-// behind it, announced by one doorbell record and one 8-byte doorbell. Layouts are those of the mlx5 Programmer's
-// Reference Manual (send queue, chapter "Work Requests"; completions, "CQE Formats"); multi-byte fields in memory of
-// the NIC are big-endian. One thread at a time posts to a queue and polls it; nothing here takes a lock, spins
-// without a bound, or traps.
+// behind it, with a credit, announced by one doorbell record and one 8-byte doorbell. Layouts are those of the
+// mlx5 Programmer's Reference Manual (send queue, chapter "Work Requests"; completions, "CQE Formats"); multi-byte
+// fields in memory of the NIC are big-endian. One thread at a time posts to a queue and polls it; nothing here takes
+// a lock, spins without a bound, or traps.
 #pragma once
 
 #include "netstack/device.h"
@@ -19,6 +19,7 @@ constexpr u32 kOpWrite = 0x08;          // RDMA WRITE
 constexpr u32 kSignalled = 0x08;        // ask for a completion
 constexpr u32 kInline = 0x80000000u;    // the data segment holds the data
 constexpr u32 kSegments = 3;            // 16-byte segments of our WQEs: control, remote address, data
+constexpr u32 kPairSegments = 4;        // where the data is two words: with them, a WQE still has one block
 constexpr u32 kSend = 1;                // word of the doorbell record that belongs to the send queue
 constexpr u32 kCqeDone = 0x0, kCqeError = 0xd, kCqeInvalid = 0xf;
 constexpr u32 kBadCompletion = 0x100;   // syndrome of our own: a completion that answers no post of ours
@@ -74,10 +75,10 @@ LAMINA_HD u32 be32(u32 x) {
 LAMINA_HD u64 be64(u64 x) { return (u64(be32(u32(x))) << 32) | be32(u32(x >> 32)); }
 
 // The control and remote-address segments, which all our WQEs begin with.
-LAMINA_HD Wqe write_head(u64 index, u32 queue, Remote to, u32 flags) {
+LAMINA_HD Wqe write_head(u64 index, u32 queue, Remote to, u32 flags, u32 segments) {
   Wqe wqe = {};
   wqe.word[0] = be32((u32(index) & 0xffff) << 8 | kOpWrite);
-  wqe.word[1] = be32(queue << 8 | kSegments);
+  wqe.word[1] = be32(queue << 8 | segments);
   wqe.word[2] = be32(flags);
   wqe.word[4] = be32(u32(to.address >> 32));
   wqe.word[5] = be32(u32(to.address));
@@ -87,7 +88,7 @@ LAMINA_HD Wqe write_head(u64 index, u32 queue, Remote to, u32 flags) {
 
 // RDMA WRITE of `bytes` (1 to 2^30; the format takes 0 for 2^31).
 LAMINA_HD Wqe write_wqe(u64 index, u32 queue, Remote to, Local from, u32 bytes, u32 flags) {
-  Wqe wqe = write_head(index, queue, to, flags);
+  Wqe wqe = write_head(index, queue, to, flags, kSegments);
   wqe.word[8] = be32(bytes);
   wqe.word[9] = be32(from.key);
   wqe.word[10] = be32(u32(from.address >> 32));
@@ -97,10 +98,21 @@ LAMINA_HD Wqe write_wqe(u64 index, u32 queue, Remote to, Local from, u32 bytes, 
 
 // RDMA WRITE of one word, which travels in the WQE and keeps this processor's byte order.
 LAMINA_HD Wqe write_word_wqe(u64 index, u32 queue, Remote to, u64 value, u32 flags) {
-  Wqe wqe = write_head(index, queue, to, flags);
+  Wqe wqe = write_head(index, queue, to, flags, kSegments);
   wqe.word[8] = be32(u32(sizeof value) | kInline);
   wqe.word[9] = u32(value);
   wqe.word[10] = u32(value >> 32);
+  return wqe;
+}
+
+// RDMA WRITE of two words to one place behind the other: as one, but each may be seen before the other.
+LAMINA_HD Wqe write_pair_wqe(u64 index, u32 queue, Remote to, u64 first, u64 second, u32 flags) {
+  Wqe wqe = write_head(index, queue, to, flags, kPairSegments);
+  wqe.word[8] = be32(u32(2 * sizeof first) | kInline);
+  wqe.word[9] = u32(first);
+  wqe.word[10] = u32(first >> 32);
+  wqe.word[11] = u32(second);
+  wqe.word[12] = u32(second >> 32);
   return wqe;
 }
 
@@ -146,14 +158,14 @@ LAMINA_HD void place(B& bus, Queue& q, u64 index, const Wqe& wqe) {
   bus.put(q.ring + (index & (q.blocks - 1)), wqe);
 }
 
-// Announce all reserved WQEs, which must have been placed. The last one has to be signalled.
+// Announce all reserved WQEs, which must have been placed. The last one has to be signalled, and has so many segments.
 template <class B>
-LAMINA_HD void commit(B& bus, Queue& q) {
+LAMINA_HD void commit(B& bus, Queue& q, u32 segments) {
   bus.fence();  // the WQEs, and the data they point to, before the record that announces them
   bus.put(q.record + kSend, be32(u32(q.reserved) & 0xffff));
   bus.fence();  // the record before the doorbell, which makes the NIC read it
   const u32 last = be32((u32(q.reserved - 1) & 0xffff) << 8 | kOpWrite);
-  const u32 queue = be32(q.number << 8 | kSegments);
+  const u32 queue = be32(q.number << 8 | segments);
   bus.ring(q.doorbell + (q.doorbells & 1) * q.alternate / sizeof(u64), u64(queue) << 32 | last);
   q.doorbells += 1;
   q.committed = q.reserved;
@@ -173,16 +185,16 @@ LAMINA_HD Status flush(B& bus, Queue& q, const u64* abort, u64 timeout_ns) {
   return kOk;
 }
 
-// One message: `bytes` from `source` to `data`, and behind them the word `seqno` to `signal`.
+// One message: `bytes` from `source` to `data`, and behind them the words `seqno` and `credit` to `signal`.
 struct Put {
   Remote data;
   Local source;
   u32 bytes;
   Remote signal;
-  u64 seqno;
+  u64 seqno, credit;
 };
 
-// Post both writes at once. The peer sees the data before the word as long as the connection delivers in order: one
+// Post both writes at once. The peer sees the data before the words as long as the connection delivers in order: one
 // RC queue pair, no relaxed ordering on the region, no adaptive routing.
 template <class B>
 LAMINA_HD Status put_signal(B& bus, Queue& q, const Put& put) {
@@ -190,8 +202,8 @@ LAMINA_HD Status put_signal(B& bus, Queue& q, const Put& put) {
   const Status status = reserve(bus, q, 2, &first);
   if (status != kOk) return status;
   place(bus, q, first, write_wqe(first, q.number, put.data, put.source, put.bytes, 0));
-  place(bus, q, first + 1, write_word_wqe(first + 1, q.number, put.signal, put.seqno, kSignalled));
-  commit(bus, q);
+  place(bus, q, first + 1, write_pair_wqe(first + 1, q.number, put.signal, put.seqno, put.credit, kSignalled));
+  commit(bus, q, kPairSegments);
   return kOk;
 }
 
@@ -202,20 +214,24 @@ LAMINA_HD Status put_word(B& bus, Queue& q, Remote to, u64 value) {
   const Status status = reserve(bus, q, 1, &index);
   if (status != kOk) return status;
   place(bus, q, index, write_word_wqe(index, q.number, to, value, kSignalled));
-  commit(bus, q);
+  commit(bus, q, kSegments);
   return kOk;
 }
 
-// As put_signal for connections that may deliver out of order: the word is posted when the data is acknowledged.
+// As put_signal for connections that may deliver out of order: the words are posted when the data is acknowledged.
 template <class B>
 LAMINA_HD Status put_signal_fenced(B& bus, Queue& q, const Put& put, const u64* abort, u64 timeout_ns) {
   u64 index;
   Status status = reserve(bus, q, 1, &index);
   if (status != kOk) return status;
   place(bus, q, index, write_wqe(index, q.number, put.data, put.source, put.bytes, kSignalled));
-  commit(bus, q);
+  commit(bus, q, kSegments);
   status = flush(bus, q, abort, timeout_ns);
-  return status == kOk ? put_word(bus, q, put.signal, put.seqno) : status;
+  if (status == kOk) status = reserve(bus, q, 1, &index);
+  if (status != kOk) return status;
+  place(bus, q, index, write_pair_wqe(index, q.number, put.signal, put.seqno, put.credit, kSignalled));
+  commit(bus, q, kPairSegments);
+  return kOk;
 }
 
 }  // namespace lamina::mlx5

@@ -122,6 +122,8 @@ class KernelChannel(WatchedChannel):
             ends = self._struct()
         self._grants, self._sent = ends["granted"], ends["published"]
         self._received, self._released = ends["received"], ends["released"]
+        if ends["reported"] != self._released:  # kernels have left it to a message that did not come
+            self._tell(self._released)
 
     def close(self) -> None:
         self._leave("closed the channel")
@@ -243,10 +245,13 @@ class KernelChannel(WatchedChannel):
             return self._zero + self._received, tag, place[:nbytes].toreadonly()
 
     def _give_back(self) -> None:
+        self._tell(self._released + 1)
+
+    def _tell(self, released: int) -> None:
         with self._roles[RECEIVER]:
             if not self._stopped and self._peer_end is None:
-                self._released += 1
-                self._run(RECEIVER, "release", self._released, STALL_NS)
+                self._released = released
+                self._run(RECEIVER, "release", released, STALL_NS)
 
     def _wait(self, step: Callable[[int], int], timeout_s: float, operation: str) -> bool:
         """Call ``step`` until it says OK; False once ``timeout_s`` has passed. Messages from before the peer's end

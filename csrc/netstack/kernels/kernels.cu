@@ -163,13 +163,13 @@ __device__ bool take(C& c, u8* target, u64 room, u64* bytes, u64* tag, u64 timeo
   });
 }
 
+// What was taken last is free, and the peer is told, once it has to be.
 template <class C>
 __device__ void release(C& c, u64 timeout_ns, int* status) {
   if (threadIdx.x != 0 || *status != kOk) return;
   Bus bus;
-  if (c.released == c.received) return settle(status, kFault);
-  c.released += 1;
-  settle(status, persist(bus, c, timeout_ns, [&] { return report(bus, c); }));
+  give_back(bus, c, c.received);
+  settle(status, persist(bus, c, timeout_ns, [&] { return report_due(bus, c); }));
 }
 
 template <class C>

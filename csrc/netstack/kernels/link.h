@@ -47,10 +47,13 @@ LAMINA_KERNEL LAMINA_OF_LINK(take)(LAMINA_LINK* channel, u64 received, u8* targe
   take(*channel, target, room, bytes, tag, timeout_ns, status);
 }
 
-// `released`: with the one that is released now.
+// `released`: with the one that is released now. The peer is told at once.
 LAMINA_KERNEL LAMINA_OF_LINK(release)(LAMINA_LINK* channel, u64 released, u64 timeout_ns, int* status) {
-  if (threadIdx.x == 0) channel->released = released - 1;
-  release(*channel, timeout_ns, status);
+  if (threadIdx.x != 0 || *status != kOk) return;
+  Bus bus;
+  if (released > channel->received) return settle(status, kFault);
+  give_back(bus, *channel, released);
+  settle(status, persist(bus, *channel, timeout_ns, [&] { return report(bus, *channel); }));
 }
 
 // Rounds without the host between them: see `rounds`. `leads`: 0 or 1.

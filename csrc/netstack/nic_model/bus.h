@@ -1,19 +1,23 @@
 // A processor in front of the software NIC, with the weakest memory order that a GPU may show.
 //
 // Stores wait in a buffer and leave it in any order (same address: in order) at any time; only a fence empties it.
-// Registers are reached past the buffer. A plain load may return what was there before the last acquire. Between any
-// two accesses the world, NICs that is, may move. So a fence or an acquire too few is a wrong result, sooner or later.
+// Registers are reached past the buffer. A plain load may return what was there before the last acquire, and be done as
+// late as the next fence or release: whoever writes there before ends the program. Between any two accesses the world,
+// NICs that is, may move. So a fence, a release or an acquire too few is a wrong result, sooner or later.
 #pragma once
 
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "netstack/nic_model/nic.h"
 
 namespace lamina::nic_model {
+
+inline const char* g_scenario = "";
 
 class WeakBus final : public Observer {
  public:
@@ -45,6 +49,7 @@ class WeakBus final : public Observer {
     }
     for (const Store& store : buffer_) write(store);
     buffer_.clear();
+    reading_.clear();
     move();
   }
 
@@ -71,6 +76,9 @@ class WeakBus final : public Observer {
     return __atomic_load_n(at, __ATOMIC_ACQUIRE);
   }
 
+  void release_near(Word* at, Word value) { release(at, value); }
+  Word acquire_near(const Word* at) { return acquire(at); }
+
   // This processor is alone: who takes what it holds, or lets go of what it does not, would hang or break others.
   void lock(unsigned* held) { turn(held, 0); }
   void unlock(unsigned* held) {
@@ -80,6 +88,7 @@ class WeakBus final : public Observer {
 
   Word load(const Word* at) {
     move();
+    reading_.insert(at);
     const auto found = old_.find(at);
     return found != old_.end() && random_.once_in(2) ? found->second : *at;
   }
@@ -103,6 +112,8 @@ class WeakBus final : public Observer {
     const auto last = reinterpret_cast<std::uintptr_t>(at) + bytes;
     for (auto word = first; word < last; word += 8) {
       const auto* address = reinterpret_cast<const Word*>(word);
+      if (reading_.count(address))
+        std::printf("%s: a word is written that may still be read\n", g_scenario), std::exit(1);
       old_.try_emplace(address, *address);
     }
   }
@@ -124,7 +135,7 @@ class WeakBus final : public Observer {
 
   void turn(unsigned* held, unsigned before) {
     move();
-    if (*held != before) std::printf("a queue is held %u times\n", *held), std::exit(1);
+    if (*held != before) std::printf("%s: a queue is held %u times\n", g_scenario, *held), std::exit(1);
     *held = 1 - before;
   }
 
@@ -147,6 +158,7 @@ class WeakBus final : public Observer {
   std::function<void()> world_;
   std::vector<Store> buffer_;
   std::unordered_map<const Word*, Word> old_;
+  std::unordered_set<const Word*> reading_;
   Word now_ = 1ull << 40;
 };
 

@@ -29,6 +29,15 @@ inline void open_inbox(std::uint8_t* inbox, std::uint64_t zero) {
   for (const std::uint64_t at : {mlx5::kSignalAt, mlx5::kCreditAt}) std::memcpy(inbox + at, &zero, sizeof zero);
 }
 
+// Several processors that read the same memory.
+struct Observers final : Observer {
+  std::vector<Observer*> all;
+
+  void before_write(const void* at, std::uint64_t bytes) override {
+    for (Observer* each : all) each->before_write(at, bytes);
+  }
+};
+
 class End {
  public:
   static constexpr std::uint32_t kAlternate = 256;
@@ -38,8 +47,12 @@ class End {
   End(const Shape& shape, std::uint8_t* inbox, std::uint8_t* staging, const mlx5::u64* abort, Adversary adversary,
       std::uint64_t seed, std::function<void()> world)
       : ring_(shape.blocks), completions_(shape.cqes), nic(setup(shape), adversary, seed),
-        bus(shape.proxied ? nullptr : &nic, registers_, seed + 1, std::move(world)),
+        bus(shape.proxied ? nullptr : &nic, registers_, seed + 1, world),
+        receiving(shape.proxied ? nullptr : &nic, registers_, seed + 3, std::move(world)),
         clerk_(&nic, registers_, seed + 2, nullptr), channel{} {
+    readers.all = {&bus, &receiving};
+    bus.tell(&receiving);
+    receiving.tell(&bus);
     for (auto& cqe : completions_) cqe.word[7] = 0xf1ull << 56;  // byte 63: invalid, as after creation
     seen_[0] = __builtin_bswap32(std::uint32_t(shape.completed) & 0xffffff);
     record_[1] = __builtin_bswap32(std::uint32_t(shape.index) & 0xffff);
@@ -99,7 +112,7 @@ class End {
             kAlternate,
             s.index,
             s.completed,
-            &bus,
+            &readers,
             s.proxied};
   }
 
@@ -112,8 +125,9 @@ class End {
 
  public:
   Keys keys;
+  Observers readers;  // the two below
   Nic nic;
-  WeakBus bus;
+  WeakBus bus, receiving;  // of who sends, or does all; of who receives beside it
 
  private:
   WeakBus clerk_;

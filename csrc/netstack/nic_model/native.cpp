@@ -168,7 +168,8 @@ PyObject* endpoint_take(PyObject* object, PyObject*) {
 PyObject* endpoint_release(PyObject* object, PyObject*) {
   mlx5::Channel& c = self_of(object)->end->channel;
   if (c.released == c.received) return PyErr_Format(PyExc_ValueError, "release without a message");
-  c.released += 1;
+  mlx5::Bus bus;
+  mlx5::give_back(bus, c, c.released + 1);
   Py_RETURN_NONE;
 }
 
@@ -260,8 +261,8 @@ PyObject* host_receive(PyObject*, PyObject* args) {
   status = mlx5::wait_message(bus, c, u64(timeout_s * 1e9));
   if (status == mlx5::kOk) status = mlx5::take(bus, c, &header, &payload);
   if (status == mlx5::kOk) {
-    c.released += 1;
-    status = mlx5::report(bus, c);
+    mlx5::give_back(bus, c, c.received);
+    status = mlx5::report_due(bus, c);
   }
   Py_END_ALLOW_THREADS;
   return PyLong_FromLong(status);

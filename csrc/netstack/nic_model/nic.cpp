@@ -165,14 +165,16 @@ void Nic::deliver(Flight& flight) {
   std::uint64_t bytes = piece.bytes, at = 0;
   if (adversary_.split && bytes > 8) {
     bytes = std::min(bytes, 8 * (1 + random_.below(16)));
-    if (piece.inlined.empty() && random_.once_in(2)) at = piece.bytes - bytes;
+    if (random_.once_in(2)) at = piece.bytes - bytes;
   }
   const std::uint8_t* from = piece.inlined.empty() ? piece.from : piece.inlined.data();
   if (piece.observer) piece.observer->before_write(piece.to + at, bytes);
-  if (bytes == 8 && reinterpret_cast<std::uintptr_t>(piece.to + at) % 8 == 0) {
-    std::uint64_t word;
-    std::memcpy(&word, from + at, 8);
-    __atomic_store_n(reinterpret_cast<std::uint64_t*>(piece.to + at), word, __ATOMIC_RELEASE);
+  if (bytes <= 16 && (bytes | reinterpret_cast<std::uintptr_t>(piece.to + at)) % 8 == 0) {
+    for (std::uint64_t done = 0; done < bytes; done += 8) {  // each word at once
+      std::uint64_t word;
+      std::memcpy(&word, from + at + done, 8);
+      __atomic_store_n(reinterpret_cast<std::uint64_t*>(piece.to + at + done), word, __ATOMIC_RELEASE);
+    }
   } else {
     std::memcpy(piece.to + at, from + at, bytes);
   }

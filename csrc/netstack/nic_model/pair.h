@@ -11,8 +11,6 @@ namespace lamina::nic_model {
 using mlx5::Status;
 using u64 = mlx5::u64;
 
-inline const char* g_scenario = "";
-
 #define CHECK(truth)                                                            \
   do {                                                                          \
     if (!(truth)) {                                                             \
@@ -33,11 +31,12 @@ class Pair {
         a(a, inbox_[0].data(), staging_[0].data(), &abort, adversary, seed + 10, [this] { move(); }),
         b(b, inbox_[1].data(), staging_[1].data(), &abort, adversary, seed + 20, [this] { move(); }) {
     for (Bytes& inbox : inbox_) open_inbox(inbox.data(), a.zero);
-    this->a.reach({kInboxB, 0xccdd00}, inbox_[1].data(), &this->b.bus);
-    this->b.reach({kInboxA, 0xccdd00}, inbox_[0].data(), &this->a.bus);
+    this->a.reach({kInboxB, 0xccdd00}, inbox_[1].data(), &this->b.readers);
+    this->b.reach({kInboxA, 0xccdd00}, inbox_[0].data(), &this->a.readers);
   }
 
   void move() {
+    if (beside) beside();
     for (u64 n = random_.below(4); n; --n) {
       End& end = random_.once_in(2) ? a : b;
       if (random_.once_in(8)) end.clerk();
@@ -59,6 +58,7 @@ class Pair {
  public:
   u64 abort = 0;
   End a, b;
+  std::function<void()> beside;  // what other processors do meanwhile
 };
 
 inline Shape shape(u64 slots, u64 slot_bytes, u64 zero = 0, u64 index = 0, u64 completed = 0) {
@@ -106,17 +106,18 @@ bool receive(E& end) {
   CHECK(header.tag[0] == n && header.tag[1] == ~n && header.tag[2] == 3 && header.tag[3] == 4);
   const u64* words = reinterpret_cast<const u64*>(payload);
   for (u64 i = 0; i < header.length / 8; ++i) CHECK(end.bus.load(words + i) == pattern(n, i));
-  c.released += 1;
+  give_back(end.bus, c, c.received);
   return true;
 }
 
 inline void report(End& end) {
   const auto& c = end.channel;
   const bool news = c.reported != c.released;
-  const u64 reserved = c.queue.reserved;
+  const u64 reserved = c.queue.reserved, credits = c.credits;
   const Status status = mlx5::report(end.bus, end.channel);
   CHECK(status == mlx5::kOk || status == mlx5::kPending);
   CHECK(c.queue.reserved == reserved + (news && status == mlx5::kOk));
+  CHECK(c.credits - credits == c.queue.reserved - reserved);
 }
 
 inline void check_clean(const End& end, u64 first) {

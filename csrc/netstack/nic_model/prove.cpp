@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <functional>
 
+#include "netstack/nic_model/credits.h"
 #include "netstack/nic_model/memory.h"
 
 using namespace lamina;
@@ -216,7 +217,7 @@ void full_ring() {
   for (u64 i = 0; i < q.blocks; ++i) CHECK(mlx5::put_word(still, q, {kInboxB + 512, 0xccdd00}, i) == mlx5::kOk);
   u64 first = 77;
   for (u64 count : {1, 2, 8}) CHECK(mlx5::reserve(still, q, mlx5::u32(count), &first) == mlx5::kPending);
-  const mlx5::Put put{{kInboxB + 4096, 0xccdd00}, pair.a.channel.source, 64, {kInboxB, 0xccdd00}, 1};
+  const mlx5::Put put{{kInboxB + 4096, 0xccdd00}, pair.a.channel.source, 64, {kInboxB, 0xccdd00}, 1, 0};
   CHECK(mlx5::put_word(still, q, put.signal, 1) == mlx5::kPending);
   CHECK(mlx5::put_signal(still, q, put) == mlx5::kPending);
   CHECK(mlx5::put_signal_fenced(still, q, put, &pair.abort, 1000) == mlx5::kPending);
@@ -268,11 +269,11 @@ void recorded_doorbell() {
   Pair pair(shape(2, 64), shape(2, 64), {}, 15);
   auto& q = pair.a.channel.queue;
   WeakBus still(&pair.a.nic, q.doorbell, 1, nullptr);
-  const mlx5::Put put{{kInboxB + 4096, 0xccdd00}, pair.a.channel.source, 64, {kInboxB, 0xccdd00}, 1};
+  const mlx5::Put put{{kInboxB + 4096, 0xccdd00}, pair.a.channel.source, 64, {kInboxB, 0xccdd00}, 1, 0};
   CHECK(mlx5::put_signal(still, q, put) == mlx5::kOk);
   CHECK(big32(q.record) == 0 && big32(q.record + 1) == 2);
   const u64 rung = pair.a.nic.last_doorbell();
-  CHECK(big32(&rung) == 0x00000108 && big32(reinterpret_cast<const char*>(&rung) + 4) == 0x12345603);
+  CHECK(big32(&rung) == 0x00000108 && big32(reinterpret_cast<const char*>(&rung) + 4) == 0x12345604);
 }
 
 // Doorbells that no poster of ours rings: nothing happens, and later honest ones work.
@@ -347,7 +348,7 @@ u64 overtaken(bool fenced, u64 seed) {
   u64 torn = 0, seen = 0;
   for (u64 n = 1; n <= 200; ++n) {
     for (u64 i = 0; i < 32; ++i) pair.a.bus.put(source + i, n);
-    const mlx5::Put put{{kInboxB + 4096, 0xccdd00}, pair.a.channel.source, 256, {kInboxB, 0xccdd00}, n};
+    const mlx5::Put put{{kInboxB + 4096, 0xccdd00}, pair.a.channel.source, 256, {kInboxB, 0xccdd00}, n, 0};
     const Status status = fenced ? mlx5::put_signal_fenced(pair.a.bus, q, put, &pair.abort, kLongNs)
                                  : mlx5::put_signal(pair.a.bus, q, put);
     CHECK(status == mlx5::kOk);
@@ -355,7 +356,7 @@ u64 overtaken(bool fenced, u64 seed) {
     CHECK(mlx5::wait_signal(pair.b.bus, mlx5::word_at(pair.inbox_of_b(), 0), seen, n, &pair.abort, kLongNs, &value) ==
           mlx5::kOk);
     seen = value;
-    for (u64 i = 0; i < 32; ++i) torn += pair.b.bus.load(mlx5::word_at(pair.inbox_of_b(), 4096) + i) != n;
+    for (u64 i = 0; i < 32; ++i) torn += pair.b.bus.acquire(mlx5::word_at(pair.inbox_of_b(), 4096) + i) != n;
     CHECK(mlx5::flush(pair.a.bus, q, &pair.abort, kLongNs) == mlx5::kOk);
   }
   return torn;
@@ -397,6 +398,7 @@ int main(int argc, char** argv) {
   Shape proxied = shape(3, 64, 0, 0xff80);
   proxied.proxied = true;
   traffic("a proxy rings", 2000, proxied, shape(3, 64), kHostile, seed + 40);
+  credits(seed);
   memory_lies();
   for (u64 part = 0; part < 6; ++part)
     memory_traffic(2000, 1 + part % 3, 24 * part, (part % 2 ? last_epoch : 0), seed + 50 + part);

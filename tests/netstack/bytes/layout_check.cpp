@@ -36,7 +36,7 @@ void show_all(const mlx5::Channel& c) {
   SHOW(queue.number), SHOW(queue.blocks), SHOW(queue.cqes), SHOW(queue.alternate), SHOW(queue.reserved);
   SHOW(queue.committed), SHOW(queue.completed), SHOW(queue.polled), SHOW(queue.doorbells), SHOW(queue.syndrome);
   SHOW(queue.held);
-  SHOW(peer.address), SHOW(peer.key), SHOW(source.address), SHOW(source.key);
+  SHOW(peer.address), SHOW(peer.key), SHOW(source.address), SHOW(source.key), SHOW(credits);
 }
 
 template <class Channel>

@@ -14,6 +14,7 @@ from test_verbs_faults import SMALL, fault_of
 from wiring import KEY, SOON_S, beyond_memory, connect, send
 
 from lamina import netstack
+from lamina.netstack import Geometry
 from lamina.netstack.auto import AutoFabric
 from lamina.netstack.contract.base import RDMA_DEVICE
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
@@ -65,6 +66,58 @@ def test_mlx5_posts_what_its_own_nic_executes() -> None:
         assert counts[0] >= 145, "two for a message, one for a credit, of which the last may be under way"
         assert counts[3] == 0
     fabric.close()
+
+
+def test_mlx5_credits_of_kernels_ride_on_messages() -> None:
+    """A layer takes six work requests, two for each of Q, K and V, and O. To a peer that gets no message credits go by
+    themselves, one for three messages of four slots; who takes the channel back tells the rest.
+    """
+    fabric = netstack.open("mlx5", key=KEY)
+    a, b = connect(fabric, geometry=Geometry(slots=4, slot_bytes=200))
+    assert isinstance(a, Mlx5Channel)
+    assert isinstance(b, Mlx5Channel)
+    driver = Driver()
+    mail, streams = Pinned(driver, 4096), [CudaStream(driver) for _ in range(2)]
+    mail.view[:8] = (5).to_bytes(8, "little")
+    at = mail.address
+
+    def move(sender: Mlx5Channel, receiver: Mlx5Channel, messages: int) -> None:
+        for stream, end in zip(streams, (sender, receiver), strict=True):
+            side, rest = end.lend(), (at, at + 16, at + 64, int(SOON_S * 1e9), at + 48)
+            for _ in range(messages):
+                if end is sender:
+                    side.send(stream.number, at + 512, at, at + 16, int(SOON_S * 1e9), at + 52)
+                else:
+                    side.receive_due(stream.number, at + 1024, *rest)
+        for stream in streams:
+            stream.synchronize()
+        assert bytes(mail.view[48:56]) == bytes(8)
+
+    for _ in range(20):
+        move(a, b, 2)
+        move(b, a, 1)
+    assert (requests_of(a), requests_of(b)) == (4 * 20, 2 * 20)
+    move(a, b, 30)
+    assert (requests_of(a), requests_of(b)) == (4 * 20 + 60, 2 * 20 + 10)
+    assert [end._struct()["credits"] for end in (a, b)] == [0, 10]
+    move(a, b, 2)
+    for end in (a, b):
+        end.take_back()
+    assert requests_of(b) == 2 * 20 + 11
+    for _ in range(4):
+        a.reserve(1, timeout_s=SOON_S)
+    for part in (*streams, mail, fabric, driver):
+        part.close()
+
+
+def requests_of(end: Mlx5Channel) -> int:
+    """That its NIC has executed, once it has nothing to do any more."""
+    counts, deadline = (ctypes.c_uint64 * 5)(), time.monotonic() + SOON_S
+    while time.monotonic() < deadline:
+        FAKE.fake_mlx5_counters(number_of(end), counts)
+        if counts[0] == end._struct()["queue.committed"]:
+            break
+    return counts[0]
 
 
 def test_mlx5_a_thread_rings_where_the_gpu_may_not(

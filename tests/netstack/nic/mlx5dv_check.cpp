@@ -24,9 +24,9 @@ namespace {
 struct Reference {
   alignas(64) char bytes[64] = {};
 
-  Reference(u64 index, u32 queue, mlx5::Remote to, u32 flags) {
+  Reference(u64 index, u32 queue, mlx5::Remote to, u32 flags, uint8_t segments = 3) {
     mlx5dv_set_ctrl_seg(reinterpret_cast<mlx5_wqe_ctrl_seg*>(bytes), uint16_t(index), MLX5_OPCODE_RDMA_WRITE, 0, queue,
-                        uint8_t(flags), 3, 0, 0);
+                        uint8_t(flags), segments, 0, 0);
     auto* raddr = reinterpret_cast<mlx5_wqe_raddr_seg*>(bytes + 16);
     raddr->raddr = htobe64(to.address);
     raddr->rkey = htobe32(to.key);
@@ -36,7 +36,7 @@ struct Reference {
 bool equal(const mlx5::Wqe& ours, const Reference& theirs) { return std::memcmp(&ours, theirs.bytes, 64) == 0; }
 
 bool check_requests(nic_model::Random& random) {
-  const u64 index = random.next(), value = random.next();
+  const u64 index = random.next(), value = random.next(), other = random.next();
   const u32 queue = u32(random.next()) & 0xffffff, bytes = 1 + u32(random.below(1u << 30));
   const u32 flags = random.once_in(2) ? mlx5::kSignalled : 0;
   const mlx5::Remote to{random.next(), u32(random.next())};
@@ -47,8 +47,12 @@ bool check_requests(nic_model::Random& random) {
   Reference word(index, queue, to, flags);
   reinterpret_cast<mlx5_wqe_inl_data_seg*>(word.bytes + 32)->byte_count = htobe32(8 | MLX5_INLINE_SEG);
   std::memcpy(word.bytes + 36, &value, 8);
+  Reference pair(index, queue, to, flags, 4);
+  reinterpret_cast<mlx5_wqe_inl_data_seg*>(pair.bytes + 32)->byte_count = htobe32(16 | MLX5_INLINE_SEG);
+  std::memcpy(pair.bytes + 36, &value, 8), std::memcpy(pair.bytes + 44, &other, 8);
   return equal(mlx5::write_wqe(index, queue, to, from, bytes, flags), data) &&
-         equal(mlx5::write_word_wqe(index, queue, to, value, flags), word);
+         equal(mlx5::write_word_wqe(index, queue, to, value, flags), word) &&
+         equal(mlx5::write_pair_wqe(index, queue, to, value, other, flags), pair);
 }
 
 bool check_completion(nic_model::Random& random) {

@@ -17,6 +17,7 @@ SOURCE = Path(__file__).with_name("mlx5_oracle.cpp")
 WRONG = [
     ("write_head", "wqe.word[1]", "queue >> 8"),
     ("write_word_wqe", "wqe.word[9]", ""),
+    ("write_pair_wqe", "wqe.word[11]", ""),
     ("commit", "bus.put(q.record", ", (u32("),
     ("poll_cq", "bus.put(q.seen", ""),
 ]

@@ -15,9 +15,10 @@ from mlx5_mutants import CSRC, MODEL, Mutant, Proof
 MUTANTS = mlx5_mutants.mutants()
 FENCES = [m for m in MUTANTS if m.after == "" and "fence()" in m.before]
 ACQUIRES = [m for m in MUTANTS if "bus.acquire(" in m.before and "bus.load(" in m.after]
+NEAR = [m for m in MUTANTS if "_near(" in m.before and "_near(" not in m.after and m.after]
 RELEASES = [m for m in MUTANTS if "bus.release(" in m.before and "bus.put(" in m.after]
 UNARGUED = [m for m in MUTANTS if m.name not in mlx5_mutants.argued()]
-SAMPLE = list(dict.fromkeys([*FENCES, *ACQUIRES[:2], *RELEASES, *random.Random(1).sample(UNARGUED, 4)]))
+SAMPLE = list(dict.fromkeys([*FENCES, *ACQUIRES[:2], *RELEASES, *NEAR, *random.Random(1).sample(UNARGUED, 4)]))
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
 
@@ -65,6 +66,9 @@ def test_there_are_mutants_of_every_kind() -> None:
     assert [m.function for m in FENCES] == ["commit", "commit"], "before the record, and before the doorbell"
     assert [m.function for m in ACQUIRES] == ["wait_signal", "poll_cq", "ring_on"], "what publishes to us"
     assert [m.function for m in RELEASES] == ["publish", "report"], "all that publishes our memory without a fence"
+    assert [m.function for m in NEAR] == ["give_back", "publish", "report_due"], (
+        "what kernels of an end tell each other"
+    )
     assert set(mlx5_mutants.argued()) <= {m.name for m in MUTANTS}, "an argument about a mutant that is not made"
 
 
