@@ -306,4 +306,25 @@ LAMINA_HD Status report_due(B& bus, C& c) {
   return report(bus, c);
 }
 
+// Repeats what may find a ring full. `step` returns kPending until it is done.
+template <class B, class Step>
+LAMINA_HD Status persist(B& bus, const Ends& c, u64 timeout_ns, Step step) {
+  Pace<B> pace(bus, c.abort, timeout_ns);
+  for (;;) {
+    Status status = step();
+    if (status == kPending) status = pace.poll_again();
+    if (status != kPending) return status;
+  }
+}
+
+// As `wait_slot`. Whoever has to wait sends no message that could tell what was given back, and its peer may wait for
+// that alone, so it is told first.
+template <class B, class C>
+LAMINA_HD Status wait_slot_or_tell(B& bus, C& c, u64 timeout_ns) {
+  Status status = wait_slot(bus, c, 0);
+  if (status != kTimeout) return status;
+  status = persist(bus, c, timeout_ns, [&] { return report(bus, c); });
+  return status == kOk ? wait_slot(bus, c, timeout_ns) : status;
+}
+
 }  // namespace lamina::device

@@ -168,7 +168,7 @@ class DeviceSide(Protocol):
     2. Order. Kernels that send are ordered by the stream, or by edges of graphs; so are those that receive.
     3. Time. No kernel waits longer than ``timeout_ns`` for its peer, and none for one whose end was noticed.
     4. Slots. A kernel that has received frees the slot; the sender is sure to hear of it once two thirds of its slots
-       are free, with the next message to it, and at ``take_back``.
+       are free, with the next message to it, once a kernel here waits for a slot itself, and at ``take_back``.
     5. Failure. ``status`` is the address of an int32 that is 0 at first. A kernel that fails sets it, and later ones
        that are given it do nothing; what they were to fill in is left as it was, so what a failure has spoilt is not
        sent on. ``check`` tells what has happened.

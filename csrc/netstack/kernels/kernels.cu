@@ -51,17 +51,6 @@ __device__ void copy(u8* to, const u8* from, u64 bytes) {
   copy_words<u8>(to + done, from + done, bytes - done);
 }
 
-// Repeats what may find the ring full. `step` returns kPending until it is done.
-template <class Step>
-__device__ Status persist(Bus& bus, const Ends& c, u64 timeout_ns, Step step) {
-  Pace<Bus> pace(bus, c.abort, timeout_ns);
-  for (;;) {
-    Status status = step();
-    if (status == kPending) status = pace.poll_again();
-    if (status != kPending) return status;
-  }
-}
-
 __device__ void settle(int* status, Status found) {
   if (*status == kOk) *status = found;
 }
@@ -81,7 +70,7 @@ template <class C>
 __device__ void reserve(C& c, u64 timeout_ns, int* status) {
   Bus bus;
   if (*status != kOk) return;
-  const Status found = wait_slot(bus, c, timeout_ns);
+  const Status found = wait_slot_or_tell(bus, c, timeout_ns);
   if (found == kOk) c.granted += 1;
   settle(status, found);
 }

@@ -89,6 +89,23 @@ inline void ridden() {
   CHECK(receive(pair.a));
 }
 
+// Two ends that both wait for a slot, which the other one has given back and not told of.
+inline void both_wait() {
+  g_scenario = "both ends wait for a slot";
+  Pair pair(shape(4, 64), shape(4, 64), {}, 7);
+  for (int n = 0; n < 4; ++n) CHECK(send(pair.a) && send(pair.b));
+  pair.settle();
+  for (End* end : {&pair.a, &pair.b})
+    for (int n = 0; n < 2; ++n) receive_due(pair, *end);
+  CHECK(mlx5::wait_slot(pair.a.bus, pair.a.channel, 1000) == mlx5::kTimeout);
+  CHECK(wait_slot_or_tell(pair.a.bus, pair.a.channel, 1000) == mlx5::kTimeout && pair.a.channel.credits == 1);
+  CHECK(wait_slot_or_tell(pair.b.bus, pair.b.channel, kLongNs) == mlx5::kOk && pair.b.channel.credits == 0);
+  CHECK(send(pair.b) && send(pair.b) && !send(pair.b));
+  CHECK(wait_slot_or_tell(pair.a.bus, pair.a.channel, kLongNs) == mlx5::kOk && pair.a.channel.credits == 1);
+  pair.abort = 1;
+  CHECK(wait_slot_or_tell(pair.b.bus, pair.b.channel, kLongNs) == mlx5::kAborted);
+}
+
 // Whoever is about to ride finds the queue dead, and so does whoever has to tell by itself; nothing is noted as told.
 inline void dead(bool rides) {
   g_scenario = rides ? "a credit on a message of a dead queue" : "a credit for a dead queue";
@@ -104,6 +121,7 @@ inline void dead(bool rides) {
   while (c.queue.reserved - c.queue.completed < c.queue.blocks) c.queue.reserved += 1;  // a ring that is full
   const u64 tag[mlx5::kTagWords] = {};
   CHECK((rides ? publish(pair.b.bus, c, 0, tag) : report_due(pair.b.bus, c)) == mlx5::kFailed);
+  CHECK(wait_slot_or_tell(pair.b.bus, c, kLongNs) == mlx5::kFailed);
   CHECK(c.reported == 0 && c.credits == 0 && c.published == 1);
 }
 
@@ -149,6 +167,7 @@ inline void beside(u64 messages, Shape a, Shape b, u64 seed) {
 
 inline void credits(u64 seed) {
   ridden();
+  both_wait();
   for (const bool rides : {false, true}) dead(rides);
   for (u64 slots = 1; slots <= 9; ++slots) one_way(slots, seed + slots);
   for (u64 batches = 1; batches <= 3; ++batches) {

@@ -55,7 +55,7 @@ def test_kernels_assemble_and_order_memory(architecture: int) -> None:
         assert "ld.acquire.sys.global.u64" in body, "signals and completions"
         assert "nanosleep.u32" in body
         assert "globaltimer" in body
-        posts = not name.endswith(("reserve", "take"))
+        posts = not name.endswith("take")
         assert ("st.mmio.relaxed.sys.global.u64" in body) == posts
         fence = r"(?:membar\.sys|fence\.(?:sc|acq_rel)\.sys)"
         for doorbell in re.finditer(r"st\.mmio\.relaxed\.sys\.global\.u64", body):
