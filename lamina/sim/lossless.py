@@ -5,9 +5,11 @@ How long that is, says a function: the time of a cost model, or none at all, whe
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -79,12 +81,14 @@ class LosslessWire:
         """``chunk_s``: of a chunk on a prefill worker; None = it takes no time."""
         self.clock, self.ready = clock, ready
         self._seconds, self._chunk_s = seconds, chunk_s
+        self.rounds_s = self._each_s  # of rounds that come so much later than one of a load, if all its rows decode
         self._chunks = list[tuple[float, int, list[StepDone]]]()  # on prefill workers, a heap: when each is done
         self._chunks_free_at, self._num_chunks = dict[int, float](), 0
         self.tokens_per_s = float("inf")  # that one prefill worker sends to another
         self._done: deque[StepDone] = deque()
         self._flights: deque[_Flight] = deque()
         self._free_at = 0.0
+        self._ahead: tuple[_Flight | None, list[float]] = None, []  # behind that flight: seconds of rounds like it
         self.decoding: list[int] = []  # rows of each round that do
 
     def submit(self, new: RunRound) -> None:
@@ -132,23 +136,38 @@ class LosslessWire:
 
     def foreseen(self, rounds: int) -> float:
         """When the last of so many rounds behind the only one in flight will be done, if all are like it."""
+        return self._free_at + sum(self._behind(rounds)[:rounds])
+
+    def _each_s(self, load: RoundLoad, rounds: range) -> list[float]:
+        return [self._seconds(load.later(n)) for n in rounds]
+
+    def _behind(self, rounds: int) -> list[float]:
+        """Seconds of at least so many rounds behind the only one in flight, if all are like it."""
         (flight,) = self._flights
-        return self._free_at + sum(self._seconds(flight.load.later(n)) for n in range(1, rounds + 1))
+        known, ahead = self._ahead
+        if known is not flight:
+            self._ahead = flight, (ahead := [])
+        if len(ahead) < rounds:
+            ahead += self.rounds_s(flight.load, range(len(ahead) + 1, rounds + 1))
+        return ahead
 
     def leap(self, most: int, until: float) -> list[float]:
         """Skip rounds like the only one in flight: ``most``, or those that are done before ``until``. When each of them
         is done, the one in flight first; the last that was skipped is in flight then.
         """
-        (flight,) = self._flights
-        times = list[float]()
-        while len(times) < most and self._free_at < until:
-            times.append(self._free_at)
-            self._free_at += self._seconds(flight.load.later(len(times)))
-            self.decoding.append(flight.load.decoding)
-        if not times:
+        if most < 1 or not self._free_at < until:
             return []
+        (flight,) = self._flights
+        ahead, ends = self._behind(min(most, 16)), [self._free_at]
+        while len(ends) <= most and ends[-1] < until:
+            ahead = self._behind(min(most, 4 * len(ends)))
+            ends = [*accumulate(ahead, initial=self._free_at)]
+        count = min(most, bisect_left(ends, until))
+        times, self._free_at = ends[:count], ends[count]
+        self.decoding += [flight.load.decoding] * len(times)
         done = [msgspec.structs.replace(d, step=d.step + len(times)) for d in flight.done]
         self._flights[0] = _Flight(flight.load.later(len(times)), self._free_at, done)
+        self._ahead = self._flights[0], ahead[len(times) :]
         while self.clock.advance(times[-1]):
             pass
         return times
@@ -169,11 +188,13 @@ class LosslessWire:
         return None
 
 
-def leap(engine: Engine, wire: LosslessWire, until: float = float("inf")) -> list[float]:
+def leap(engine: Engine, wire: LosslessWire, until: float = float("inf"), most: int | None = None) -> list[float]:
     """Skip rounds that are all alike, of requests without texts, and are done before ``until``. When each of them is
-    done: each gives all running sequences a token. Empty where none can be skipped.
+    done: each gives all running sequences a token. Empty where none can be skipped. ``most``: of them, where that is
+    known.
     """
-    most = engine.scheduler.rounds_alike(TOKEN) if wire.rests else 0
+    if most is None:
+        most = rounds_alike(engine, wire)
     if most < 1:
         return []
     times = wire.leap(most, until)
@@ -182,10 +203,15 @@ def leap(engine: Engine, wire: LosslessWire, until: float = float("inf")) -> lis
     return times
 
 
+def rounds_alike(engine: Engine, wire: LosslessWire) -> int:
+    """How many rounds can be skipped now."""
+    return engine.scheduler.rounds_alike(TOKEN) if wire.rests else 0
+
+
 class SimulatedPool(NamedTuple):
     """Workers that take the time of a function, as an engine sees them. ``blocks`` of ``block`` tokens; sequences of up
     to ``longest`` tokens, ``most`` at once, in ``batches``. ``chunk``: rows of prompts in a round or, with ``prefill``
-    workers, on one of these; 0 = prompts take no time. ``kept``: blocks that such a worker has for prompts beside the
+    workers, on one of these; 0 = prompts take no time, and ``prefill`` of them can begin at once. ``kept``: blocks that such a worker has for prompts beside the
     longest, which others may begin like; 0 = nothing is kept of prompts.
     """
 
@@ -214,7 +240,7 @@ class SimulatedPool(NamedTuple):
         options = {
             "transport": "shm", "block_size": self.block, "max_num_seqs": self.most, "memory_workers": 1,
             "prefill_chunk": self.chunk or max(self.longest, self.block),
-            "prefill_workers": self.prefill if self.chunk else PREFILL_WORKERS, "pipeline": self.batches,
+            "prefill_workers": self.prefill or (0 if self.chunk else PREFILL_WORKERS), "pipeline": self.batches,
             "enable_prefix_caching": bool(self.kept),
         }  # fmt: skip
         store = Bound(windows=[0], lanes=[Lanes()], stripe=0, num_blocks=[self.kept + self.longest // self.block + 1])

@@ -189,6 +189,8 @@ class BlockTables(HeldBlocks):
             changes[row.sequence] = self._extents.advance(before, row)
             if shares:
                 self._check_alone(row, shared)
+        if not changes:  # so for most plans: no block changes hands
+            return changes, steady, []
         changes = {s: e for s, e in changes.items() if e is not None or s in self._sequences}
         forks = [op for op in plan.ops if isinstance(op, Fork) and op.sequence in changes]
         self._check_room(plan.step, {s: e for s, e in changes.items() if e is None or s not in shifted}, forks)

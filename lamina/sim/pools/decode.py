@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import pairwise
 
 from lamina.engine.conductor.overload import TokenTime
 from lamina.request import RequestOutput, SamplingParams
 from lamina.sim.clock import VirtualClock
-from lamina.sim.lossless import TOKEN, RoundLoad, SimulatedPool, leap
+from lamina.sim.lossless import RoundLoad, SimulatedPool, leap, rounds_alike
 
 # Room that nobody fills: what binds here are times.
-ROOM = SimulatedPool(layers=1, blocks=1 << 18, block=128, longest=1 << 20, most=1 << 14)
+ROOM = SimulatedPool(layers=1, blocks=1 << 18, block=128, longest=1 << 20, most=1 << 14, prefill=8)
 
 
 class SimulatedInstance:
@@ -28,18 +29,25 @@ class SimulatedInstance:
         def seconds(load: RoundLoad) -> float:
             return law.seconds(load.rows, sum(step.stored for step in load.steps) - load.rows)
 
+        def rounds_s(load: RoundLoad, rounds: range) -> list[float]:
+            """The same of rounds that come later, each of which reads as many tokens more as it has rows."""
+            rows, stored = load.rows, sum(step.stored for step in load.steps) - load.rows
+            fixed_s, token_s = law.a + law.b * rows, law.c
+            return [fixed_s + token_s * (stored + n * rows) for n in rounds]
+
         self._clock, self._ended = clock, ended
         self._engine, self._wire = room.engine(clock, seconds)
+        self._wire.rounds_s = rounds_s
         self._names = dict[int, int]()  # request of the engine -> completion
         self._longest = dict[int, float]()  # request -> seconds
         self._since_s = 0.0  # when the round in flight began
         self._change = 0  # of who decodes
+        self._alike = 0  # rounds that can be skipped, as long as nothing changes
 
     def join(self, request: int, stored: int, answer: int) -> None:
         """``request`` decodes ``answer`` tokens behind ``stored``, as soon as the engine takes it in."""
         self._catch_up()
-        params = SamplingParams(max_tokens=answer + 1, ignore_eos=True, temperature=0)
-        number = self._engine.add([0] * stored, params)
+        number = self._engine.add([0] * stored, _params_of(answer + 1))
         self._names[number], self._longest[number] = request, 0.0
         self._go_on()
 
@@ -55,8 +63,8 @@ class SimulatedInstance:
         """The first round behind which another one comes than would be foreseen now."""
         self._change += 1
         change = self._change
-        rounds = self._engine.scheduler.rounds_alike(TOKEN) if self._wire.rests else 0
-        due = self._wire.foreseen(rounds) if rounds > 0 else self._wire.due
+        self._alike = rounds_alike(self._engine, self._wire)
+        due = self._wire.foreseen(self._alike) if self._alike > 0 else self._wire.due
 
         def done() -> None:
             if change == self._change:
@@ -67,7 +75,7 @@ class SimulatedInstance:
 
     def _catch_up(self) -> None:
         """With rounds that are over by now, all but one that ends now."""
-        times = leap(self._engine, self._wire, self._clock.now) if self._engine.has_work else []
+        times = leap(self._engine, self._wire, self._clock.now, self._alike) if self._engine.has_work else []
         if times:
             longest = max(b - a for a, b in pairwise([self._since_s, *times]))
             self._longest = {number: max(before, longest) for number, before in self._longest.items()}
@@ -81,3 +89,9 @@ class SimulatedInstance:
                 self._longest[number] = max(self._longest[number], took)
             if output.finished:
                 self._ended(self._names.pop(number), self._longest.pop(number))
+
+
+@lru_cache(maxsize=4096)
+def _params_of(tokens: int) -> SamplingParams:
+    """Of an answer of so many tokens."""
+    return SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)
