@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
@@ -16,6 +17,15 @@ from .rounds.steps import ScheduledStep
 from .sequence import Sequence
 
 NOTHING = -1
+
+
+@dataclass
+class _Lent:
+    """So many tokens that another worker's store sends; it was asked for them then."""
+
+    lender: PromptStore
+    tokens: int
+    asked_s: float = math.inf
 
 
 @dataclass
@@ -60,7 +70,7 @@ class Prefill:
         keep of prompts; none of them: nothing. ``ahead``: chunks of a worker in flight.
         """
         self._workers = [_PrefillLoad(i, store=stores[i] if stores else None) for i in range(num_workers)]
-        self._lenders = dict[Sequence, tuple[PromptStore, int]]()  # who has so much of how a prompt begins
+        self._lenders = dict[Sequence, _Lent]()  # of how a prompt begins
         self._chunk = chunk
         self._first_batch, self._ahead = first_batch, ahead
         self.promises = promises or Promises(num_workers)
@@ -138,7 +148,7 @@ class Prefill:
             lender = self._lender(sequence, begun) if moved else None
             worker.store.promise(sequence, begun, lender)
             if lender is not None:
-                self._lenders[sequence] = lender, moved
+                self._lenders[sequence] = _Lent(lender, moved)
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence that has no chunk in flight."""
@@ -191,6 +201,8 @@ class Prefill:
         plan = StepPlan(view=view, batch=batch, step=grant.step, ops=ops, rows=[grant.rows])
         if worker.store:
             worker.store.apply(plan)
+        if sequence in self._lenders:
+            self._lenders[sequence].asked_s = self.promises.now()
         draws = [sequence] if grant.first + grant.count == sequence.num_promised else []
         step = ScheduledStep(plan, [sequence], draws, worker.index)
         worker.next_step += 1
@@ -224,8 +236,8 @@ class Prefill:
         load = self._workers[worker]
         load.in_flight.pop(0)  # in their order
         (sequence,) = step.parts
-        if moved := self._return(sequence):
-            self.promises.fetched(sequence, moved, step.fetch_s, hidden=load.follows)
+        if lent := self._return(sequence):
+            self.promises.fetched(sequence, lent.tokens, step.fetch_s, max(0.0, load.since_s - lent.asked_s))
         sequence.num_prefilling -= 1
         if step.draws:
             part = 1.0 if load.follows else self.promises.own_part(sequence)
@@ -235,13 +247,12 @@ class Prefill:
             self._go_on(load, follows=True)
             sequence.prefill_worker = None
 
-    def _return(self, sequence: Sequence) -> int:
-        """Its worker needs nothing of another one any more; the tokens that were to come from there."""
-        if sequence not in self._lenders:
-            return 0
-        lender, moved = self._lenders.pop(sequence)
-        lender.returned(sequence)
-        return moved
+    def _return(self, sequence: Sequence) -> _Lent | None:
+        """Its worker needs nothing of another one any more; what was to come from there."""
+        lent = self._lenders.pop(sequence, None)
+        if lent is not None:
+            lent.lender.returned(sequence)
+        return lent
 
     def _go_on(self, worker: _PrefillLoad, *, follows: bool = False) -> None:
         """The worker goes on to the prompt of the next chunk in flight, if there is one."""

@@ -164,12 +164,16 @@ class Promises:
         """The prefill worker from which that of a booked sequence is to have its beginning; NOBODY: from none."""
         return self._booked[sequence].choice.source
 
-    def fetched(self, sequence: Sequence, tokens: int, seconds: float, *, hidden: bool = False) -> None:
-        """The worker of a booked sequence has so many tokens from another one, and waited so long for them: for the
-        last of them, where they were ``hidden`` behind another prompt.
+    def fetched(self, sequence: Sequence, tokens: int, seconds: float, ahead_s: float = 0.0) -> None:
+        """The worker of a booked sequence has so many tokens from another one, and waited so long for them, since it
+        was done with another prompt, ``ahead_s`` behind asking for them.
         """
         self._fetched[sequence] = seconds
-        self.conductor.transferred(tokens, seconds, hidden=hidden)
+        self.conductor.transferred(tokens, seconds, ahead_s)
+
+    def now(self) -> float:
+        """Seconds, by the clock that it keeps to."""
+        return self._clock()
 
     def computed(self, sequence: Sequence, since_s: float, part: float = 1.0) -> None:
         """The prompt of a booked sequence is computed, and it decodes. Its worker was at it since then, or at several,

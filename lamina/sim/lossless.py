@@ -211,8 +211,8 @@ def rounds_alike(engine: Engine, wire: LosslessWire) -> int:
 class SimulatedPool(NamedTuple):
     """Workers that take the time of a function, as an engine sees them. ``blocks`` of ``block`` tokens; sequences of up
     to ``longest`` tokens, ``most`` at once, in ``batches``. ``chunk``: rows of prompts in a round or, with ``prefill``
-    workers, on one of these; 0 = prompts take no time, and ``prefill`` of them can begin at once. ``kept``: blocks that such a worker has for prompts beside the
-    longest, which others may begin like; 0 = nothing is kept of prompts.
+    workers, on one of these; 0 = prompts take no time, and ``prefill`` of them can begin at once. ``kept``: blocks that
+    such a worker has for prompts beside the longest, which others may begin like; 0 = nothing is kept of prompts.
     """
 
     layers: int

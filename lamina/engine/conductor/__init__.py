@@ -138,6 +138,8 @@ class Conductor:
         line = self._lines[choice.worker]
         if choice.source != NOBODY:
             self._sends_until[choice.source] = now_s + choice.transfer_s
+        if choice.passed and self.transfers:
+            self.transfers.passed()
         ready_s = now_s + choice.transfer_s + choice.fill_s
         line.add(BookedPrompt(request, prompt.tokens, choice.prefill_s, ready_s, prompt.priority), now_s)
         self._booked[request] = choice, prompt
@@ -149,12 +151,12 @@ class Conductor:
         moved = [k for n, k in enumerate(prompt.keys, 1) if prompt.length(n) <= choice.prefix]
         self.directory.arrived(choice.worker, moved)
 
-    def transferred(self, tokens: int, seconds: float, *, hidden: bool = False) -> None:
-        """A transfer of so many tokens took so long: what the next ones are expected to take follows that. A part of it
-        was ``hidden``: then it took longer, and says something only where that is more than was expected.
+    def transferred(self, tokens: int, seconds: float, ahead_s: float = 0.0) -> None:
+        """A transfer of so many tokens was waited for so long, behind ``ahead_s`` in which another was computed: the
+        times that are expected of the next ones follow that.
         """
-        if self.transfers and (not hidden or seconds > self.transfers.law.seconds(tokens)):
-            self.transfers.observe(tokens, seconds)
+        if self.transfers:
+            self.transfers.observe(tokens, seconds, ahead_s)
 
     def begun(self, request: Hashable, now_s: float) -> None:
         """The request's worker computes its prompt from now on."""
@@ -216,7 +218,7 @@ class Conductor:
 
     def _transfer_s(self, source: int, tokens: int, now_s: float) -> float:
         """Of so many tokens, behind what ``source`` has to send before: who is asked by many is slow."""
-        own_s = self.transfers.law.seconds(tokens) if self.transfers else 0.0
+        own_s = self.transfers.seconds(tokens) if self.transfers else 0.0
         return max(0.0, self._sends_until[source] - now_s) + own_s
 
     def _relief_s(self, now_s: float, tbt_s: float) -> float:

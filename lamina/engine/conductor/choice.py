@@ -37,7 +37,8 @@ class WorkerMatch(NamedTuple):
 
 class PromptChoice(NamedTuple):
     """``worker`` computes the prompt behind its first ``prefix`` tokens; ``moved`` of these come from ``source``.
-    ``fill_s``: from when its first stage begins, until the last one can.
+    ``fill_s``: from when its first stage begins, until the last one can. ``passed``: a transfer would have been
+    cheaper, were it for nothing.
     """
 
     worker: int
@@ -50,6 +51,7 @@ class PromptChoice(NamedTuple):
     source: int = NOBODY
     moved: int = 0
     fill_s: float = 0.0
+    passed: bool = False
 
 
 class Question(NamedTuple):
@@ -100,7 +102,10 @@ def auto(asked: Question) -> PromptChoice:
             best, best_s, fetches = at, ttft_s, False
         if most.sendable > at.prefix and (ttft_s := prices.fetched_s(at, most)) < best_s:
             best, best_s, fetches = at, ttft_s, True
-    return prices.fetched(best, most) if fetches else prices.alone(best)
+    if fetches:
+        return prices.fetched(best, most)
+    passed = any(at.queue_s < best_s and prices.for_nothing_s(at, most) < best_s for at in asked.workers)
+    return prices.alone(best)._replace(passed=passed) if passed else prices.alone(best)
 
 
 def ways(asked: Question) -> Iterator[PromptChoice]:
@@ -180,6 +185,11 @@ class _Prices:
         if hides:
             return begins_s(at.queue_s, transfer_s, fill_s) + prefill_s
         return transfer_s + begins_s(at.queue_s, 0.0, fill_s) + prefill_s
+
+    def for_nothing_s(self, at: WorkerMatch, most: WorkerMatch) -> float:
+        """As fetched, if a transfer took no time."""
+        prefill_s, fill_s = self._computing(max(at.prefix, most.sendable))
+        return begins_s(at.queue_s, 0.0, fill_s) + prefill_s
 
     def alone(self, at: WorkerMatch) -> PromptChoice:
         prefill_s, fill_s = self._computing(at.prefix)

@@ -23,6 +23,8 @@ _PRIOR = 1.0  # measurements that the first law weighs as much as
 _PRIOR_PROMPTS = ((1, 0), (512, 0), (4096, 0), (32768, 0), (32768, 16384))
 _PRIOR_MOVED = (512, 4096, 32768)  # tokens
 _GUESS = 0.01  # the same of the first law of transfers
+_PATIENCE, _MOST_PATIENCE = 16, 1024  # prompts in a row, until a transfer is thought to take half
+_AS_GOOD = 1 - 1e-9  # of rounding
 _FEW = 8  # measurements, from which on
 _KEPT_STEPS = 0.998  # the same of steps
 _OFTEN = 8
@@ -125,19 +127,45 @@ class PrefillFit:
 
 
 class TransferFit:
-    """A law of transfers that follows what is measured. The first one is a guess, worth next to nothing."""
+    """A law of transfers that follows what is measured. The first one is a guess, worth next to nothing. One that is
+    too high is not found out by whoever never tries: so the more prompts in a row are computed since a transfer seems
+    too dear, the cheaper one is thought to be, until it is tried; if that tells the same, the next time is later.
+    """
 
     def __init__(self, law: TransferTime) -> None:
         """``law``: until something is measured."""
         self.law, self._follower = law, _Follower(2)
+        self._passed, self._patience = 0, _PATIENCE
         for tokens in _PRIOR_MOVED:
             self._follower.trust((tokens / _UNIT, 1.0), law.seconds(tokens), _GUESS / len(_PRIOR_MOVED))
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """A transfer of so many tokens took so long. One that nobody had to wait for says nothing."""
-        if tokens > 0 and seconds > 0:
-            b, a = self._follower.observe((tokens / _UNIT, 1.0), seconds, self.law.seconds(tokens))
-            self.law = TransferTime(a, b / _UNIT)
+    def seconds(self, tokens: int) -> float:
+        """The seconds that a transfer of so many tokens is thought to take."""
+        return self.law.seconds(tokens) * self._patience / (self._patience + self._passed)
+
+    def passed(self) -> None:
+        """A prompt is computed that would come sooner by a transfer, were that for nothing."""
+        self._passed += 1
+
+    def observe(self, tokens: int, seconds: float, ahead_s: float = 0.0) -> None:
+        """A transfer of so many tokens was waited for so long, and had gone on for ``ahead_s`` before, while others
+        were computed: so it took that long at least, and at most as long as both.
+        """
+        expected, most_s = self.law.seconds(tokens), seconds + ahead_s
+        if tokens <= 0 or most_s <= 0:
+            return
+        if seconds * _AS_GOOD <= expected <= most_s / _AS_GOOD:  # nobody saw it take anything else
+            self._tried(confirmed=not ahead_s)
+            return
+        took_s = seconds if expected < seconds else most_s
+        self._tried(confirmed=2 * took_s > expected)
+        b, a = self._follower.observe((tokens / _UNIT, 1.0), took_s, expected)
+        self.law = TransferTime(a, b / _UNIT)
+
+    def _tried(self, *, confirmed: bool) -> None:
+        if self._passed:
+            self._patience = min(2 * self._patience, _MOST_PATIENCE) if confirmed else _PATIENCE
+        self._passed = 0
 
 
 class StepFit:

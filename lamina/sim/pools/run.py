@@ -81,6 +81,7 @@ class _SimulatedWorker:
     done_s: float = 0.0
     busy: bool = False
     busy_s: float = 0.0
+    free_s: float = 0.0  # since when its first stage has nothing to do
     sends_until_s: float = 0.0
 
 
@@ -107,6 +108,7 @@ class SimulatedPools:
             SimulatedInstance(self.clock, truth.decode, self._ended, truth.room) for _ in range(truth.instances)
         ]
         self._coming = set[int]()  # whose transfer is under way
+        self._came = dict[int, tuple[float, float]]()  # of a prompt: from when on it came, and until when
         self._left = 0  # requests that have not come to their end
         self.requests: list[Conducted] = []
         self.samples: list[LoadSample] = []
@@ -145,8 +147,10 @@ class SimulatedPools:
 
     def _send(self, number: int, choice: PromptChoice) -> None:
         sender = self._workers[choice.source]
-        sender.sends_until_s = max(self.clock.now, sender.sends_until_s) + self._truth.transfer.seconds(choice.moved)
+        begins_s = max(self.clock.now, sender.sends_until_s)
+        sender.sends_until_s = begins_s + self._truth.transfer.seconds(choice.moved)
         self._coming.add(number)
+        self._came[number] = begins_s, sender.sends_until_s
 
         def received() -> None:
             self._coming.discard(number)
@@ -165,6 +169,8 @@ class SimulatedPools:
         request.prefix = prompt.length(self._conductor.directory.ready(prompt.keys)[at])
         seconds = self._truth.prefill.seconds(prompt.tokens, request.prefix)
         worker.busy, worker.busy_s, now = True, worker.busy_s + seconds, self.clock.now
+        if number in self._came:
+            self._tell_transfer(*self._came.pop(number), request.choice.moved, worker.free_s)
         worker.begun.append(number)
         if len(worker.begun) == 1:
             self._conductor.begun(number, now)
@@ -174,9 +180,17 @@ class SimulatedPools:
         if self._conductor.staged.stages > 1:
             self.clock.later(seconds, lambda: self._free(at))
 
+    def _tell_transfer(self, asked_s: float, came_s: float, tokens: int, free_s: float) -> None:
+        """As a worker does: it had nothing else to do from ``free_s`` on."""
+        waits_s = max(asked_s, free_s)
+        if waits_s < came_s:
+            self._conductor.transferred(tokens, came_s - waits_s, waits_s - asked_s)
+        else:
+            self._conductor.transferred(tokens, 0.0, waits_s - asked_s)
+
     def _free(self, at: int) -> None:
         """Its first stage is done with a prompt."""
-        self._workers[at].busy = False
+        self._workers[at].busy, self._workers[at].free_s = False, self.clock.now
         self._begin(at)
 
     def _computed(self, number: int, at: int, seconds: float) -> None:

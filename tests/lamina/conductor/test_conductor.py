@@ -151,10 +151,13 @@ def test_the_law_of_transfers_has_a_part_that_each_costs() -> None:
     law = one.transfers.law
     one.transferred(8192, 0.0)
     assert one.transfers.law == law, "nothing was waited for: it says nothing"
-    one.transferred(8192, 0.1, hidden=True)
+    one.transferred(8192, 0.1, ahead_s=10.0)
     assert one.transfers.law == law, "most of it was hidden behind another prompt"
-    one.transferred(8192, 4.0, hidden=True)
-    assert one.transfers.law.seconds(8192) > law.seconds(8192), "even the rest of it is more than was expected"
+    one.transferred(8192, 4.0, ahead_s=10.0)
+    high = one.transfers.law.seconds(8192)
+    assert high > law.seconds(8192), "even the rest of it is more than was expected"
+    one.transferred(8192, 0.1, ahead_s=0.3)
+    assert one.transfers.law.seconds(8192) < high, "nor did it take that long with what was hidden"
 
 
 def test_transfers_of_one_size_tell_what_a_token_costs() -> None:

@@ -13,7 +13,7 @@ from conducted import LAW, MOVES, RATE, STEP, conductor, even, played, prompt, z
 from lamina.cli import launch
 from lamina.engine.conductor import choice
 from lamina.engine.conductor.choice import POLICIES
-from lamina.engine.conductor.estimate import PrefillTime
+from lamina.engine.conductor.estimate import PrefillTime, TransferFit, TransferTime
 from lamina.engine.conductor.others import OTHERS
 from lamina.engine.conductor.overload import Limits
 from lamina.sim.clock import VirtualClock
@@ -127,6 +127,63 @@ def test_estimates_that_are_wrong_by_3_cost_little(wrong: float) -> None:
     off = conductor(3, limits=limits, law=PrefillTime(LAW.a, LAW.b * wrong, LAW.c * wrong))
     good = [report(played(one, arrivals, instances=8), one).goodput_requests for one in (true, off)]
     assert good[1] >= 0.97 * good[0]
+
+
+def crowds(count: int, every_s: float) -> list[TracedPrompt]:
+    """Documents of 16 blocks, each of which is asked about once, and then by six at once: too many for who has it."""
+    arrivals = list[TracedPrompt]()
+    for number in range(count):
+        document = [1000 * (number + 1) + n for n in range(16)]
+        for asker in range(7):
+            own = [10**6 + 10 * (7 * number + asker) + n for n in range(4)]
+            at_s = (number + 0.5 * (asker > 0)) * every_s
+            arrivals.append(TracedPrompt(at_s, prompt(20 * 512, *document, *own), 2))
+    return arrivals
+
+
+def fetching(law: TransferTime, truth: TransferTime) -> tuple[list[bool], float]:
+    """Of crowds, who fetches its beginning; and how far off the law is in the end, in parts of the truth."""
+    one = conductor(3, policy="auto")
+    one.transfers = TransferFit(law)
+    pools = SimulatedPools(one, PoolTruth(LAW, truth))
+    pools.run(crowds(60, 10.0))
+    return [r.choice.moved > 0 for r in pools.requests], one.transfers.seconds(8192) / truth.seconds(8192)
+
+
+@pytest.mark.parametrize("wrong", [1 / 3, 3.0])
+@pytest.mark.parametrize("rate", [RATE, 8000.0])
+def test_a_law_of_transfers_that_is_wrong_by_3_is_found_out(wrong: float, rate: float) -> None:
+    """Also where nobody would ever try: 8,000 tokens a second are worth it here, a third of that is not."""
+    truth = TransferTime.at_rate(rate)
+    right, _ = fetching(truth, truth)
+    fetches, off = fetching(TransferTime(0.0, truth.b * wrong), truth)
+    assert sum(right[210:]) > 25
+    assert sum(fetches[210:]) >= 0.9 * sum(right[210:])
+    assert off == pytest.approx(1.0, rel=0.1)
+
+
+def test_transfers_that_are_too_dear_are_tried_seldom() -> None:
+    """At 2,000 tokens a second nearly all is computed sooner than it comes: of 420 prompts few are fetched."""
+    truth = TransferTime.at_rate(2000.0)
+    for wrong in (1 / 3, 1.0):
+        fetches, _ = fetching(TransferTime(0.0, truth.b * wrong), truth)
+        assert 1 <= sum(fetches) <= 8
+
+
+@pytest.mark.parametrize("wrong", [1 / 3, 3.0])
+@pytest.mark.parametrize("rate", [RATE, 8000.0])
+def test_laws_of_transfers_that_are_wrong_by_3_cost_little(wrong: float, rate: float) -> None:
+    """No livelock. Goodput is at least the baseline's with true ones, that of a policy which moves nothing included."""
+    limits, truth, arrivals = Limits(ttft_s=4.0), TransferTime.at_rate(rate), zipf(500, 6.0)
+    good = list[int]()
+    for policy, law in (("cache-aware", truth), ("auto", truth), ("auto", TransferTime(0.0, truth.b * wrong))):
+        one = conductor(4, policy=policy, limits=limits, overload="baseline")
+        one.transfers = TransferFit(law)
+        pools = SimulatedPools(one, PoolTruth(LAW, truth, 8, STEP))
+        pools.run(arrivals)
+        good.append(report(pools, one).goodput_requests)
+    assert good[2] >= good[0]
+    assert good[2] >= 0.97 * good[1]
 
 
 def test_the_simulator_has_no_policy_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
