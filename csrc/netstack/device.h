@@ -57,6 +57,15 @@ struct Bus {
 #endif
   }
 
+  // As `fence`, for kernels of this GPU, and for a NIC that reads its memory; what lies elsewhere may still be on its way.
+  LAMINA_HD void fence_near() {
+#if defined(__CUDA_ARCH__)
+    __threadfence();
+#else
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+#endif
+  }
+
   // A store to a NIC register.
   LAMINA_HD void ring(u64* at, u64 value) {
 #if defined(__CUDA_ARCH__)
@@ -321,10 +330,11 @@ LAMINA_HD Status persist(B& bus, const Ends& c, u64 timeout_ns, Step step) {
 // that alone, so it is told first.
 template <class B, class C>
 LAMINA_HD Status wait_slot_or_tell(B& bus, C& c, u64 timeout_ns) {
-  Status status = wait_slot(bus, c, 0);
-  if (status != kTimeout) return status;
-  status = persist(bus, c, timeout_ns, [&] { return report(bus, c); });
-  return status == kOk ? wait_slot(bus, c, timeout_ns) : status;
+  if (c.granted - c.credited >= c.out.count && bus.acquire(word_at(c.inbox, kCreditAt)) == c.zero + c.credited) {
+    const Status status = persist(bus, c, timeout_ns, [&] { return report(bus, c); });
+    if (status != kOk) return status;
+  }
+  return wait_slot(bus, c, timeout_ns);
 }
 
 }  // namespace lamina::device

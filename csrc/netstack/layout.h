@@ -49,6 +49,11 @@ inline void add_fields(const Ends& c, Fields& fields) {
   LAMINA_FIELD(reported);
 }
 
+inline void add_fields(const memory::Channel& c, Fields& fields) {
+  add_fields(static_cast<const Ends&>(c), fields);
+  LAMINA_FIELD(near);
+}
+
 inline void add_fields(const mlx5::Channel& c, Fields& fields) {
   add_fields(static_cast<const Ends&>(c), fields);
   LAMINA_FIELD(queue.ring);
@@ -67,6 +72,7 @@ inline void add_fields(const mlx5::Channel& c, Fields& fields) {
   LAMINA_FIELD(queue.doorbells);
   LAMINA_FIELD(queue.syndrome);
   LAMINA_FIELD(queue.held);
+  LAMINA_FIELD(queue.near);
   LAMINA_FIELD(peer.address);
   LAMINA_FIELD(peer.key);
   LAMINA_FIELD(source.address);

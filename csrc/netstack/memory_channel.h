@@ -8,13 +8,27 @@ namespace lamina::memory {
 
 using namespace device;
 
-struct Channel : Ends {};
+struct Channel : Ends {
+  // Filled by the control plane: whether both ends are kernels of one context, and both inboxes in its GPU's memory.
+  u64 near;
+};
+
+// A word of the peer's inbox, behind all that was written there, and read here.
+template <class B>
+LAMINA_HD void tell(B& bus, const Channel& c, u64 at, u64 value) {
+  u64* word = reinterpret_cast<u64*>(c.staging + at);
+  if (c.near) {
+    bus.release_near(word, value);
+  } else {
+    bus.release(word, value);
+  }
+}
 
 // Put the oldest granted message, whose payload of `bytes` is in place.
 template <class B>
 LAMINA_HD Status publish(B& bus, Channel& c, u64 bytes, const u64* tag) {
   write_header(bus, c, bytes, tag);
-  bus.release(reinterpret_cast<u64*>(c.staging + kSignalAt), c.zero + c.published + 1);
+  tell(bus, c, kSignalAt, c.zero + c.published + 1);
   c.published += 1;
   return kOk;
 }
@@ -23,7 +37,7 @@ LAMINA_HD Status publish(B& bus, Channel& c, u64 bytes, const u64* tag) {
 template <class B>
 LAMINA_HD Status report(B& bus, Channel& c) {
   if (c.reported == c.released) return kOk;
-  bus.release(reinterpret_cast<u64*>(c.staging + kCreditAt), c.zero + c.released);
+  tell(bus, c, kCreditAt, c.zero + c.released);
   c.reported = c.released;
   return kOk;
 }

@@ -62,6 +62,8 @@ struct Queue {
   u32 doorbells;  // rung
   u32 syndrome;   // of the first error completion; 0: none
   u32 held;       // while one of several posters, who are in no order, posts or polls; see mlx5_channel.h
+  // The control plane's: whether `ring`, `record` and all that is sent lie in memory of the GPU that posts.
+  u32 near;
 };
 
 LAMINA_HD u32 be32(u32 x) {
@@ -158,12 +160,22 @@ LAMINA_HD void place(B& bus, Queue& q, u64 index, const Wqe& wqe) {
   bus.put(q.ring + (index & (q.blocks - 1)), wqe);
 }
 
+// What was put comes before what is put next, for the NIC.
+template <class B>
+LAMINA_HD void order(B& bus, const Queue& q) {
+  if (q.near) {
+    bus.fence_near();
+  } else {
+    bus.fence();
+  }
+}
+
 // Announce all reserved WQEs, which must have been placed. The last one has to be signalled, and has so many segments.
 template <class B>
 LAMINA_HD void commit(B& bus, Queue& q, u32 segments) {
-  bus.fence();  // the WQEs, and the data they point to, before the record that announces them
+  order(bus, q);  // the WQEs, and the data they point to, before the record that announces them
   bus.put(q.record + kSend, be32(u32(q.reserved) & 0xffff));
-  bus.fence();  // the record before the doorbell, which makes the NIC read it
+  order(bus, q);  // the record before the doorbell, which makes the NIC read it
   const u32 last = be32((u32(q.reserved - 1) & 0xffff) << 8 | kOpWrite);
   const u32 queue = be32(q.number << 8 | segments);
   bus.ring(q.doorbell + (q.doorbells & 1) * q.alternate / sizeof(u64), u64(queue) << 32 | last);

@@ -29,9 +29,13 @@ def ends_of(staging: int, inbox: int, abort: int, outbound: Geometry, inbound: G
     return {"staging": staging, "inbox": inbox, "abort": abort, "zero": zero} | shapes
 
 
-def new_ends(staging: int, inbox: int, abort: int, outbound: Geometry, inbound: Geometry, zero: int) -> bytes:
-    """The struct of a channel whose link is memory that both sides map; see ``ends_of``."""
-    return ENDS.pack(ends_of(staging, inbox, abort, outbound, inbound, zero))
+def new_ends(
+    staging: int, inbox: int, abort: int, outbound: Geometry, inbound: Geometry, zero: int, *, near: bool = False
+) -> bytes:
+    """The struct of a channel whose link is memory that both sides map; see ``ends_of``. ``near``: both are kernels of
+    one context, and the memory is its GPU's.
+    """
+    return ENDS.pack(ends_of(staging, inbox, abort, outbound, inbound, zero) | {"near": near})
 
 
 def clear_inbox(driver: Driver, address: int, zero: int) -> None:

@@ -54,7 +54,7 @@ class Rings:
             for side, (out, into) in enumerate((geometries, geometries[::-1])):
                 clear_inbox(driver, inboxes[side], zero)
                 pointers = inboxes[side], inboxes[1 - side], base + ABORT_AT
-                driver.write(base + ENDS_AT[side], new_ends(*pointers, out, into, zero))
+                driver.write(base + ENDS_AT[side], new_ends(*pointers, out, into, zero, near=True))
             self.ends = tuple(base + at for at in ENDS_AT)
             # Of a slot: its last use, by the sender and the receiver in turn. One for a direction would have Q wait for
             # K and V where the sender's host is ahead. Closed first, so that no kernel is left.

@@ -1,6 +1,8 @@
 // A processor in front of the software NIC, with the weakest memory order that a GPU may show.
 //
-// Stores wait in a buffer and leave it in any order (same address: in order) at any time; only a fence empties it.
+// Stores wait in a buffer and leave it in any order (same address: in order) at any time; only a fence empties it. What
+// leaves it is in this GPU's memory, or, for memory elsewhere, on its way in a second one, which a fence of the system's
+// empties and one of the GPU's does not.
 // Registers are reached past the buffer. A plain load may return what was there before the last acquire, and be done as
 // late as the next fence or release: whoever writes there before ends the program. Between any two accesses the world,
 // NICs that is, may move. So a fence, a release or an acquire too few is a wrong result, sooner or later.
@@ -9,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <map>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -37,18 +40,21 @@ class WeakBus final : public Observer {
       Store store{reinterpret_cast<std::uint8_t*>(to) + at, bytes, 0};
       std::memcpy(&store.value, from + at, bytes);
       buffer_.push_back(store);
-      if (random_.once_in(8)) leave(random_.below(buffer_.size()));
+      if (random_.once_in(8)) land(taken(buffer_));
+      if (!way_.empty() && random_.once_in(8)) write(taken(way_));
     }
     move();
   }
 
   void fence() {
-    for (std::uint64_t n = random_.below(4); n && !buffer_.empty(); --n) {
-      leave(random_.below(buffer_.size()));
-      move();
-    }
-    for (const Store& store : buffer_) write(store);
-    buffer_.clear();
+    ++system_fences;
+    fence_near();
+    empty(way_, [this](const Store& store) { write(store); });
+    move();
+  }
+
+  void fence_near() {
+    empty(buffer_, [this](const Store& store) { land(store); });
     reading_.clear();
     move();
   }
@@ -76,13 +82,17 @@ class WeakBus final : public Observer {
     return __atomic_load_n(at, __ATOMIC_ACQUIRE);
   }
 
-  void release_near(Word* at, Word value) { release(at, value); }
+  void release_near(Word* at, Word value) {
+    fence_near();
+    land({reinterpret_cast<std::uint8_t*>(at), sizeof value, value});
+    move();
+  }
   Word acquire_near(const Word* at) { return acquire(at); }
 
   // This processor is alone: who takes what it holds, or lets go of what it does not, would hang or break others.
   void lock(unsigned* held) { turn(held, 0); }
   void unlock(unsigned* held) {
-    fence();
+    fence_near();
     turn(held, 1);
   }
 
@@ -104,7 +114,10 @@ class WeakBus final : public Observer {
   // The processor that reads what this one stores; null: a NIC, which sees memory as it is.
   void tell(Observer* reader) { reader_ = reader; }
 
-  unsigned acquires = 0, rests = 0, longest_rest = 0;
+  // Memory of the GPU of which this is a processor. The struct of a channel always is.
+  void own(const void* at, std::uint64_t bytes) { near_[reinterpret_cast<std::uintptr_t>(at) + bytes] = at; }
+
+  unsigned acquires = 0, rests = 0, longest_rest = 0, system_fences = 0;
 
   // Someone else writes to memory that this processor reads.
   void before_write(const void* at, std::uint64_t bytes) override {
@@ -139,12 +152,33 @@ class WeakBus final : public Observer {
     *held = 1 - before;
   }
 
-  // One store leaves the buffer, or an earlier one to the same address in its place.
-  void leave(std::size_t which) {
+  // One of a buffer's stores, or an earlier one to the same address in its place.
+  Store taken(std::vector<Store>& buffer) {
+    std::size_t which = random_.below(buffer.size());
     for (std::size_t i = 0; i < which; ++i)
-      if (buffer_[i].to == buffer_[which].to) which = i;
-    write(buffer_[which]);
-    buffer_.erase(buffer_.begin() + std::ptrdiff_t(which));
+      if (buffer[i].to == buffer[which].to) which = i;
+    const Store store = buffer[which];
+    buffer.erase(buffer.begin() + std::ptrdiff_t(which));
+    return store;
+  }
+
+  // Some first, between which the world moves, then the others.
+  template <class Leave>
+  void empty(std::vector<Store>& buffer, Leave leave) {
+    for (std::uint64_t n = random_.below(4); n && !buffer.empty(); --n) {
+      leave(taken(buffer));
+      move();
+    }
+    for (const Store& store : buffer) leave(store);
+    buffer.clear();
+  }
+
+  // Stores to one address go one way, in order.
+  void land(const Store& store) {
+    const auto range = near_.upper_bound(reinterpret_cast<std::uintptr_t>(store.to));
+    if (range != near_.end() && range->second <= store.to) return write(store);
+    way_.push_back(store);
+    if (random_.once_in(2)) write(taken(way_));
   }
 
   void move() {
@@ -156,7 +190,8 @@ class WeakBus final : public Observer {
   const std::uint8_t* registers_;
   Random random_;
   std::function<void()> world_;
-  std::vector<Store> buffer_;
+  std::vector<Store> buffer_, way_;
+  std::map<std::uintptr_t, const void*> near_;  // end -> begin
   std::unordered_map<const Word*, Word> old_;
   std::unordered_set<const Word*> reading_;
   Word now_ = 1ull << 40;

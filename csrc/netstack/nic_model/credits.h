@@ -89,16 +89,39 @@ inline void ridden() {
   CHECK(receive(pair.a));
 }
 
+// By each way to tell it.
+inline void kept() {
+  g_scenario = "a message that is still read";
+  for (int way = 0; way < 3; ++way) {
+    Pair pair(shape(2, 64), shape(2, 64), {}, 8);
+    keep_one<End>(
+        pair.a, pair.b, [&] { pair.settle(); },
+        [&] {
+          CHECK(way == 2 ? send(pair.b)
+                         : (way ? report_due(pair.b.bus, pair.b.channel) : mlx5::report(pair.b.bus, pair.b.channel)) ==
+                               mlx5::kOk);
+        });
+    CHECK(pair.b.channel.credits == (way < 2));
+  }
+  Pair pair(shape(3, 64), shape(3, 64), {}, 8);  // of which one may be left to a message, given back or not
+  CHECK(send(pair.a) && send(pair.a));
+  pair.settle();
+  CHECK(receive(pair.b));
+  pair.b.channel.received += 1;
+  CHECK(report_due(pair.b.bus, pair.b.channel) == mlx5::kOk && pair.b.channel.credits == 0);
+}
+
 // Two ends that both wait for a slot, which the other one has given back and not told of.
-inline void both_wait() {
+inline void both_wait(u64 seed) {
   g_scenario = "both ends wait for a slot";
-  Pair pair(shape(4, 64), shape(4, 64), {}, 7);
+  Pair pair(shape(4, 64), shape(4, 64), {}, seed);
   for (int n = 0; n < 4; ++n) CHECK(send(pair.a) && send(pair.b));
   pair.settle();
   for (End* end : {&pair.a, &pair.b})
     for (int n = 0; n < 2; ++n) receive_due(pair, *end);
   CHECK(mlx5::wait_slot(pair.a.bus, pair.a.channel, 1000) == mlx5::kTimeout);
   CHECK(wait_slot_or_tell(pair.a.bus, pair.a.channel, 1000) == mlx5::kTimeout && pair.a.channel.credits == 1);
+  pair.settle();
   CHECK(wait_slot_or_tell(pair.b.bus, pair.b.channel, kLongNs) == mlx5::kOk && pair.b.channel.credits == 0);
   CHECK(send(pair.b) && send(pair.b) && !send(pair.b));
   CHECK(wait_slot_or_tell(pair.a.bus, pair.a.channel, kLongNs) == mlx5::kOk && pair.a.channel.credits == 1);
@@ -167,7 +190,8 @@ inline void beside(u64 messages, Shape a, Shape b, u64 seed) {
 
 inline void credits(u64 seed) {
   ridden();
-  both_wait();
+  for (u64 part = 0; part < 16; ++part) both_wait(seed + part);
+  kept();
   for (const bool rides : {false, true}) dead(rides);
   for (u64 slots = 1; slots <= 9; ++slots) one_way(slots, seed + slots);
   for (u64 batches = 1; batches <= 3; ++batches) {

@@ -18,6 +18,7 @@ struct Shape {
   std::uint64_t index = 0;      // first WQE
   std::uint64_t completed = 0;  // first completion
   bool proxied = false;         // another thread rings: see clerk()
+  bool near = false;            // ring and records are in the poster's GPU, as staging and channel always are
 };
 
 struct Keys {
@@ -53,6 +54,14 @@ class End {
     readers.all = {&bus, &receiving};
     bus.tell(&receiving);
     receiving.tell(&bus);
+    for (WeakBus* each : {&bus, &receiving}) {
+      each->own(staging, shape.out.inbox_bytes());
+      each->own(&channel, sizeof channel);
+      if (!shape.near) continue;
+      each->own(ring_.data(), ring_.size() * sizeof ring_[0]);
+      each->own(record_, sizeof record_);
+      each->own(seen_, sizeof seen_);
+    }
     for (auto& cqe : completions_) cqe.word[7] = 0xf1ull << 56;  // byte 63: invalid, as after creation
     seen_[0] = __builtin_bswap32(std::uint32_t(shape.completed) & 0xffffff);
     record_[1] = __builtin_bswap32(std::uint32_t(shape.index) & 0xffff);
@@ -71,7 +80,8 @@ class End {
                      shape.completed,
                      0,
                      0,
-                     0};
+                     0,
+                     shape.near};
     proxy_ = {&mailbox_, registers_, kAlternate, 0, mlx5::kNoDoorbell};
     if (shape.proxied) {
       channel.queue.doorbell = &mailbox_;

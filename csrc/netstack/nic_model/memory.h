@@ -13,14 +13,19 @@ class MemoryPair {
     memory::Channel channel;
   };
 
-  MemoryPair(mlx5::Slots ab, mlx5::Slots ba, u64 zero, u64 seed)
+  MemoryPair(mlx5::Slots ab, mlx5::Slots ba, u64 zero, u64 seed, bool near = false)
       : inbox_{Bytes(ba.inbox_bytes()), Bytes(ab.inbox_bytes())}, a{{nullptr, nullptr, seed, nullptr}, {}},
         b{{nullptr, nullptr, seed + 1, nullptr}, {}} {
     for (Bytes& inbox : inbox_) open_inbox(inbox.data(), zero);
-    a.channel = {{inbox_[1].data(), inbox_[0].data(), &abort, ab, ba, zero, 0, 0, 0, 0, 0, 0}};
-    b.channel = {{inbox_[0].data(), inbox_[1].data(), &abort, ba, ab, zero, 0, 0, 0, 0, 0, 0}};
+    a.channel = {{inbox_[1].data(), inbox_[0].data(), &abort, ab, ba, zero, 0, 0, 0, 0, 0, 0}, near};
+    b.channel = {{inbox_[0].data(), inbox_[1].data(), &abort, ba, ab, zero, 0, 0, 0, 0, 0, 0}, near};
     a.bus.tell(&b.bus);
     b.bus.tell(&a.bus);
+    for (Bytes& inbox : inbox_)
+      for (End* end : {&a, &b}) {
+        end->bus.own(&end->channel, sizeof end->channel);
+        if (near) end->bus.own(inbox.data(), inbox.size());
+      }
   }
 
  private:
@@ -33,9 +38,9 @@ class MemoryPair {
 };
 
 // Both directions at once, stores seen as late as they may be; everything is verified on arrival.
-inline void memory_traffic(u64 messages, u64 slots, u64 slot_bytes, u64 zero, u64 seed) {
-  g_scenario = "memory";
-  MemoryPair pair({slots, slot_bytes}, {2, 136}, zero, seed);
+inline void memory_traffic(u64 messages, u64 slots, u64 slot_bytes, u64 zero, u64 seed, bool near) {
+  g_scenario = near ? "memory of one GPU" : "memory";
+  MemoryPair pair({slots, slot_bytes}, {2, 136}, zero, seed, near);
   Random random{seed + 30};
   MemoryPair::End* ends[] = {&pair.a, &pair.b};
   u64 idle = 0;
@@ -50,6 +55,7 @@ inline void memory_traffic(u64 messages, u64 slots, u64 slot_bytes, u64 zero, u6
     CHECK(idle < 2'000);
   }
   CHECK(pair.a.channel.published == messages && pair.b.channel.published == messages);
+  for (const MemoryPair::End* end : ends) CHECK((end->bus.system_fences == 0) == near);
 }
 
 // What only the signal makes visible, and who is told of what.
@@ -63,13 +69,18 @@ inline void memory_lies() {
   const u64* credit = mlx5::word_at(a.inbox, mlx5::kCreditAt);
   CHECK(*credit == 3ull << 48);
   CHECK(report(pair.b.bus, b) == mlx5::kOk && *credit == (3ull << 48) + 1);
-  WeakBus other(nullptr, nullptr, 9, nullptr);
+  mlx5::Header header;
+  const mlx5::u8* payload;
+  CHECK(mlx5::wait_message(pair.b.bus, b, 0) == mlx5::kOk && mlx5::take(pair.b.bus, b, &header, &payload) == mlx5::kOk);
+  WeakBus bystander(nullptr, nullptr, 9, nullptr);
   *const_cast<u64*>(credit) = 77;
-  CHECK(report(other, b) == mlx5::kOk && *credit == 77);  // nothing new: nothing is written
+  CHECK(report(bystander, b) == mlx5::kOk && *credit == 77);  // nothing new: nothing is written
   *const_cast<u64*>(credit) = (3ull << 48) + 1;
   CHECK(send(pair.a) && !send(pair.a));
   pair.abort = 1;
   CHECK(mlx5::wait_slot(pair.a.bus, a, kLongNs) == mlx5::kAborted);
+  MemoryPair other({2, 64}, {2, 64}, 0, 2);
+  keep_one<MemoryPair::End>(other.a, other.b, [] {}, [&] { CHECK(report(other.b.bus, other.b.channel) == mlx5::kOk); });
 }
 
 }  // namespace lamina::nic_model

@@ -110,6 +110,25 @@ bool receive(E& end) {
   return true;
 }
 
+// What was taken and not given back is told by nothing: `told` is called once, when one of two messages is free.
+template <class E>
+void keep_one(E& from, E& to, const std::function<void()>& settle, const std::function<void()>& told) {
+  CHECK(send(from) && send(from));
+  settle();
+  mlx5::Header header;
+  const mlx5::u8* payload;
+  for (int n = 0; n < 2; ++n) {
+    CHECK(mlx5::wait_message(to.bus, to.channel, 0) == mlx5::kOk);
+    CHECK(mlx5::take(to.bus, to.channel, &header, &payload) == mlx5::kOk);
+  }
+  CHECK(report(to.bus, to.channel) == mlx5::kOk && to.channel.reported == 0);
+  give_back(to.bus, to.channel, 1);
+  told();
+  settle();
+  CHECK(to.channel.released == 1 && to.channel.reported == 1);
+  CHECK(send(from) && !send(from));
+}
+
 inline void report(End& end) {
   const auto& c = end.channel;
   const bool news = c.reported != c.released;
@@ -126,6 +145,7 @@ inline void check_clean(const End& end, u64 first) {
   CHECK(n.refused == 0);
   CHECK(n.odd == 0);
   CHECK(n.executed == end.channel.queue.committed - first);
+  CHECK((end.bus.system_fences + end.receiving.system_fences == 0) == (end.channel.queue.near || n.executed == 0));
   CHECK(n.doorbells == end.channel.queue.doorbells || (end.channel.queue.alternate == 0 && n.doorbells > 0));
 }
 

@@ -398,10 +398,16 @@ int main(int argc, char** argv) {
   Shape proxied = shape(3, 64, 0, 0xff80);
   proxied.proxied = true;
   traffic("a proxy rings", 2000, proxied, shape(3, 64), kHostile, seed + 40);
+  Shape near = shape(3, 64, last_epoch, 0xff80), far = shape(3, 64, last_epoch);
+  near.near = true;
+  traffic("rings in the GPU's memory", 2000, near, far, kHostile, seed + 41);
+  near.proxied = true;
+  traffic("rings in the GPU's memory, and a proxy", 2000, near, far, kHostile, seed + 42);
   credits(seed);
   memory_lies();
   for (u64 part = 0; part < 6; ++part)
-    memory_traffic(2000, 1 + part % 3, 24 * part, (part % 2 ? last_epoch : 0), seed + 50 + part);
+    for (const bool near : {false, true})
+      memory_traffic(2000, 1 + part % 3, 24 * part, (part % 2 ? last_epoch : 0), seed + 50 + part, near);
   Counters sum;
   for (u64 part = 0; sum.doorbells < posts; ++part) {  // a post is a doorbell: a message or a credit
     const u64 slots = 1 + part % 4;

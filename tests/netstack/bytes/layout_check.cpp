@@ -30,12 +30,17 @@ void show_all(const device::Ends& c) {
   SHOW(granted), SHOW(published), SHOW(credited), SHOW(received), SHOW(released), SHOW(reported);
 }
 
+void show_all(const memory::Channel& c) {
+  show_all(static_cast<const device::Ends&>(c));
+  SHOW(near);
+}
+
 void show_all(const mlx5::Channel& c) {
   show_all(static_cast<const device::Ends&>(c));
   SHOW(queue.ring), SHOW(queue.record), SHOW(queue.doorbell), SHOW(queue.completions), SHOW(queue.seen);
   SHOW(queue.number), SHOW(queue.blocks), SHOW(queue.cqes), SHOW(queue.alternate), SHOW(queue.reserved);
   SHOW(queue.committed), SHOW(queue.completed), SHOW(queue.polled), SHOW(queue.doorbells), SHOW(queue.syndrome);
-  SHOW(queue.held);
+  SHOW(queue.held), SHOW(queue.near);
   SHOW(peer.address), SHOW(peer.key), SHOW(source.address), SHOW(source.key), SHOW(credits);
 }
 

@@ -80,8 +80,8 @@ int main(int argc, char** argv) {
   const Slots slots{3, kBytes};
   std::vector<u8> there(slots.inbox_bytes()), back(slots.inbox_bytes());
   const u64 abort = 0;
-  Memory a{{there.data(), back.data(), &abort, slots, slots, 0, 0, 0, 0, 0, 0, 0}};
-  Memory b{{back.data(), there.data(), &abort, slots, slots, 0, 0, 0, 0, 0, 0, 0}};
+  Memory a{{there.data(), back.data(), &abort, slots, slots, 0, 0, 0, 0, 0, 0, 0}, 0};
+  Memory b{{back.data(), there.data(), &abort, slots, slots, 0, 0, 0, 0, 0, 0, 0}, 0};
   alignas(16) static u8 source[kBytes], target[kBytes];
   static u64 out_bytes, in_bytes, out_tag[kTagWords], in_tag[kTagWords];
   static int sent = 0, received = 0;

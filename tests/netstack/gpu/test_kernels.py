@@ -44,7 +44,8 @@ def test_kernels_assemble_and_order_memory(architecture: int) -> None:
     memory, mlx5 = ({f"lamina_{link}_{name}" for name in names} for link in ("memory", "mlx5"))
     assert set(bodies) == {"lamina_mlx5_flush", "lamina_stamp"} | memory | mlx5
     for name in memory - {"lamina_memory_reserve", "lamina_memory_take"}:
-        assert "st.release.sys.global.u64" in bodies[name], "behind all stores and loads of the block"
+        for scope in ("sys", "gpu"):  # by where the peer's kernels are
+            assert f"st.release.{scope}.global.u64" in bodies[name], "behind all stores and loads of the block"
     for body in bodies.values():
         assert "trap" not in body
         assert "ld.global.nc" not in body, "the read-only cache does not see a NIC's writes"
@@ -57,11 +58,12 @@ def test_kernels_assemble_and_order_memory(architecture: int) -> None:
         assert "globaltimer" in body
         posts = not name.endswith("take")
         assert ("st.mmio.relaxed.sys.global.u64" in body) == posts
-        fence = r"(?:membar\.sys|fence\.(?:sc|acq_rel)\.sys)"
+        fence = r"(?:membar|fence\.(?:sc|acq_rel))\.(gl|gpu|sys)\b"
         for doorbell in re.finditer(r"st\.mmio\.relaxed\.sys\.global\.u64", body):
             before = body[: doorbell.start()]
-            fences = [m.end() for m in re.finditer(fence, before)]
-            record = before[fences[-2] : fences[-1]]
+            scopes, fences = zip(*((m[1], m.end()) for m in re.finditer(fence, before)), strict=True)
+            assert [scope == "sys" for scope in scopes[-4:]] == [False, True] * 2, "by where the ring lies"
+            record = before[fences[-3] : fences[-2]]
             assert re.search(r"\bst\.(?:volatile\.|relaxed\.\w+\.)?(?:global\.)?[bu]32", record), "fence, record, fence"
             assert not re.search(r"\bst\.(?:global\.)?(?:v4\.)?[bu]", before[fences[-1] :]), "nothing behind the fence"
 

@@ -30,6 +30,9 @@ COMPILE_S, RUN_S = 600.0, 30.0
 RULES = [
     (r"bus\.acquire\(", "bus.load("),
     (r"bus\.release\(", "bus.put("),
+    (r"bus\.(fence|release)\(", r"bus.\1_near("),
+    (r"bus\.(fence|release)_near\(", r"bus.\1("),
+    (r"\((c|q)\.near\)", r"(!\1.near)"),
     (r"bus\.acquire_near\(", "bus.load("),
     (r"bus\.release_near\(", "bus.put("),
     (r"\bbe(32|64)\((?!u\d\d x\))", "("),
@@ -75,7 +78,7 @@ RULES = [
 ]  # fmt: skip
 FUNCTION = re.compile(r"^ *LAMINA_HD .*?(\w+)\(")
 STATEMENT = re.compile(
-    r"^\s*(bus\.|place\(|commit\(|write_header\(|p\.|"
+    r"^\s*(bus\.|place\(|order\(|commit\(|write_header\(|tell\(|p\.|"
     r"if \(.*\) return |if \(.*\) continue|q\.|c\.|wqe\.|status = |\*).*;$"
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,12 +14,15 @@ from compiled import made_by
 from mlx5_mutants import CSRC, MODEL, Mutant, Proof
 
 MUTANTS = mlx5_mutants.mutants()
-FENCES = [m for m in MUTANTS if m.after == "" and "fence()" in m.before]
+FENCES = [m for m in MUTANTS if m.after == "" and ("order(" in m.before or "fence" in m.before)]
+NEARER = r"bus\.(fence|release)\("  # or as far again
+SCOPES = [m for m in MUTANTS if re.sub(NEARER, r"bus.\1_near(", m.before) == m.after != m.before]
+SCOPES += [m for m in MUTANTS if re.sub(NEARER, r"bus.\1_near(", m.after) == m.before != m.after]
 ACQUIRES = [m for m in MUTANTS if "bus.acquire(" in m.before and "bus.load(" in m.after]
-NEAR = [m for m in MUTANTS if "_near(" in m.before and "_near(" not in m.after and m.after]
+NEAR = [m for m in MUTANTS if "_near(" in m.before and re.search(r"bus\.(load|put)\(", m.after)]
 RELEASES = [m for m in MUTANTS if "bus.release(" in m.before and "bus.put(" in m.after]
 UNARGUED = [m for m in MUTANTS if m.name not in mlx5_mutants.argued()]
-SAMPLE = list(dict.fromkeys([*FENCES, *ACQUIRES[:2], *RELEASES, *NEAR, *random.Random(1).sample(UNARGUED, 4)]))
+SAMPLE = list(dict.fromkeys([*FENCES, *ACQUIRES[:2], *RELEASES, *NEAR, *SCOPES, *random.Random(1).sample(UNARGUED, 4)]))
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
 
@@ -63,11 +67,14 @@ def test_every_header_of_the_device_side_has_mutants() -> None:
 def test_there_are_mutants_of_every_kind() -> None:
     assert len(MUTANTS) >= 150
     assert len({m.name for m in MUTANTS}) == len(MUTANTS)
-    assert [m.function for m in FENCES] == ["commit", "commit"], "before the record, and before the doorbell"
-    assert [m.function for m in ACQUIRES] == ["wait_signal", "poll_cq", "ring_on"], "what publishes to us"
-    assert [m.function for m in RELEASES] == ["publish", "report"], "all that publishes our memory without a fence"
-    assert [m.function for m in NEAR] == ["give_back", "publish", "report_due"], (
-        "what kernels of an end tell each other"
+    assert [m.function for m in FENCES] == ["order", "order", "commit", "commit"], "before the record and the doorbell"
+    assert [m.function for m in ACQUIRES] == ["wait_signal", "wait_slot_or_tell", "poll_cq", "ring_on"], "all words"
+    assert [m.function for m in RELEASES] == ["tell"], "all that publishes our memory without a fence"
+    assert [m.function for m in NEAR] == ["give_back", "publish", "report_due", "tell"], (
+        "what kernels of a GPU tell others"
+    )
+    assert [m.function for m in SCOPES] == ["order", "tell", "give_back", "order", "tell"], (
+        "one less is wrong, one more counted"
     )
     assert set(mlx5_mutants.argued()) <= {m.name for m in MUTANTS}, "an argument about a mutant that is not made"
 
