@@ -12,8 +12,10 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -98,6 +100,27 @@ def test_the_paper_s_figure_says_what_is_missing() -> None:
     assert done.stderr.count("\n") == 1
     for need in missing.values():
         assert all(part in done.stderr for part in need.split("; "))
+
+
+def test_the_paper_s_figure_is_drawn_where_nothing_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its one command, whatever its competitors measure."""
+    nics, pingpong = over_nics(), importlib.import_module("pingpong")
+
+    def times(course: Any) -> dict[int, tuple[float, float]]:
+        return {nbytes: (5.0 + nbytes / 1e4, 9.0 + nbytes / 1e4) for nbytes in course.sizes}
+
+    here = [replace(competitor, run=times, missing=str) for competitor in nics.OVER_NICS]
+    monkeypatch.setattr(pingpong, "EVERYBODY", here)
+    for module in (pingpong, importlib.import_module("common")):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["pingpong.py", "--figure-13", "--write"])
+    assert pingpong.main() == 0
+    row = json.loads((tmp_path / "pingpong.jsonl").read_text())
+    assert sorted(row["one_way_us"]) == sorted(nics.FIGURE_13)
+    assert row["paper"] == nics.PAPER
+    for what in ("latency", "bandwidth"):
+        tree = ElementTree.fromstring((tmp_path / f"pingpong_gpu_{what}.svg").read_text())
+        assert {*nics.FIGURE_13} <= {element.text for element in tree.iter()}
 
 
 LATENCY = """---------------------------------------------------------------------------------------

@@ -22,6 +22,24 @@ def test_every_named_file_exists() -> None:
     assert not {name for name in named if not (ROOT / name).exists()}
 
 
+def test_the_table_has_each_transport_and_says_of_each_whether_others_can_read_it() -> None:
+    from lamina.netstack.gin.gin import GinFabric
+    from lamina.netstack.host.tcp import TcpFabric
+    from lamina.netstack.mlx5.mlx5 import Mlx5Fabric
+    from lamina.netstack.rdma.verbs import VerbsFabric
+    from lamina.netstack.schemes import SCHEMES
+
+    table = TEXT.partition("| transport | its peer is")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    encrypted = {(scheme, "beyond" in row[0]): row[3] for row in rows for scheme in re.findall(r"`([\w-]+)", row[0])}
+    assert {scheme for scheme, _ in encrypted} >= {*SCHEMES}
+    for kind in (VerbsFabric, Mlx5Fabric, GinFabric):
+        assert (encrypted[kind.scheme, False] == "yes") is kind._hides(object.__new__(kind), "10.0.0.1")
+    tcp = TcpFabric(b"k" * 32)
+    assert (encrypted["tcp", True] == "yes") is tcp._hides("10.0.0.1")
+    assert (encrypted["tcp", False] == "yes") is tcp._hides("127.0.0.1")
+
+
 def test_the_limits_are_the_real_ones() -> None:
     from lamina.netstack.meeting.listener import HALF_OPEN_MAX, HANDSHAKE_S
 
