@@ -37,6 +37,7 @@ from lamina.netstack.host.native import gin_layout
 from lamina.netstack.host.tcp import TcpFabric
 from lamina.netstack.meeting.beside import Beside, hung_up
 from lamina.netstack.meeting.handshake import PeerSession, Wants, exchanged
+from lamina.netstack.meeting.lifeline import LinkEvents
 from lamina.netstack.meeting.listener import HANDSHAKE_S, Meeting, StreamListener
 from lamina.netstack.meeting.swap import swap
 from lamina.netstack.rdma.quality import service
@@ -64,6 +65,19 @@ class GinLink:
     fields: dict[str, int]
 
 
+class NcclEvents:
+    """Of a communicator, whose faults no descriptor tells."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def fileno(self) -> int:
+        return -1
+
+    def is_over(self) -> bool:
+        return bool(self._communicator.fault())
+
+
 class GinChannel(KernelChannel):
     """Owns ``sock`` and the parts of ``link`` once this returns."""
 
@@ -83,11 +97,12 @@ class GinChannel(KernelChannel):
         """With the communicator goes what its NIC has not sent."""
         self._flush()
 
+    def _events(self) -> LinkEvents:
+        return NcclEvents(self._communicator)
+
     def _look(self) -> None:
         super()._look()
-        with self._launching:
-            why = "" if self._closed or self._peer_end is not None else self._communicator.fault()
-        if why:
+        if self._peer_end is None and (why := self._communicator.fault()):
             self._lose(f"NCCL reports: {why}")
             self._say(f"aborted: NCCL reports: {why}")
 

@@ -155,6 +155,7 @@ class Communicator:
         self._nccl, self._driver = nccl, driver
         self._deadline, self._given_up = deadline, given_up
         self._handle = Handle()
+        self._asking = threading.Lock()  # held where the handle has to stay
         self._undo: list[tuple[str, object]] = []  # calls of the communicator's, the last one first
         self._memory: list[c_void_p] = []
         self._is_idle = True  # else NCCL takes no call but a look and an abort
@@ -199,13 +200,16 @@ class Communicator:
         return made.raw
 
     def fault(self) -> str:
-        """What has gone wrong since; empty: nothing."""
+        """What has gone wrong since; empty: nothing, or it is closed. From any thread."""
         status = c_int()
-        try:
-            self._call("ncclCommGetAsyncError", self._handle, byref(status))
-        except NcclError as error:
-            return str(error)
-        return "" if status.value in (SUCCESS, IN_PROGRESS) else self._nccl.words(status.value, self._handle)
+        with self._asking:
+            if not self._handle:
+                return ""
+            try:
+                self._call("ncclCommGetAsyncError", self._handle, byref(status))
+            except NcclError as error:
+                return str(error)
+            return "" if status.value in (SUCCESS, IN_PROGRESS) else self._nccl.words(status.value, self._handle)
 
     def close(self) -> None:
         """Each call once the one before has ended, or with the communicator, which ends them all; its memory then."""
@@ -215,8 +219,9 @@ class Communicator:
                 name, made = self._undo.pop()
                 self._step(name, self._handle, made)
         self._undo.clear()
-        if self._handle:
+        with self._asking:
             handle, self._handle = self._handle, Handle()
+        if handle:
             self._call("ncclCommAbort", handle)
         while self._memory:
             self._call("ncclMemFree", self._memory.pop())

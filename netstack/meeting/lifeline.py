@@ -16,6 +16,7 @@ from lamina.netstack.contract.fabric import ChannelAborted, PeerFault
 from lamina.netstack.contract.terms import Geometry
 
 SLICE_S = 0.05  # a wait looks at the life line this often
+ASK_S = 0.1  # a link that says nothing unasked is asked this often, while kernels wait
 REASON_BYTES = 256
 
 
@@ -87,7 +88,7 @@ class LinkEvents(Protocol):
     """The words of a link of its own, beside its life line."""
 
     def fileno(self) -> int:
-        """Readable where it has said something. It stays open until this side has left."""
+        """Readable where it has said something. It stays open until this side has left. -1: it says nothing unasked."""
         ...
 
     def is_over(self) -> bool:
@@ -102,12 +103,15 @@ def watch(sock: socket.socket, end_waits: Callable[[], None], events: LinkEvents
     own = sock.dup()
     poller = select.poll()
     poller.register(own, select.POLLIN | select.POLLRDHUP)
-    if events is not None:
-        poller.register(events.fileno(), select.POLLIN)
+    patience_ms = None
+    if events is not None and (fd := events.fileno()) >= 0:
+        poller.register(fd, select.POLLIN)
+    elif events is not None:
+        patience_ms = 1000 * ASK_S
 
     def run() -> None:
         with own:
-            while own.fileno() not in {fd for fd, _ in poller.poll()}:  # until somebody leaves
+            while own.fileno() not in {fd for fd, _ in poller.poll(patience_ms)}:  # until somebody leaves
                 if events is not None and events.is_over():
                     break
             end_waits()

@@ -26,7 +26,9 @@ from wiring import KEY, ROOT, SOON_S, connect, send
 
 from lamina import netstack
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
+from lamina.netstack.cuda.driver import CudaStream, Pinned
 from lamina.netstack.gin import compiler, gin, nccl
+from lamina.netstack.host.native import ABORTED
 from lamina.netstack.host.tcp import TcpFabric
 from lamina.netstack.meeting import handshake
 from lamina.netstack.meeting.handshake import Hello
@@ -113,6 +115,29 @@ def test_what_nccl_reports_ends_the_channel_on_both_sides(library: ctypes.CDLL, 
     with pytest.raises(netstack.PeerFault, match="the peer aborted: NCCL reports"):
         b.wait_signal(timeout_s=SOON_S)
     assert time.monotonic() - start < 10 * DEATH_NOTICED_S
+
+
+def test_kernels_that_wait_hear_of_what_nccl_reports(library: ctypes.CDLL, fabric: netstack.Fabric) -> None:
+    """Before their time is over, though no call of the host looks."""
+    a, b = connect(fabric, geometry=SMALL)
+    assert isinstance(b, gin.GinChannel)
+    driver, side = b._driver, b.lend()
+    mail, stream = Pinned(driver, 4096), CudaStream(driver)
+    at = mail.address
+    library.fake_nccl_fail(6)
+    try:
+        side.receive_due(stream.number, at + 1024, at, at + 16, at + 64, int(1e9 * SOON_S), at + 48)
+        stream.synchronize()
+        status = int.from_bytes(mail.view[48:52], "little")
+        assert status == ABORTED
+        with pytest.raises(netstack.PeerFault, match="NCCL reports: remote process exited"):
+            side.check(status)
+    finally:
+        library.fake_nccl_fail(0)
+    mail.close()
+    stream.close()
+    a.close()
+    b.close()
 
 
 def test_a_close_waits_for_what_was_put_and_for_a_dead_network_not_long(
