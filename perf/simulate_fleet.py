@@ -28,6 +28,7 @@ from lamina.sim.whole.run import check_fleet
 from lamina.sim.whole.scenario import fleet_scenario, moving_fleet, planned_fleet
 
 SHARE = 50
+COLLECTED = 10  # seeds, between two looks for garbage
 
 
 class SeedShare(NamedTuple):
@@ -60,13 +61,18 @@ def _share(first: int, kinds: tuple[Callable[[int], Any], ...], check: Callable[
             share.failed[seed] = str(error)
         else:
             share.counts.update({name: value for name, value in played.items() if isinstance(value, int)})
+        if seed % COLLECTED == 0:
+            gc.collect()
     return share
 
 
 def _begin() -> None:
-    """In a process that plays: workers that are lost are no news, and what was imported is no garbage."""
+    """In a process that plays: workers that are lost are no news, what was imported is no garbage, and what a seed
+    leaves is looked for between seeds alone.
+    """
     logging.disable(logging.WARNING)
     gc.freeze()
+    gc.disable()
 
 
 def main() -> None:

@@ -7,8 +7,9 @@ nothing: under a new id, as behind a preemption, and to prefill workers.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from lamina.protocol.control import Draw, Penalties
 from lamina.protocol.plan import Free, SequenceOp, Truncate
 
 MOST_ID = (1 << 31) - 1  # of a token
+NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
 class Seen(NamedTuple):
@@ -26,7 +28,7 @@ class Seen(NamedTuple):
 
     penalties: Penalties
     counts: dict[int, int]  # token -> how often the completion has it
-    tokens: Tensor  # int64, distinct, of prompt and completion; of the completion alone where the prompt is not needed
+    tokens: Tensor  # int64, distinct, of prompt and completion; none where no penalty looks at both
     most: int  # the largest id of a token, also of those with a bias
     forbidden: Sequence[int] = ()  # they would complete a bad word
     allowed: Tensor | None = None  # int64; no others may be chosen. None: all
@@ -39,17 +41,26 @@ class BadWords:
         """Raises ValueError for an empty one."""
         if not all(words):
             raise ValueError("penalties have a bad word without tokens")
-        self._always = [word[0] for word in words if len(word) == 1]
-        self._behind: dict[int, list[tuple[list[int], int]]] = {}  # by the last token but one: those before, the last
+        self._words = words
         self.longest = max(map(len, words), default=0)
-        for word in words:
+
+    @cached_property
+    def _always(self) -> list[int]:
+        return [word[0] for word in self._words if len(word) == 1]
+
+    @cached_property
+    def _behind(self) -> dict[int, list[list[int]]]:
+        """Words by their last token but one. Made by who draws: all others are told of them, too."""
+        behind = defaultdict[int, list[list[int]]](list)
+        for word in self._words:
             if len(word) > 1:
-                self._behind.setdefault(word[-2], []).append((word[:-1], word[-1]))
+                behind[word[-2]].append(word)
+        return behind
 
     def completed(self, end: list[int]) -> list[int]:
         """The tokens that would complete one behind a completion's last tokens ``end``, of which ``longest`` do."""
         behind = self._behind.get(end[-1], ()) if end else ()
-        return [*self._always, *(last for before, last in behind if end[-len(before) :] == before)]
+        return [*self._always, *(word[-1] for word in behind if end[1 - len(word) :] == word[:-1])]
 
 
 class History:
@@ -62,7 +73,7 @@ class History:
         self._counts: Counter[int] = Counter()
         self._counted = 0  # of ``told``
         self._prompt = frozenset(penalties.prompt)
-        self._ids = torch.tensor(penalties.prompt, dtype=torch.int64)
+        self._repeats = penalties.repetition != 1.0
         self._words = BadWords(penalties.bad_words)
         self._allowed = torch.tensor(sorted({*penalties.allowed}), dtype=torch.int64) if penalties.allowed else None
         named = (*penalties.prompt, *penalties.bias, *penalties.allowed, *chain.from_iterable(penalties.bad_words))
@@ -85,11 +96,14 @@ class History:
         if pending is not None:
             counts = counts.copy()
             counts[pending] += 1
-        more = torch.tensor([t for t in counts if t not in self._prompt], dtype=torch.int64)
+        tokens = NO_TOKENS
+        if self._repeats:
+            more = (t for t in counts if t not in self._prompt)
+            tokens = torch.tensor([*self._penalties.prompt, *more], dtype=torch.int64)
         most = max(self._most, -1 if pending is None else pending)
         end = self.told[max(0, count - self._words.longest) : count] + ([] if pending is None else [pending])
         forbidden = self._words.completed(end)
-        return Seen(self._penalties, counts, torch.cat([self._ids, more]), most, forbidden, self._allowed)
+        return Seen(self._penalties, counts, tokens, most, forbidden, self._allowed)
 
 
 class Due(NamedTuple):

@@ -12,7 +12,7 @@ from lamina.request import RequestOutput
 
 from .clock import VirtualClock
 from .model import Letters
-from .scenario import Arriving, params_of
+from .scenario import Arriving
 
 MOST_STEPS = 2_000
 Of = TypeVar("Of")  # a kind of scenario
@@ -97,7 +97,7 @@ class Play:
             self._check_view()
         while self._left and self._left[0][1].at_s <= clock.now:
             place, ask = self._left.pop(0)
-            request = engine.add(list(ask.prompt), params_of(ask), make_pieces=Letters)
+            request = engine.add(list(ask.prompt), ask.sampling, make_pieces=Letters)
             self._asked[request] = place, ask
 
     def _cancel(self) -> None:

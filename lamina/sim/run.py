@@ -22,7 +22,7 @@ from .clock import VirtualClock
 from .elastic import capacity_of
 from .model import Letters
 from .play import MOST_STEPS, Play, ScenarioError, SoFar, in_order, is_broken, least
-from .scenario import Scenario, leaving, params_of, planned, scenario
+from .scenario import Scenario, leaving, planned, scenario
 from .wire import SimWire
 
 Completion = tuple[Any, ...]
@@ -202,7 +202,7 @@ class EnginePlay(Play):
         self._left, self._ended = [(place, asks[place]) for place in heard.left], dict(heard.ended)
         for place, told, seen, scores in heard.asked:
             ask = asks[place]
-            again = self._engine.add(list(ask.prompt), params_of(ask), make_pieces=Letters, told=told)
+            again = self._engine.add(list(ask.prompt), ask.sampling, make_pieces=Letters, told=told)
             self._asked[again] = place, ask
             if any(one.tokens for one in told[:1]):
                 self._scores[again] = scores

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from lamina.protocol.partition import Lanes
@@ -26,6 +27,11 @@ class Arriving:
     prompt: tuple[int, ...]
     params: dict[str, Any]
     cancel_s: float | None = None
+
+    @cached_property
+    def sampling(self) -> SamplingParams:
+        """Of the request."""
+        return SamplingParams(**self.params)
 
 
 @dataclass(frozen=True)
@@ -213,8 +219,3 @@ def _again(seed: int, asks: tuple[Arriving, ...]) -> tuple[Arriving, ...]:
 def _fault(rng: random.Random, roles: list[tuple[str, int]]) -> Fault:
     again = tuple(rng.choice(roles) for _ in range(rng.choice((0, 0, 0, 1, 2))))
     return Fault(rng.uniform(0.0, 0.5), rng.choice(roles), again)
-
-
-def params_of(ask: Arriving) -> SamplingParams:
-    """Of a request."""
-    return SamplingParams(**ask.params)

@@ -111,10 +111,8 @@ class SimWire:
                 return self._moved.popleft()
             if (done := self._arrivals.take()) is not None:
                 return done
-            chunk = next((d for d in self._inbox if d.batch >= self._batches), None)
-            if chunk is not None:
-                self._inbox.remove(chunk)
-                return chunk
+            if self._inbox:
+                return self._inbox.pop(0)
             self._let_faults_come()
             more = self.clock.advance(self._next_event()) or self._faults or self.elastic.under_way
             assert more, "nothing will ever happen any more"
@@ -189,7 +187,7 @@ class SimWire:
         steps = []
         while (done_step := self._arrivals.take()) is not None:
             steps.append(done_step)
-        steps += [d for d in self._inbox if d.batch >= self._batches]
+        steps += self._inbox
         self._tear()
         reports = [{} if ("memory", w.number) in self._dead else w.written.report() for w in self.memory]
         capacity = None

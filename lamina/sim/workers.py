@@ -87,7 +87,7 @@ class SimMemory:
         """As far as it is kept here."""
         number, at = divmod(position, self.size)
         for group, weight in enumerate(self.weights):
-            for block in self._stored(group, sequence, place, range(number, number + 1)).values():
+            if (block := self.block(group, sequence, place, number)) is not None:
                 block[at] = stored * weight
 
     def total(self, sequence: int, place: Place, position: int, span: range) -> int:
@@ -96,23 +96,22 @@ class SimMemory:
         for group, window in enumerate(self.tables.windows):
             low = max(span.start, position - window + 1) if window else span.start
             numbers = range(low // size, -(-stop // size))
-            for number, block in self._stored(group, sequence, place, numbers).items():
-                start = number * size
-                total += sum(block[max(0, low - start) : stop - start])
+            for start, block in self._stored(group, sequence, place, numbers):
+                total += sum(block if low <= start <= stop - size else block[max(0, low - start) : stop - start])
         return total
 
-    def _stored(self, group: int, sequence: int, place: Place, numbers: range) -> dict[int, list[int]]:
-        """What is stored of these blocks, without those that others keep."""
+    def _stored(self, group: int, sequence: int, place: Place, numbers: range) -> list[tuple[int, list[int]]]:
+        """Of these blocks, without those that others keep: the first position, and what is stored."""
         lanes, blocks = self.tables.lanes[group], self._blocks[group]
         if self.tables.stripe and not lanes.all:
             each = ((n, self.block(group, sequence, place, n)) for n in numbers)
-            return {n: block for n, block in each if block is not None}
+            return [(n * self.size, block) for n, block in each if block is not None]
         if place.lane not in lanes:
-            return {}
+            return []
         start, ids = self.tables.table(group, sequence)
         if numbers and numbers.start < start:
             raise AssertionError(f"memory worker {self.number} has given back block {numbers.start} of {sequence}")
-        return {n: blocks[ids[n - start]] for n in numbers}
+        return [(n * self.size, blocks[ids[n - start]]) for n in numbers]
 
     def transfer(self, op: Export | Import, rng: random.Random) -> Transferred:
         """Save pages into a medium of MOST_KEPT, or load them, of which some are lost."""
@@ -174,10 +173,11 @@ class SimMemory:
         lane = tables.placement.lane_at(place, number)
         if lane not in tables.lanes[group]:
             return None
-        start, _ = tables.table(group, sequence)
+        start, ids = tables.table(group, sequence)
         if number < start:
             raise AssertionError(f"memory worker {self.number} has given back block {number} of sequence {sequence}")
-        return self._blocks[group][tables.block_ids(group, sequence, number, number + 1)[0]]
+        at = ids[number - start] if not tables.stripe else tables.block_ids(group, sequence, number, number + 1)[0]
+        return self._blocks[group][at]
 
 
 class SimPrefill:
@@ -185,6 +185,9 @@ class SimPrefill:
 
     def __init__(self, layout: PoolShape) -> None:
         self._layout = layout
+        self._placement = Placement(max(len(x.pattern) for x in layout.lanes), layout.stripe, layout.stays)
+        each = zip(layout.windows, layout.lanes, layout.holders, strict=True)
+        self._groups = [(w, x, sum(layout.weight(g, h) for h in of)) for g, (w, x, of) in enumerate(each)]
         self._stored: dict[int, list[int]] = {}
 
     def begin(self, plan: StepPlan) -> None:
@@ -206,12 +209,11 @@ class SimPrefill:
 
     def _total(self, values: Sequence[int], place: Place, position: int) -> int:
         """Of what a query there sees of ``values``, as all memory workers would have it."""
-        total, layout = 0, self._layout
-        placement = Placement(max(len(x.pattern) for x in layout.lanes), layout.stripe, layout.stays)
-        for group, (window, lanes) in enumerate(zip(layout.windows, layout.lanes, strict=True)):
+        total, size = 0, self._layout.block_size
+        lanes = [self._placement.lane_at(place, number) for number in range(-(-len(values) // size))]
+        for window, own, weight in self._groups:
             low = max(0, position - window + 1) if window else 0
-            weight = sum(layout.weight(group, worker) for worker in layout.holders[group])
-            for at in range(low, len(values)):
-                lane = placement.lane_at(place, at // layout.block_size)
-                total += values[at] * weight * (lane in lanes)
+            for number in range(low // size, len(lanes)):
+                if lanes[number] in own:
+                    total += sum(values[max(low, number * size) : (number + 1) * size]) * weight
         return total

@@ -68,12 +68,15 @@ class Extents:
         stop = -(-extent.length // self._block_size)
         if self._keeps_all and not extent.dropped:
             return tuple([max(0, stop - start) for start in extent.starts])
-        held = (
-            deal.kept(extent.place, stop) - deal.kept(extent.place, min(start, stop))
-            for deal, start in zip(self._deals, extent.starts, strict=True)
-        )
+        place = extent.place
+        if self._placement.stripe:
+            deals = zip(self._deals, extent.starts, strict=True)
+            held = tuple([deal.kept(place, stop) - deal.kept(place, min(start, stop)) for deal, start in deals])
+        else:  # whole, in one lane
+            lanes = zip(self._lanes, extent.starts, strict=True)
+            held = tuple([stop - start if start < stop and place.lane in own else 0 for own, start in lanes])
         if not extent.dropped:
-            return tuple(held)
+            return held
         return tuple(n - len(extent.dropped) * sparse for n, sparse in zip(held, self._sparse, strict=True))
 
     def behind(self, extent: Extent, length: int) -> list[int]:

@@ -373,11 +373,11 @@ class BlockTables(HeldBlocks):
         """Fill the tables of ``sequence`` up to ``extent``; the blocks are there."""
         old = self._sequences.get(sequence)
         moved = old is not None and (old.place, old.dropped) != (extent.place, extent.dropped)
-        for g, (pool, tables) in enumerate(zip(self._pools, self._tables, strict=True)):
+        for pool, tables, held in zip(self._pools, self._tables, self._extents.held(extent), strict=True):
             ids = tables.setdefault(sequence, array("q"))
             if moved:
                 ids[:] = array("q", (pool.take() if x == NOT_HERE else x for x in ids))
-            if (more := self._extents.held(extent)[g] - len(ids)) > 0:
+            if (more := held - len(ids)) > 0:
                 ids.extend(pool.take_all(more))
 
     @staticmethod

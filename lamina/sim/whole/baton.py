@@ -167,8 +167,7 @@ class Baton:
             if self._failures:
                 return self._driver
             now = self.clock.now
-            due = [strand for strand in self._strands if strand.is_due(now)]
-            if due:
+            if due := [strand for strand in self._strands if strand.is_due(now)]:
                 return self._rng.choice(due)
             until = min(strand.until for strand in self._strands if not strand.life.stopped)
             if not self.clock.advance(until) and until == FOREVER:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from lamina.attention.spec import AttentionSpec
 from lamina.collective import Joining
@@ -40,15 +42,16 @@ class _Factors(NamedTuple):
 
     v: Tensor  # [KV_HEADS, V_DIM]: what makes the numbers in V
     at: Tensor  # [KV_HEADS]: which position is asked for
-    o: Tensor  # [2, KV_HEADS, V_DIM]: what O adds
+    o: Tensor  # [KV_HEADS, 2, V_DIM]: what O adds
 
     def of_rank(self, rank: int, size: int) -> _Factors:
         """A rank's own heads."""
         count = KV_HEADS // size
         first = rank * count
-        return _Factors(*(x.narrow(x.dim() - at, first, count) for x, at in zip(self, (2, 1, 2), strict=True)))
+        return _Factors(*(x[first : first + count] for x in self))
 
 
+@cache
 def _factors(layer: int) -> _Factors:
     rng = random.Random(layer)
 
@@ -56,7 +59,34 @@ def _factors(layer: int) -> _Factors:
         return torch.tensor([rng.randrange(1, most) for _ in range(count)])
 
     v, at, o = some(KV_HEADS * V_DIM, PRIME), some(KV_HEADS, PRIME), some(2 * KV_HEADS * V_DIM, 1 << 20)
-    return _Factors(v.view(KV_HEADS, V_DIM), at, o.view(2, KV_HEADS, V_DIM))
+    return _Factors(v.view(KV_HEADS, V_DIM), at, o.view(2, KV_HEADS, V_DIM).transpose(0, 1).contiguous())
+
+
+@cache
+def _codes() -> Tensor:
+    """[1 << BITS, BITS]: of each position, in 1 and -1."""
+    bit = 2 ** torch.arange(BITS)
+    return ((torch.arange(1 << BITS).unsqueeze(1) & bit) > 0).to(torch.float32) * 2 - 1
+
+
+@cache
+def _asking() -> Tensor:
+    """[1 << BITS, 2 * BITS]: the queries of a KV head that ask for the mean, and for that position."""
+    return torch.cat([torch.zeros(1 << BITS, BITS), _codes() * LOUD], 1)
+
+
+@cache
+def _seen(window: int) -> Tensor:
+    """[1 << BITS]: how many positions a row at each sees."""
+    seen = torch.arange(1, (1 << BITS) + 1)
+    return seen.clamp(max=window) if window else seen
+
+
+@cache
+def _counts(window: int) -> Tensor:
+    """[1 << BITS, 2], float64: of a row at each position, how many of what O has make the sums."""
+    seen = _seen(window).to(torch.float64)
+    return torch.stack([seen, torch.ones_like(seen)], 1)
 
 
 @dataclass(eq=False)
@@ -86,7 +116,6 @@ class IntegerModel:
         self.cuts = [_IntegerCut(carried)] * LAYERS
         self.calls = [_IntegerCall(RowTensor("o", (1, 2 * self._heads, V_DIM), torch.float32))] * LAYERS
         self._of = [_factors(layer).of_rank(rank, size) for layer in range(LAYERS)]
-        self._bit = 2 ** torch.arange(BITS)
 
     def of_rank(self, rank: int, size: int) -> IntegerModel:
         """A rank's part of it; its slices meet those of others in ``group``."""
@@ -126,29 +155,18 @@ class IntegerModel:
         logits = torch.zeros(len(x), 1, width * self._size).scatter_(2, token.unsqueeze(2), 10.0)
         return (logits[..., self._rank * width :][..., :width],)
 
-    def _seen(self, layer: int, positions: Tensor) -> Tensor:
-        window = self.windows[layer]
-        return (positions + 1).clamp(max=window) if window else positions + 1
-
     def _send(self, layer: int, x: Tensor, positions: Tensor, send: Any) -> tuple[Tensor, ...]:
-        of, rows, seen = self._of[layer], len(x), self._seen(layer, positions)
-        asked = positions - (x * of.at % PRIME) % seen  # [R, heads]
-        q = torch.zeros(rows, self._heads, 2, BITS)
-        q[:, :, 1] = self._code(asked) * LOUD
-        send.q(layer, q.view(rows, 2 * self._heads, 1, BITS))
-        k = self._code(positions).expand(rows, self._heads, BITS).unsqueeze(2)
-        v = (x.unsqueeze(2) * of.v % PRIME % LARGEST).to(torch.float32).unsqueeze(2)
-        send.kv(layer, k.contiguous(), v)
+        of, rows, heads = self._of[layer], len(x), self._heads
+        asked = positions - (x * of.at % PRIME) % _seen(self.windows[layer])[positions]  # [R, heads]
+        send.q(layer, embedding(asked, _asking()).view(rows, 2 * heads, 1, BITS))
+        k = embedding(positions.expand(rows, heads), _codes()).view(rows, heads, 1, BITS)
+        v = (x.unsqueeze(2) * of.v % PRIME % LARGEST).to(torch.float32)
+        send.kv(layer, k, v.view(rows, heads, 1, V_DIM))
         return x, positions
 
-    def _code(self, positions: Tensor) -> Tensor:
-        """positions [R, N] -> [R, N, BITS] of 1 and -1."""
-        return ((positions.unsqueeze(2) & self._bit) > 0).to(torch.float32) * 2 - 1
-
     def _absorb(self, layer: int, x: Tensor, positions: Tensor, o: Tensor) -> Tensor:
-        both = o.view(len(x), self._heads, 2, V_DIM).to(torch.float64)
-        sums = both[:, :, 0] * self._seen(layer, positions).unsqueeze(2)
-        whole = torch.stack([sums, both[:, :, 1]], 1).round().to(NUMBERS)  # [R, 2, heads, V_DIM]
+        counts = embedding(positions, _counts(self.windows[layer])).unsqueeze(3)  # [R, 1, 2, 1]
+        whole = (o.view(len(x), self._heads, 2, V_DIM) * counts).round().to(NUMBERS)
         added = (whole * self._of[layer].o).sum((1, 2, 3)).unsqueeze(1)
         if self.group is not None:
             added = self.group.all_reduce(added)

@@ -24,7 +24,7 @@ from lamina.request import Told
 from lamina.sim.clock import VirtualClock
 from lamina.sim.model import EOS, Letters, letters
 from lamina.sim.play import MOST_STEPS, Play, ScenarioError, SoFar, is_broken, least
-from lamina.sim.scenario import BLOCK, MAX_LEN, Arriving, params_of
+from lamina.sim.scenario import BLOCK, MAX_LEN, Arriving
 
 from .baton import Baton
 from .integers import IntegerModel
@@ -183,7 +183,7 @@ class _FleetPlay(Play):
                 Told(index=i, tokens=list(one.tokens), chars=len(one.text), ended=bool(one.reason))
                 for i, one in seen.items()
             ]
-            again = self._engine.add(list(ask.prompt), params_of(ask), make_pieces=Letters, told=told, accepted=True)
+            again = self._engine.add(list(ask.prompt), ask.sampling, make_pieces=Letters, told=told, accepted=True)
             self._asked[again] = place, ask
             self._seen |= {(again, i): one for i, one in seen.items()}
 

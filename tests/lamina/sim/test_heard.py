@@ -17,7 +17,7 @@ from lamina.server.link.messages import Add, Delta
 from lamina.server.link.restarts import Hearing
 from lamina.sim.model import Letters
 from lamina.sim.run import EnginePlay, with_seeds
-from lamina.sim.scenario import Scenario, params_of, scenario
+from lamina.sim.scenario import Scenario, scenario
 
 SEEDS, PARTS = 48, 2
 DEATHS = 3  # of engines, one behind the other
@@ -78,7 +78,7 @@ class ServedPlay(EnginePlay):
         for output in outputs:
             place, ask = self._asked[output.request_id]
             if place not in self.readers:
-                self.readers[place] = Reader(Hearing(list(ask.prompt), params_of(ask), PLAIN))
+                self.readers[place] = Reader(Hearing(list(ask.prompt), ask.sampling, PLAIN))
             if output.request_id not in self._lives:
                 self._lives[output.request_id] = LivePrompt(self.readers[place].hearing.ask(place), output.request_id)
             for delta in self._lives[output.request_id].deltas(output):
