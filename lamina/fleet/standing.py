@@ -19,13 +19,19 @@ class StandingStill(Generic[Who]):
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._since: dict[Who, float] = {}
+        self._free: dict[Who, float] = {}  # the look before that
         self._looked = 0.0
 
     def look(self, stopped: Collection[Who]) -> list[Who]:
         """``stopped``: who stands still now, and is waited for. Those that have for STOPPED_S."""
-        now, before = self._clock(), self._since
-        if now - self._looked > STALE_S:  # who stands still now may have run meanwhile
+        now, before, last = self._clock(), self._since, self._looked
+        if now - last > STALE_S:  # who stands still now may have run meanwhile
             before = {}
         self._looked = now
+        self._free = {who: self._free[who] if who in before else last for who in stopped}
         self._since = {who: before.get(who, now) for who in stopped}
         return [who for who, since in self._since.items() if now - since >= STOPPED_S]
+
+    def longest_s(self, who: Who) -> float:
+        """For how long, at most, one of the last look has stood still and been waited for."""
+        return self._looked - self._free[who]

@@ -44,7 +44,9 @@ class Supervisor:
         each = dict.fromkeys(owing)  # who owes two things is looked at once: a look compares with the one before
         stopped = [m for m in each if m not in self._members.lost and m.handle.stopped]
         for member in self._standing.look(stopped):
-            loss = LostError(f"{member.name} has been stopped for {STOPPED_S:g} s", [member], ended=True)
+            most = f"while it is waited for, {self._standing.longest_s(member):.2f} s at most"
+            text = f"{member.name} has been stopped for {STOPPED_S:g} s {most}"
+            loss = LostError(text, [member], ended=True)
             if self.may_make_good(loss):
                 self._members.give_up(member, loss)
                 raise loss

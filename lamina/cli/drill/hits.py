@@ -129,9 +129,10 @@ class Drill:
 
     def _blow(self, strike: HitMade, until: float, told: Sequence[StreamTold], verdicts: Counter[str]) -> Blow:
         pauses = [x for one in told if (x := one.pause_behind(strike.at, until)) is not None]
-        noticed, rebuilt = self._target.noticed_s(strike.at, until), self._target.rebuilt(strike.at, until)
-        pause = max(pauses, default=0.0)
-        return Blow(strike.fault, strike.victim, strike.kind, noticed, pause, rebuilt, verdicts)
+        target, pause = self._target, max(pauses, default=0.0)
+        noticed, idle = target.noticed_s(strike.at, until), target.idle_s(strike.at, until)
+        rebuilt = target.rebuilt(strike.at, until)
+        return Blow(strike.fault, strike.victim, strike.kind, noticed, pause, rebuilt, verdicts, idle)
 
     def _read(
         self,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 BAD = "wrong", "lost", "twice"
 GOOD = "right", "edge"
+SLACK_S = 0.1  # for a line of the log to come here
 
 
 class Blow(NamedTuple):
@@ -28,6 +29,12 @@ class Blow(NamedTuple):
     pause_s: float  # the longest of a stream behind it
     rebuilt: int | None  # tokens whose KV was computed again; None: nobody has counted
     verdicts: Counter[str]
+    idle_s: float = 0.0  # of ``noticed_s``: before anybody waited for it
+
+    @property
+    def was_idle(self) -> bool:
+        """Whether it owed nothing as it was hit."""
+        return self.idle_s > SLACK_S
 
 
 def report(args: argparse.Namespace, blows: Sequence[Blow], calm: Counter[str], left: int) -> int:
@@ -75,11 +82,14 @@ def late_in(rows: dict[str, dict[str, Any]], most_s: dict[str, float]) -> list[s
 
 
 def row_of(blows: Sequence[Blow]) -> dict[str, Any]:
-    """Of the hits of one fault."""
+    """Of the hits of one fault. ``noticed_s`` counts from the hit, or from when somebody waited for who was hit;
+    ``noticed_idle_s`` from the hit, of those for whom nobody did.
+    """
     verdicts = sum((b.verdicts for b in blows), Counter[str]())
     return {
         "hits": len(blows),
-        "noticed_s": [round(b.noticed_s, 3) for b in blows if b.noticed_s is not None],
+        "noticed_s": [round(b.noticed_s - b.idle_s * b.was_idle, 3) for b in blows if b.noticed_s is not None],
+        "noticed_idle_s": [round(b.noticed_s, 3) for b in blows if b.noticed_s is not None and b.was_idle],
         "pause_s": [round(b.pause_s, 3) for b in blows],
         "rebuilt": [b.rebuilt for b in blows if b.rebuilt is not None],
         "victims": dict(sorted(Counter(b.victim.place for b in blows).items())),
@@ -97,6 +107,8 @@ def _print_table(rows: dict[str, dict[str, Any]]) -> None:
         counts = f"{row['right']:7} {row['edge']:5} {row['wrong']:6} {row['lost']:5} {row['twice']:6}"
         print(f"{fault:14} {row['hits']:5} {times[0]:>20} {times[1]:>20} {rebuilt:>8} {counts}")
         print(f"{'':14} of {_counts(row['victims'])}; at {_counts(row['kinds'])}")
+        if idle := row["noticed_idle_s"]:
+            print(f"{'':14} {len(idle)} owed nothing at first, noticed {_span(idle)} behind the hit")
         if fault == "flip":
             print(f"{'':14} noticed: {len(row['noticed_s'])} of {row['hits']}")
 

@@ -42,6 +42,7 @@ SPARE = "spare"  # the role of workers that have no place
 SCALE = "SCALE"  # nobody is hit: the server gets other memory workers
 _MET = re.compile(r"view \d+: .* is pid \d+")  # a line of the log, when workers have met
 _REBUILT = re.compile(r"all sequences go on .* (\d+) tokens are computed again")
+_WAITED = re.compile(r"while it is waited for, (\d+\.\d+) s at most")  # of one that was stopped
 _PLACE = re.compile(r"([a-z]+-\d+) is pid (\d+)")
 START_S, END_S = 600.0, 60.0
 LOOK_S = 0.05
@@ -192,8 +193,17 @@ class Target:
 
     def noticed_s(self, since: float, until: float = inf) -> float | None:
         """From the strike ``since`` until the log said so, where it did ``until`` then."""
-        times = (at for at, line in list(self._log) if since <= at < until and NOTICED in line)
-        return next((at - since for at in times), None)
+        return next((at - since for at, _ in self._noticed(since, until)), None)
+
+    def idle_s(self, since: float, until: float = inf) -> float:
+        """How long nobody has waited for who was stopped by the strike ``since``, by the log; 0 where somebody has all
+        the time, or nothing was noticed.
+        """
+        each = [(at - since, m) for at, line in self._noticed(since, until) if (m := _WAITED.search(line))]
+        return max(0.0, each[0][0] - float(each[0][1][1])) if each else 0.0
+
+    def _noticed(self, since: float, until: float) -> list[tuple[float, str]]:
+        return [(at, line) for at, line in list(self._log) if since <= at < until and NOTICED in line]
 
     def is_noticed(self, timeout_s: float) -> bool:
         """Whether the log says so of the last strike, within so many seconds."""

@@ -24,7 +24,7 @@ from lamina.cli.drill.moments import ANY, KINDS, LOAD, PAGES, SAVE, Moments
 from lamina.cli.drill.report import Blow, report
 from lamina.cli.drill.streams import KINDS as STREAMS
 from lamina.cli.drill.streams import StreamTold, has_one_answer, seeds_of
-from lamina.cli.drill.target import Victim, places_of
+from lamina.cli.drill.target import Target, Victim, places_of
 from lamina.cli.launch import main
 from lamina.request import SamplingParams
 from lamina.server.journal.journal import Journal
@@ -107,10 +107,11 @@ class StoodStill(NamedTuple):
 
     noticed_s: float | None
     pause_s: float
+    idle_s: float = 0.0
 
     def blow(self, fault: str, verdict: str = "right") -> Blow:
         victim = Victim("memory", 7, "memory-0")
-        return Blow(fault, victim, ANY, self.noticed_s, self.pause_s, 12, Counter({verdict: 2}))
+        return Blow(fault, victim, ANY, self.noticed_s, self.pause_s, 12, Counter({verdict: 2}), self.idle_s)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,9 @@ class StoodStill(NamedTuple):
     [
         ([StoodStill(2.4, 9.0).blow("stop"), StoodStill(None, 1.0).blow("kill-spare")], 0, 0, ""),
         ([StoodStill(2.6, 9.0).blow("stop")], 0, 1, "stop: 1 of 1 above --noticed-s 2.5: 2.60 s at most"),
+        ([StoodStill(5.1, 0.1, 2.8).blow("stop")], 0, 0, "1 owed nothing at first, noticed 5.10 to 5.10 s behind the"),
+        ([StoodStill(5.1, 0.1, 2.5).blow("stop")], 0, 1, "stop: 1 of 1 above --noticed-s 2.5: 2.60 s at most"),
+        ([StoodStill(2.55, 0.1, 0.09).blow("stop")], 0, 1, "stop: 1 of 1 above --noticed-s 2.5: 2.55 s at most"),
         ([StoodStill(0.1, 10.5).blow("flip")], 0, 1, "flip: 1 of 1 above --pause-s 10: 10.50 s at most"),
         ([StoodStill(0.1, 1.0).blow("flip", "twice")], 0, 1, "2 streams harmed"),
         ([StoodStill(0.1, 1.0).blow("flip")], 1, 1, "1 process left"),
@@ -133,6 +137,18 @@ def test_what_takes_too_long_is_told_and_fails_a_drill(
     assert ("above" in told) == ("above" in words)
     args.noticed_s = args.pause_s = 0.0
     assert report(args, blows, Counter(right=2), left) == (status if "above" not in words else 0)
+
+
+def test_a_stop_counts_from_when_somebody_waits() -> None:
+    target = object.__new__(Target)
+    waited = "memory worker 0 (pid 7) has been stopped for 2 s while it is waited for, {} s at most; whoever is lost is"
+    words = f"{waited} replaced, and all requests go on"
+    target._log = [(10.0, words.format("1.00")), (25.0, words.format("2.26")), (40.0, words.format("300.10"))]
+    assert target.noticed_s(20.0, 30.0) == 5.0
+    assert target.idle_s(20.0, 30.0) == pytest.approx(2.74)
+    assert (target.noticed_s(37.7), target.idle_s(37.7)) == (pytest.approx(2.3), 0.0), "it owed a step all the time"
+    target._log = [(25.0, "memory worker 0 (pid 7) was killed by SIGKILL; all requests go on")]
+    assert (target.noticed_s(20.0), target.idle_s(20.0)) == (5.0, 0.0)
 
 
 def test_a_hit_before_the_first_request_is_the_first_of_a_reading() -> None:

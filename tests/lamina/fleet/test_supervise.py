@@ -280,9 +280,13 @@ def test_one_that_is_stopped_is_lost_soon_and_one_that_is_slow_is_not() -> None:
     slow, stopped = run.worker(0), run.worker(1)
     slow.silent = stopped.silent = stopped.stopped = True
     began = run.world.now
-    with pytest.raises(LostError, match=rf"^{re.escape(stopped.name)} has been stopped for 2 s$") as told:
+    words = rf"^{re.escape(stopped.name)} has been stopped for 2 s while it is waited for, (\d\.\d\d) s at most$"
+    with pytest.raises(LostError, match=words) as told:
         run.members.wait_for(run.members.compute, StepDone, 60.0, "for a step")
-    assert run.world.now - began < 2.5
+    took = run.world.now - began
+    assert took < 2.5
+    found_s = float(re.search(words, str(told.value))[1])  # type: ignore[index]
+    assert found_s >= took - 0.01, "it stood still all the time"
     assert run.supervisor.may_make_good(told.value)
     slow.silent = False
     run.supervisor.halt(told.value)
@@ -302,6 +306,21 @@ def test_one_that_was_stopped_and_goes_on_is_not_lost() -> None:
     run.world.now += 10.0
     worker.stopped = True
     run.supervisor.look_round(list(run.members))
+
+
+def test_how_long_one_was_waited_for_is_told_by_the_looks_around_it() -> None:
+    now = 100.0
+    standing = StandingStill[str](lambda: now)
+    for _ in range(12):  # it stands still, and nobody waits for it
+        assert standing.look([]) == []
+        now += 0.25
+    free = now - 0.25
+    while not standing.look(["it"]):
+        now += 0.25
+    assert standing.longest_s("it") == now - free <= STOPPED_S + 0.25
+    now += 10.0
+    standing.look(["it"])
+    assert standing.longest_s("it") == 10.0, "whoever looks seldom knows little"
 
 
 def test_one_that_is_slowed_down_by_signals_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
