@@ -31,7 +31,8 @@ from .store import Store
 SLOTS, PART_BYTES = 2, 1 << 18  # of an inbox; of a message, unless a block has more
 MEET_S = 5.0  # for others to come: without them nothing is copied, and all else goes on
 SEND_S = 10.0  # for a peer to take a message
-LOOK_S = 1.0  # for the next message, which only the end of the view ends
+LOOK_S = 1.0  # for the next message, before the next look at who is silent
+QUIET_S = 30.0  # of a peer that has a copy to give
 PLAN_S = 60.0  # for the plan that tells of what has come already
 END_S = 0.5
 _TAG = struct.Struct(f"<QI{CHECKSUM_BYTES}s")
@@ -59,6 +60,7 @@ class _Coming:
     peer: int
     blocks: list[Sequence[int]]
     parts: list[_CopyPart]
+    since: float  # when the plan came
     came: int = 0
     nbytes: int = 0
 
@@ -166,7 +168,7 @@ class StripeCopies:
             return
         (giver,), of = source, op.sequence if takes else op.source
         blocks: list[Sequence[int]] = [tables.block_ids(g, of, low, high) for g in groups]
-        self._note(op.sequence, _Coming(giver, blocks, self._parts(blocks)) if takes else None)
+        self._note(op.sequence, _Coming(giver, blocks, self._parts(blocks), self._clock()) if takes else None)
         if gives:
             self._jobs.put(_CopyJob(op.sequence, target, blocks))
 
@@ -266,18 +268,31 @@ class StripeCopies:
     def _receive_all(self, peer: int, channel: Channel) -> None:
         """Until the channel ends."""
         assert self._store is not None
-        staging = open_staging(self._store.device)
+        staging, heard = open_staging(self._store.device), self._clock()
         try:
             while True:
-                with suppress(ChannelTimeout):
+                try:
                     arrival = channel.wait_signal(timeout_s=LOOK_S)
-                    try:
-                        self._receive(peer, arrival, staging)
-                    finally:
-                        channel.release(arrival)
+                except ChannelTimeout:
+                    self._check_hears(peer, heard)
+                    continue
+                try:
+                    self._receive(peer, arrival, staging)
+                finally:
+                    channel.release(arrival)
+                heard = self._clock()
         except (ChannelError, ProtocolError) as e:
             channel.abort(str(e))
             self._lose(peer, str(e))
+
+    def _check_hears(self, peer: int, heard: float) -> None:
+        """Raises ProtocolError where a peer that has something to give has said nothing for QUIET_S; ``heard``: when
+        it has said something last.
+        """
+        with self._changed:
+            since = [max(coming.since, heard) for coming in self._coming.values() if coming.peer == peer]
+        if since and self._clock() - min(since) > QUIET_S:
+            raise ProtocolError(f"{self._peers[peer].name} has sent nothing of a copy for {QUIET_S:g} s")
 
     def _receive(self, peer: int, arrival: Arrival, staging: Staging) -> None:
         assert self._stored is not None

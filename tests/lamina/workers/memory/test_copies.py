@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -190,6 +191,51 @@ def test_whoever_waits_for_a_lost_one_hears_of_it(street: list[Worker]) -> None:
     street[1].copies.end()
     assert street[0].heard().error
     street[0].plan(2, Free(5), MoveStripes(6, 1, 1, 1, 0))
+
+
+def looks_of(of: StripeCopies, now: list[float], monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[int]:
+    """At which peer it has looked, each time, on the clock ``now``."""
+    looks, check = queue.SimpleQueue[int](), of._check_hears
+
+    def look(peer: int, heard: float) -> None:
+        check(peer, heard)
+        looks.put(peer)
+
+    monkeypatch.setattr(copies, "LOOK_S", 0.005)
+    monkeypatch.setattr(of, "_clock", lambda: now[0])
+    monkeypatch.setattr(of, "_check_hears", look)
+    return looks
+
+
+def test_whoever_waits_for_a_silent_one_waits_no_longer_than_a_limit(
+    street: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives, and so does its channel: a guest on a host that does not answer. Who takes, and has done nothing wrong,
+    is the one that tells.
+    """
+    target, now = street[0].copies, [began := time.monotonic()]
+    looks = looks_of(target, now, monkeypatch)
+    street[0].plan(1, MoveStripes(5, 1, 1, 1, 0))
+    now[0] = began + copies.QUIET_S - 0.1
+    for _ in range(6):
+        looks.get(timeout=SOON_S)
+    assert 5 in target._coming, "not before the limit"
+    assert street[0].said.empty()
+    now[0] = began + copies.QUIET_S + 0.1
+    told = street[0].heard()
+    assert (told.sequence, told.nbytes) == (5, 0)
+    assert told.error == "two has sent nothing of a copy for 30 s"
+    with pytest.raises(ChannelError):  # so it cannot come late
+        street[1].copies._link(0).wait_signal(timeout_s=SOON_S)
+
+
+def test_who_gives_nothing_may_be_silent(street: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = looks_of(street[0].copies, [time.monotonic() + 1e6], monkeypatch)
+    seen = {looks.get(timeout=SOON_S) for _ in range(20)}
+    assert seen == {1, 2}
+    for worker in street[:2]:
+        worker.plan(1, MoveStripes(5, 1, 1, 1, 0))
+    assert street[0].heard().error == ""
 
 
 def test_who_is_cut_off_in_the_midst_leaves_the_source_what_it_has(
