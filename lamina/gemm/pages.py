@@ -54,7 +54,7 @@ class HugePages:
         if room > len(self._left):
             whole = max(SLAB, room)
             memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError, AttributeError):  # a kernel without: small pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._left = torch.frombuffer(memory, dtype=torch.uint8)
         taken, self._left = self._left[:size], self._left[room:]

@@ -4,6 +4,8 @@ them.
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,6 +64,21 @@ def test_the_host_must_have_room(
 )
 def test_several_workers_with_all_weights_share_them(topology: dict[str, Any], may: bool) -> None:
     assert may_share(TopologyOptions(**topology)) == may
+
+
+def test_a_kernel_without_huge_pages_has_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was built without them says of every advice."""
+
+    class Plain(mmap.mmap):
+        def madvise(self, *advice: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Plain)
+    pages = HugePages()
+    first, second = (pages.place(torch.zeros(1), size)[0].fill_(size) for size in (LINE + 1, 2 * LINE))
+    assert first.eq(LINE + 1).all()
+    assert second.eq(2 * LINE).all()
+    assert second.data_ptr() - first.data_ptr() == 2 * LINE
 
 
 @pytest.fixture
