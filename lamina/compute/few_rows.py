@@ -6,34 +6,59 @@ that the threads of the linear layers need.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 FEW_ROWS = 32  # prompts have more, and elements enough for several threads
+_COUNTS = {"omp_set_num_threads": None, "mkl_serv_set_num_threads_local": ctypes.c_int}  # and what each returns
 
 
 class FewRows:
     """A program whose slices do so. To be called by one thread: torch counts its threads for each."""
 
     def __init__(self, program: Any) -> None:
-        self.slices: Sequence[Any] = [_FewRowsSlice(inner) for inner in program.slices]
+        counts = _counts()
+        self.slices: Sequence[Any] = [_FewRowsSlice(inner, counts) for inner in program.slices]
 
 
 class _FewRowsSlice:
     """Called as the slice that it stands for, with any number of rows."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, inner: Any, counts: Sequence[Callable[[int], int | None]]) -> None:
+        self._inner, self._counts = inner, counts
 
     def __call__(self, *args: Any) -> tuple[Tensor, ...]:
-        threads = torch.get_num_threads()
-        if threads == 1 or args[0].shape[0] > FEW_ROWS:
+        if args[0].shape[0] > FEW_ROWS or torch.get_num_threads() == 1:
             return self._inner(*args)  # type: ignore[no-any-return]
-        torch.set_num_threads(1)
-        try:
+        with _one_thread(self._counts):
             return self._inner(*args)  # type: ignore[no-any-return]
-        finally:
-            torch.set_num_threads(threads)
+
+
+@contextmanager
+def _one_thread(counts: Sequence[Callable[[int], int | None]]) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    before = [count(1) for count in counts]
+    try:
+        yield
+    finally:
+        for count, had in zip(counts, before, strict=True):
+            count(threads if had is None else had)
+
+
+def _counts() -> list[Callable[[int], int | None]]:
+    """Set the calling thread's number of threads in what torch computes with; return that before, if they know it.
+
+    torch.set_num_threads would set one more: that of every thread that begins meanwhile, as long as it lives. It may be
+    a thread of whoever uses Lamina in this process.
+    """
+    torch_and_its_libraries, counts = ctypes.PyDLL(torch._C.__file__), list[Callable[[int], int | None]]()
+    for name, result in _COUNTS.items():
+        if (count := getattr(torch_and_its_libraries, name, None)) is not None:
+            count.argtypes, count.restype = [ctypes.c_int], result
+            counts.append(count)
+    return counts or [torch.set_num_threads]
