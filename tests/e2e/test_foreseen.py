@@ -18,10 +18,10 @@ from lamina.engine.conductor import ConductorRules
 from lamina.engine.conductor.reasons import CHOICE, Reasons, Said
 from lamina.engine.engine import Engine
 
-pytestmark = pytest.mark.usefixtures("no_child_left")
+pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
 WORKERS, CHUNK, BUSY = 2, 64, 0.85  # of the workers' time, that prompts ask for
 DEVICES = DeviceTimes(slice_s=(0.001,), prefill_row_s=0.0005, attention_s=0.001)
-WARM = (400, 100, 300, 200, 150, 350, 250, 80)  # tokens of prompts by which the law is learned
+WARM = (400, 100, 300, 200, 80)  # tokens of prompts by which the law is learned
 PIN = 0.2  # of the real time
 
 
@@ -43,7 +43,7 @@ def served(engine: Engine, comes: list[tuple[float, int]]) -> dict[int, float]:
 
 
 def test_a_first_token_is_foreseen_within_a_fifth(llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the median of 40 prompts, at whose arrival others wait and are computed."""
+    """In the median of 24 prompts, at whose arrival others wait and are computed."""
     monkeypatch.setenv(VARIABLE, msgspec.json.encode(DEVICES).decode())
     foreseen, queues = dict[int, float](), list[float]()
 
@@ -60,10 +60,10 @@ def test_a_first_token_is_foreseen_within_a_fifth(llama_path: Path, monkeypatch:
             served(llm.engine, [(0.0, tokens)])
         promises.reasons = Reasons(note)
         rng, at, comes = random.Random(4), 0.0, list[tuple[float, int]]()
-        for _ in range(40):
+        for _ in range(24):
             comes.append((at, rng.randint(CHUNK + 8, 400)))
             at += rng.expovariate(BUSY * WORKERS / promises.conductor.fit.law.seconds(236))
         real = served(llm.engine, comes)
-    assert len(foreseen) == 40
-    assert sum(seconds > 0.05 for seconds in queues) > 10, "some have to wait"
+    assert len(foreseen) == 24
+    assert sum(seconds > 0.05 for seconds in queues) > 5, "some have to wait"
     assert statistics.median(abs(foreseen[n] - real[n]) / real[n] for n in foreseen) <= PIN

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 from conducted import LAW, RATE, STEP, conductor, even, played, zipf
 
-from lamina.engine.conductor import ConductorRules, KnownPrompt
+from lamina.engine.conductor import ConductorRules, KnownPrompt, choice
 from lamina.engine.conductor.estimate import PrefillFit, TransferFit, TransferTime
 from lamina.engine.conductor.overload import DecodePool, Limits
 from lamina.request import OverloadedError, RequestOutput, SamplingParams
@@ -148,3 +148,18 @@ def test_an_engine_finds_prompts_where_the_simulation_does(policy: str, tokens_p
     without = served(arrivals, rules, 3, decode_s=1.0)
     assert statistics.fmean(live.ttft_s) == pytest.approx(statistics.fmean(expected.ttft_s), rel=0.1)
     assert statistics.fmean(live.ttft_s) < 0.2 * statistics.fmean(without.ttft_s)
+
+
+def test_one_mutant_of_the_conductor_changes_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine that serves and the simulation have no choice of their own."""
+    arrivals, rules = even(60, 1.2, 8000, 4), ConductorRules()
+
+    def means() -> tuple[float, float]:
+        live, expected = served(arrivals, rules, 2, decode_s=8.0), simulated(arrivals, 2, 8.0, policy="auto")
+        return statistics.fmean(live.ttft_s), statistics.fmean(expected.ttft_s)
+
+    right = means()
+    monkeypatch.setitem(choice.POLICIES, "auto", lambda asked: choice.auto(asked)._replace(worker=0))
+    wrong = means()
+    assert wrong[0] == pytest.approx(wrong[1], rel=0.03)
+    assert min(wrong) > 3 * max(right)

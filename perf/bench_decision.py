@@ -1,0 +1,79 @@
+"""CPU time of a decision of the Conductor: who of many prefill workers computes a long prompt, and whether it is taken.
+
+Each worker has some of the prompt's pages and a prompt of its own before it, and some completions decode; both limits
+are looked at. Prints a JSON line for each policy; --write appends it to perf/results/bench_decision.jsonl.
+
+    python perf/bench_decision.py --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+
+from common import cpu_pressure, record, spread
+
+from lamina.engine.conductor import Conductor, ConductorRules, KnownPrompt
+from lamina.engine.conductor.choice import POLICIES
+from lamina.engine.conductor.directory import Directory
+from lamina.engine.conductor.estimate import PrefillFit, PrefillTime, TransferFit, TransferTime
+from lamina.engine.conductor.overload import DecodePool, Limits, TokenTime
+
+PAGE, PAGES, INSTANCES = 512, 6000, 8
+PREFILL, STEP, RATE = PrefillTime(0.0, 2e-4, 2e-9), TokenTime(0.01, 0.0015, 8e-8), 31_000.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--prefill-workers", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=126_000, help="of the prompt")
+    parser.add_argument("--decoding", type=int, default=200, help="completions")
+    parser.add_argument("--runs", type=int, default=2000)
+    parser.add_argument("--write", action="store_true", help="append to perf/results")
+    args = parser.parse_args()
+    for policy in POLICIES:
+        decide = decision(policy, args)
+        times = [cpu_s(decide) for _ in range(args.runs)]
+        figures = {"cpu_s": spread(times), "least_cpu_s": min(times), "cpu_pressure_avg10": cpu_pressure()}
+        record("bench_decision", {**vars(args), "policy": policy}, figures, write=args.write)
+        print(f"{policy:14} {1e3 * min(times):.3f} ms at least, {1e3 * figures['cpu_s']['median']:.3f} in the median")
+
+
+def decision(policy: str, args: argparse.Namespace) -> Callable[[], None]:
+    """One that changes nothing, so that it can be made again."""
+    rng, known = (
+        random.Random(1),
+        KnownPrompt(args.tokens, [n.to_bytes(8, "little") for n in range(-(-args.tokens // PAGE))], PAGE),
+    )
+    one = Conductor(
+        rules=ConductorRules(policy=policy, limits=Limits(30.0, 0.1)),
+        directory=Directory(args.prefill_workers, PAGES), fit=PrefillFit(PREFILL),
+        transfers=TransferFit(TransferTime.at_rate(RATE)), decoding=DecodePool(INSTANCES, STEP, 15.0),
+        num_workers=args.prefill_workers,
+    )  # fmt: skip
+    for worker in range(args.prefill_workers):
+        some = known.keys[: rng.randrange(len(known.keys))]
+        one.directory.take(worker, some)
+        one.directory.arrived(worker, some)
+        other = KnownPrompt(rng.randint(1000, 9000))
+        one.book(worker, other, one.choose(other, 0.0)._replace(worker=worker), 0.0)
+    for number in range(args.decoding):
+        one.decoding.join(("decodes", number), number % INSTANCES, 8000, 0.0)
+
+    def decide() -> None:
+        one.refuses(known, one.choose(known, 0.0), 0.0)
+
+    return decide
+
+
+def cpu_s(work: Callable[[], None]) -> float:
+    """Seconds of this thread."""
+    begun = time.thread_time()
+    work()
+    return time.thread_time() - begun
+
+
+if __name__ == "__main__":
+    main()
