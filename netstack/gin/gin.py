@@ -35,7 +35,7 @@ from lamina.netstack.cuda.ends import clear_inbox, ends_of, inbox_bytes
 from lamina.netstack.cuda.kernel_channel import KernelChannel, LinkKind, directions
 from lamina.netstack.host.native import gin_layout
 from lamina.netstack.host.tcp import TcpFabric
-from lamina.netstack.meeting.beside import Beside, hung_up
+from lamina.netstack.meeting.beside import BesideCall, hung_up
 from lamina.netstack.meeting.handshake import PeerSession, Wants, exchanged
 from lamina.netstack.meeting.lifeline import LinkEvents
 from lamina.netstack.meeting.listener import HANDSHAKE_S, Meeting, StreamListener
@@ -135,7 +135,7 @@ class GinWay:
         card = CARD.pack(MAGIC, self._nccl.version, b"" if listening else names[0])
         yield from exchanged(sock, swap(session, card, read, listening=listening))
         given_up = threading.Event()
-        making = Beside(lambda: self._link(session, names[0], given_up, listening=listening), "lamina-gin")
+        making = BesideCall(lambda: self._link(session, names[0], given_up, listening=listening), "lamina-gin")
         try:
             link = yield from _made(making, sock, given_up)
             yield from exchanged(sock, swap(session, MADE, _check_made, listening=listening))
@@ -186,7 +186,7 @@ class GinFabric(VerbsFabric):
         return super()._connected(sock, peer, session, max(deadline, monotonic() + MAKE_S + 2 * LATE_S))
 
 
-def _made(making: Beside[GinLink], sock: socket.socket, given_up: threading.Event) -> Generator[Wants, None, GinLink]:
+def _made(making: BesideCall[GinLink], sock: socket.socket, given_up: threading.Event) -> Generator[Wants, None, GinLink]:
     """What ``making`` makes, which gives up once the peer at ``sock`` has. Raises as ``_link`` does."""
     wants = {sock.fileno(): select.POLLRDHUP, making.fileno(): select.POLLIN}
     while not making.result.done():

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Beside(Generic[T]):
+class BesideCall(Generic[T]):
     """``call`` has begun, and nobody waits for it at the end of the process. ``result``: what it returns or raises.
 
     Raises OSError where this host has no thread or no descriptor for it.

@@ -28,7 +28,7 @@ def payload(nbytes: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
 
 
-class Batch:
+class RoundBatch:
     """One rank's rounds that go on without a look at what came: each message comes to a place of its own. The first one
     is for both sides to be there, and does not count.
     """
@@ -54,7 +54,7 @@ class Batch:
             came.zero_()
 
 
-def by_gpu(batch: Batch) -> Callable[[], list[float]]:
+def by_gpu(batch: RoundBatch) -> Callable[[], list[float]]:
     """A call for each batch, of one graph, so that no launch of the host is between two rounds: their mean seconds, by
     the GPU's clock.
     """
@@ -77,7 +77,7 @@ def by_gpu(batch: Batch) -> Callable[[], list[float]]:
     return run
 
 
-def by_cpu(batch: Batch) -> Callable[[], list[float]]:
+def by_cpu(batch: RoundBatch) -> Callable[[], list[float]]:
     """As ``by_gpu``, but of each round."""
 
     def run() -> list[float]:
@@ -93,7 +93,7 @@ def by_cpu(batch: Batch) -> Callable[[], list[float]]:
 
 def ping_pong(rank: int, device: torch.device, nbytes: int, warm_up: int, rounds: int) -> list[float]:
     """Seconds of half a round trip each, sorted, of rank 0."""
-    batch = Batch(rank, device, nbytes, rounds)
+    batch = RoundBatch(rank, device, nbytes, rounds)
     run = by_gpu(batch) if device.type == "cuda" else by_cpu(batch)
     times = list[list[float]]()
     for _ in range(-(-warm_up // batch.counted) + -(-rounds // batch.counted)):

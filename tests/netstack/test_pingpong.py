@@ -199,7 +199,7 @@ def test_no_round_waits_for_a_comparison(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_message_that_differs_is_told() -> None:
     sys.path.insert(0, str(ROOT / "perf"))
-    batch = importlib.import_module("transports.group_rounds").Batch(0, torch.device("cpu"), 10, 3)
+    batch = importlib.import_module("transports.group_rounds").RoundBatch(0, torch.device("cpu"), 10, 3)
     for n, came in enumerate(batch._came):
         came.copy_(batch._payloads[n % 3])
     batch.check()

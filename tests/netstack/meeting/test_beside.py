@@ -11,14 +11,14 @@ import pytest
 from wiring import SOON_S
 
 from lamina.netstack.meeting import beside
-from lamina.netstack.meeting.beside import Beside, hung_up
+from lamina.netstack.meeting.beside import BesideCall, hung_up
 
 
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def is_over(call: Beside[int]) -> bool:
+def is_over(call: BesideCall[int]) -> bool:
     poller = select.poll()
     poller.register(call, select.POLLIN)
     return bool(poller.poll(0))
@@ -26,7 +26,7 @@ def is_over(call: Beside[int]) -> bool:
 
 def test_its_end_can_be_polled_for() -> None:
     may_end, before = threading.Event(), descriptors()
-    call = Beside(lambda: may_end.wait(SOON_S) and 7, "test")
+    call = BesideCall(lambda: may_end.wait(SOON_S) and 7, "test")
     assert not is_over(call)
     may_end.set()
     poller = select.poll()
@@ -39,7 +39,7 @@ def test_its_end_can_be_polled_for() -> None:
 
 
 def test_what_it_raises_is_its_result() -> None:
-    call = Beside(lambda: 1 // 0, "test")
+    call = BesideCall(lambda: 1 // 0, "test")
     with pytest.raises(ZeroDivisionError):
         call.result.result(SOON_S)
     call.close()
@@ -48,7 +48,7 @@ def test_what_it_raises_is_its_result() -> None:
 def test_one_that_nobody_waits_for_touches_no_other_descriptor() -> None:
     """Its own end of the pipe is the thread's; a number that was given back may be another file's by then."""
     may_end, before = threading.Event(), descriptors()
-    call = Beside(lambda: may_end.wait(SOON_S), "test")
+    call = BesideCall(lambda: may_end.wait(SOON_S), "test")
     call.close()
     with open(os.devnull) as other:
         may_end.set()
@@ -67,7 +67,7 @@ def test_a_host_without_a_thread_for_it_says_so(monkeypatch: pytest.MonkeyPatch)
     before = descriptors()
     monkeypatch.setattr(beside.threading.Thread, "start", full)
     with pytest.raises(OSError, match="no thread for lamina-test: can't start new thread"):
-        Beside(lambda: 7, "lamina-test")
+        BesideCall(lambda: 7, "lamina-test")
     assert descriptors() == before
 
 
