@@ -294,6 +294,35 @@ def test_who_is_told_to_end_gives_its_kv_to_another_first(
         assert counts(llm, "compute", "rows") - rows < rows + llm.engine.config.batching.max_num_seqs * 2
 
 
+def test_where_there_is_memory_for_one_they_go_one_by_one(
+    tiny_lm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(notices, "GATHER_S", 2.0)
+    with open_llm(tiny_lm, memory_workers=3, partition="token", transport="shm", max_recoveries=0) as llm:
+        wanted, _ = run(llm)
+        elastic, there = llm.pools.elastic, sum(llm.pools._cohort.kv_bytes[0])
+        monkeypatch.setattr(elastic, "_free", lambda: there // 2 + there // 6)  # of a worker, and of a layer of all
+        elastic.plan(3, [0])
+        with pytest.raises(ValueError, match="free"):
+            elastic.plan(3, [0, 2])
+        before, view, seen = llm.pools.pids, llm.pools.ready.view, dict[int, dict[str, int]]()
+        ids, outputs = [llm.engine.add(p, PARAMS) for p in PROMPTS], dict[int, Any]()
+        for _ in steps(llm, outputs):
+            if len(outputs) == len(ids) and llm.pools.pids == before:
+                for n in (0, 2):
+                    os.kill(before[f"memory-{n}"], signal.SIGTERM)
+                while not elastic.under_way and llm.pools.pids == before:
+                    llm.engine.look()
+            wait_for_room(llm)
+            seen[llm.pools.ready.view] = llm.pools.pids
+        found = [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids]
+        assert found == wanted
+        assert list(seen)[-2:] == [view + 2, view + 4], "two changes of the view"
+        changed = [[n for n, pid in pids.items() if pid != before[n]] for pids in list(seen.values())[-2:]]
+        assert changed == [["memory-0"], ["memory-0", "memory-2"]]
+        assert "keeps its KV until it ends" not in caplog.text
+
+
 def test_one_that_cannot_be_replaced_stays_until_it_ends(tiny_lm: Path, caplog: pytest.LogCaptureFixture) -> None:
     with open_llm(tiny_lm, transport="shm", memory_weights="measured") as llm:
         told = llm.pools.pids["memory-1"]
