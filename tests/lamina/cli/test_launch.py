@@ -240,9 +240,16 @@ def test_version_and_a_typo_in_a_flag(capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["bench", "decode", "m", "--batchsize=8"], "lamina-launch bench decode: unknown argument --batchsize (did"),
         (["timeline", "t", "--qqq"], "lamina-launch timeline: unknown argument --qqq; see"),
-        (["plan-pipeline", "--n", "two"], "argument --n: invalid int value: 'two'; see lamina-launch plan-pipeline"),
-        (["generat"], "invalid choice: 'generat'"),
-        ([], "COMMAND; see lamina-launch --help"),
+        (["plan-pipeline", "--n", "two"], "--n must be a whole number, not 'two'; see lamina-launch plan-pipeline"),
+        (["generate", "m", "--temperature", "hot"], "generate: --temperature must be a number, not 'hot'; see"),
+        (["generat"], "lamina-launch: COMMAND 'generat' is unknown (did you mean generate?); see lamina-launch"),
+        (["fly"], "lamina-launch: COMMAND 'fly' is unknown (choose one of generate, serve, scale, "),
+        (["kv", "verfy", "d"], "lamina-launch kv: action 'verfy' is unknown (did you mean verify?); see"),
+        (["bench", "engine"], "lamina-launch bench: BENCHMARK 'engine' is unknown ("),
+        (["bench", "serve", "--endpoint", "x"], "--endpoint 'x' is unknown (choose one of "),
+        (["serve"], "lamina-launch serve: model is missing; see lamina-launch serve --help"),
+        (["kv"], "lamina-launch kv: action, DIR are missing; see"),
+        ([], "lamina-launch: COMMAND is missing; see lamina-launch --help"),
     ],
 )
 def test_what_cannot_be_parsed_is_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
