@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -59,7 +60,8 @@ def _parse(model: type[M], body: bytes, service: Service) -> M:
         first = e.errors(include_input=False, include_url=False, include_context=False)[0]
         where = ".".join(str(x) for x in first["loc"])
         kind = "" if first["type"] == "value_error" else f" ({first['type']})"  # clients of vLLM look for these words
-        text = f"{where or 'body'}: {first['msg'].replace('Input should be', 'it must be')}{kind}"
+        said = re.sub(r"^(Input|List|String) should ", "it must ", first["msg"]).replace(" after validation", "")
+        text = f"{where or 'body'}: {said}{kind}"
         raise ApiError(400, text, param=where or None, code="invalid_value") from e
 
 

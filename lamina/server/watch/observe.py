@@ -18,7 +18,8 @@ from lamina.server.errors import ApiError, error_response
 
 from .metrics import Metrics
 
-REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="-")
+NO_REQUEST = "-"
+REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default=NO_REQUEST)
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 logger = logging.getLogger(__name__)
 
@@ -76,24 +77,27 @@ class Observe:
 
 
 class LogFormatter(logging.Formatter):
-    """Lines with the request's id; ``as_json`` makes each a JSON object."""
+    """Lines with the id of the request that they are about; ``as_json`` makes each a JSON object."""
 
     def __init__(self, *, as_json: bool) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
         self._as_json = as_json
 
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 # what stands before a traceback
+        about = REQUEST_ID.get()
+        fields = getattr(record, "fields", {}) | ({"request_id": about} if about != NO_REQUEST else {})
+        return super().formatMessage(record) + "".join(f" {k}={v}" for k, v in fields.items())
+
     def format(self, record: logging.LogRecord) -> str:
-        fields = getattr(record, "fields", {})
         if not self._as_json:
-            more = "".join(f" {k}={v}" for k, v in fields.items())
-            return f"{super().format(record)}{more} request_id={REQUEST_ID.get()}"
+            return super().format(record)
         line = {
             "time": self.formatTime(record),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
             "request_id": REQUEST_ID.get(),
-            **fields,
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

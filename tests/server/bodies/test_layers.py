@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import json
 import logging
@@ -20,7 +21,7 @@ from lamina.engine.shadows import ErrorState
 from lamina.server.app import make_app
 from lamina.server.link.messages import State
 from lamina.server.watch.gauges import EngineGauges
-from lamina.server.watch.observe import LogFormatter
+from lamina.server.watch.observe import REQUEST_ID, LogFormatter
 
 T = TypeVar("T")
 GOOD = {"prompt": "x", "max_tokens": 2}
@@ -181,6 +182,23 @@ def test_log_lines_bear_the_request_and_never_its_text(caplog: pytest.LogCapture
     requests = [line for line in lines if line["message"] == "POST /v1/completions"]
     assert [r["completion_tokens"] for r in requests] == [2, 2]
     assert len([line for line in lines if "whatever" in line["message"]]) == 1, "said once"
+
+
+@pytest.mark.parametrize(("request_id", "behind"), [(None, ""), ("r1", " request_id=r1")])
+def test_a_line_of_text_ends_with_its_request_if_it_has_one_and_a_traceback_is_behind_it(
+    request_id: str | None, behind: str
+) -> None:
+    def line() -> str:
+        if request_id is not None:
+            REQUEST_ID.set(request_id)
+        error = ValueError("why")
+        record = logging.LogRecord("lamina", logging.ERROR, "", 0, "%s it", ("broke",), (ValueError, error, None))
+        record.fields = {"status": 500}
+        return LogFormatter(as_json=False).format(record)
+
+    first, *rest = contextvars.Context().run(line).splitlines()
+    assert first.endswith(f" ERROR broke it status=500{behind}")
+    assert rest == ["ValueError: why"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from fake import make_service
 from test_layers import ask, error_of
 
 CONTEXT = "This model's maximum context length is 256 tokens. However, "
+TURN = {"role": "user", "content": "x"}
 # Of LiteLLM, in lower case: with one of them it falls back on a model with a longer context.
 SIGNS = ("this model's maximum context length is", "model's maximum context limit", "exceed context limit")
 
@@ -33,6 +34,18 @@ def test_what_is_too_long_is_told_in_the_words_that_clients_look_for(path: str, 
     assert "Please reduce the length of" in error["message"]
     assert any(sign in error["message"].lower() for sign in SIGNS)
     assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"messages": []}, "messages: it must have at least 1 item, not 0 (too_short)"),
+        ({"messages": [TURN], "n": 0}, "n: it must be greater than or equal to 1 (greater_than_equal)"),
+    ],
+)
+def test_a_value_that_cannot_be_is_told_as_what_it_must_be(body: Any, text: str) -> None:
+    error = error_of(ask("POST", "/v1/chat/completions", make_service(), json=body))
+    assert error["message"].startswith(text)
 
 
 @pytest.mark.parametrize("key", ["x", "2048", "-1", "1.5", "٣", "9" * 70])
