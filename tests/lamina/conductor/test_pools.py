@@ -228,6 +228,8 @@ def test_the_conversation_trace_by_chance_and_whole(capsys: pytest.CaptureFixtur
     (balance,) = told(capsys, *flags, "--rows", "4000", "--policy", "load-balance")
     assert sum(m["mean_ttft_s"] for m in means) / 10 > balance["mean_ttft_s"]
     assert all(run["cpu_s"] < 10 for run in told(capsys, *flags))
+    decoded = ["--prefill-workers", "16", "--instances", "8", "--slo-ttft", "30s", "--slo-tbt", "100ms"]
+    assert told(capsys, *flags, "--policy", "auto", *decoded)[0]["cpu_s"] < 45
     few = [  # where there is room for all, it matters little
         run["mean_ttft_s"]
         for run in told(capsys, *flags, "--rows", "4000", "--speed", "0.3", "--policy", "load-balance,mooncake")
