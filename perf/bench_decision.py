@@ -36,9 +36,10 @@ def main() -> None:
     for policy in POLICIES:
         decide = decision(policy, args)
         times = [cpu_s(decide) for _ in range(args.runs)]
-        figures = {"cpu_s": (seconds := spread(times)), "least_cpu_s": min(times), "cpu_pressure_avg10": cpu_pressure()}
+        each = spread(times)
+        figures = {"cpu_s": each, "least_cpu_s": min(times), "cpu_pressure_avg10": cpu_pressure()}
         record("bench_decision", {**vars(args), "policy": policy}, figures, write=args.write)
-        print(f"{policy:14} {1e3 * min(times):.3f} ms at least, {1e3 * seconds['median']:.3f} in the median")
+        print(f"{policy:14} {1e3 * min(times):.3f} ms at least, {1e3 * each['median']:.3f} in the median")
 
 
 def decision(policy: str, args: argparse.Namespace) -> Callable[[], None]:

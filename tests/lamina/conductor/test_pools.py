@@ -287,3 +287,14 @@ def test_a_trace_with_a_mistake(second: str, said: str, tmp_path: Path, capsys: 
     trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}\n' + second)
     assert launch.main(["simulate", "--trace", str(trace)]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t_SURROGATE.jsonl"])
+def test_a_surrogate_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / name
+    trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}\n')
+    flags = ["simulate", "--trace", str(trace), "--policy", "auto"]
+    assert launch.main(flags) == 0
+    assert ("(a surrogate)" in capsys.readouterr().out) == ("SURROGATE" in name)
+    assert launch.main([*flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["surrogate"] == ("SURROGATE" in name)
