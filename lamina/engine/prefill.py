@@ -201,8 +201,8 @@ class Prefill:
         plan = StepPlan(view=view, batch=batch, step=grant.step, ops=ops, rows=[grant.rows])
         if worker.store:
             worker.store.apply(plan)
-        if sequence in self._lenders:
-            self._lenders[sequence].asked_s = self.promises.now()
+        if (lent := self._lenders.get(sequence)) is not None and lent.asked_s == math.inf:  # with its first chunk
+            lent.asked_s = self.promises.now()
         draws = [sequence] if grant.first + grant.count == sequence.num_promised else []
         step = ScheduledStep(plan, [sequence], draws, worker.index)
         worker.next_step += 1

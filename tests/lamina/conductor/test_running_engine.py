@@ -44,8 +44,11 @@ def served(
     decode_s: float,
     kept: int = 0,
     tokens_per_s: float = NO_TRANSFER,
+    wrong: float = 1.0,
 ) -> Served:
-    """By an engine with prefill workers, each of which takes LAW, and steps that take STEP."""
+    """By an engine with prefill workers, each of which takes LAW, and steps that take STEP. ``wrong``: transfers are
+    first thought to take so many times as long.
+    """
     clock = VirtualClock()
     pool = SimulatedPool(
         layers=1, blocks=1 << 16, block=128, longest=1 << 16, most=1 << 10, chunk=CHUNK, prefill=workers, kept=kept
@@ -53,7 +56,7 @@ def served(
     engine, wire = pool.engine(clock, step_s, chunk_s)
     engine.promises.promise(rules)
     one = engine.promises.conductor
-    one.transfers, wire.tokens_per_s = moves_at(tokens_per_s), tokens_per_s or math.inf
+    one.transfers, wire.tokens_per_s = moves_at(tokens_per_s / wrong), tokens_per_s or math.inf
     one.fit, one.decoding = PrefillFit(LAW), DecodePool(1, STEP, decode_s)
     numbers, came = dict[int, int](), Served([math.inf] * len(arrivals), [""] * len(arrivals))
 
@@ -71,6 +74,9 @@ def served(
         for output in engine.step() if engine.has_work else []:
             _note(output, numbers[output.request_id], came)
     engine.settle()
+    if wrong != 1.0:
+        assert one.transfers is not None
+        assert one.transfers.law.seconds(8192) == pytest.approx(8192 / tokens_per_s, rel=0.25)
     assert engine.promises.conductor.num_waiting == engine.promises.conductor.decoding.num_running == 0
     return came
 
@@ -163,3 +169,11 @@ def test_one_mutant_of_the_conductor_changes_both(monkeypatch: pytest.MonkeyPatc
     wrong = means()
     assert wrong[0] == pytest.approx(wrong[1], rel=0.03)
     assert min(wrong) > 3 * max(right)
+
+
+@pytest.mark.parametrize("wrong", [1 / 3, 3.0])
+def test_an_engine_finds_out_what_transfers_take(wrong: float) -> None:
+    """From what its workers waited for, and from when they had asked."""
+    arrivals, rules = zipf(150, 2.0), ConductorRules(policy="auto")
+    right, off = (served(arrivals, rules, 3, 1.0, 2400, RATE, wrong=w) for w in (1.0, wrong))
+    assert statistics.fmean(off.ttft_s) == pytest.approx(statistics.fmean(right.ttft_s), rel=0.1)
