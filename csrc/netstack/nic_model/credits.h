@@ -152,6 +152,7 @@ inline void dead(bool rides) {
 inline void beside(u64 messages, Shape a, Shape b, u64 seed) {
   g_scenario = "kernels that receive beside kernels that send";
   Pair pair(a, b, {true, true, false}, seed);
+  for (End* end : {&pair.a, &pair.b}) end->split();
   Random random{seed + 60};
   bool busy = false;
   const auto turn = [&](End& end) {  // of the receiver, which leaves the queue alone while the sender holds it

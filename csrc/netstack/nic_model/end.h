@@ -51,9 +51,7 @@ class End {
         bus(shape.proxied ? nullptr : &nic, registers_, seed + 1, world),
         receiving(shape.proxied ? nullptr : &nic, registers_, seed + 3, std::move(world)),
         clerk_(&nic, registers_, seed + 2, nullptr), channel{} {
-    readers.all = {&bus, &receiving};
-    bus.tell(&receiving);
-    receiving.tell(&bus);
+    readers.all = {&bus};
     for (WeakBus* each : {&bus, &receiving}) {
       each->own(staging, shape.out.inbox_bytes());
       each->own(&channel, sizeof channel);
@@ -98,6 +96,13 @@ class End {
     for (State to : {State::init, State::rtr, State::rts}) nic.modify(to);
   }
   End(const End&) = delete;
+
+  // `receiving` is used beside `bus` from here on.
+  void split() {
+    readers.all = {&bus, &receiving};
+    bus.tell(&receiving);
+    receiving.tell(&bus);
+  }
 
   // What the thread does that rings for a proxied poster: whether there was a doorbell.
   bool clerk() { return mlx5::ring_on(clerk_, proxy_); }
