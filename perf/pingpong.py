@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, cpu_pressure, record, spread
-from transports.competitors import COMPETITORS, KINDS, Competitor, Course
+from transports.competitors import COMPETITORS, KINDS, LIMIT_S, Competitor, Course
 from transports.loglog import Curve, draw
 from transports.over_nics import FIGURE_13, OVER_NICS, PAPER, lacks_for_figure
 
@@ -127,6 +127,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=5000, help="ping-pongs of a size in a turn (default: 5000)")
     parser.add_argument("--warm-up", type=int, default=300, help="ping-pongs before them (default: 300)")
     parser.add_argument("--volume", type=int, default=64 << 20, help="bytes of a size in a turn, at most (64 MiB)")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help=f"of a command in a turn (default: {LIMIT_S})")
     parser.add_argument("--cores", default="0,1", help="of the two processes (default: 0,1)")
     parser.add_argument("--only", action="append", default=[], help="those whose name contains this; may be repeated")
     parser.add_argument("--figure-13", action="store_true", help="the paper's, of kernels, NICs and NCCL alone")
@@ -170,7 +171,8 @@ def main() -> int:
         print(*(c.name for c in competitors), sep="\n")
         return 0
     with tempfile.TemporaryDirectory() as place:
-        course = Course(sizes, (first, second), args.count, args.warm_up, args.volume, Path(place))
+        counts = args.count, args.warm_up, args.volume
+        course = Course(sizes, (first, second), *counts, Path(place), args.limit_s)
         p50, p99, pressure = take_turns(course, competitors, args.rounds)
     mid = medians(p50)
     settings = {k: v for k, v in vars(args).items() if k not in ("write", "json", "dry_run")}

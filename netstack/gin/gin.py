@@ -186,7 +186,9 @@ class GinFabric(VerbsFabric):
         return super()._connected(sock, peer, session, max(deadline, monotonic() + MAKE_S + 2 * LATE_S))
 
 
-def _made(making: BesideCall[GinLink], sock: socket.socket, given_up: threading.Event) -> Generator[Wants, None, GinLink]:
+def _made(
+    making: BesideCall[GinLink], sock: socket.socket, given_up: threading.Event
+) -> Generator[Wants, None, GinLink]:
     """What ``making`` makes, which gives up once the peer at ``sock`` has. Raises as ``_link`` does."""
     wants = {sock.fileno(): select.POLLRDHUP, making.fileno(): select.POLLIN}
     while not making.result.done():

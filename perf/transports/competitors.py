@@ -43,6 +43,7 @@ class Course:
     warm_up: int
     volume: int
     build: Path  # a folder for what has to be compiled
+    limit_s: float = LIMIT_S  # of each of Lamina's and perftest's commands
 
     def rounds(self, nbytes: int) -> int:
         return max(20, min(self.count, self.volume // (2 * nbytes)))
@@ -62,8 +63,8 @@ class Competitor:
     compares: bool = True  # every payload, with what was sent; and payloads differ
 
 
-def call(command: Sequence[str], env: dict[str, str] | None = None) -> str:
-    """What a command printed. It and its children are ended after LIMIT_S; then that is what it had printed by then.
+def call(command: Sequence[str], env: dict[str, str] | None = None, limit_s: float = LIMIT_S) -> str:
+    """What a command printed. It and its children are ended after ``limit_s``; then that is what was printed by then.
 
     Raises RuntimeError when it fails.
     """
@@ -77,7 +78,7 @@ def call(command: Sequence[str], env: dict[str, str] | None = None) -> str:
         start_new_session=True,
     ) as process:
         try:
-            out, err = process.communicate(timeout=LIMIT_S)
+            out, err = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             return process.communicate()[0]
@@ -96,7 +97,8 @@ def lamina(transport: str, pattern: str, driver: str) -> Callable[[Course], Time
         command = [sys.executable, "-m", "lamina.netstack", "bench", "--json", "--transport", transport]
         command += ["--pattern", pattern, "--driver", driver, "--sizes", ",".join(map(str, course.sizes))]
         command += ["--count", str(course.count), "--warm-up", str(course.warm_up), "--volume", str(course.volume)]
-        rows = map(json.loads, call([*command, "--cores", "{},{}".format(*course.cores)]).splitlines())
+        command += ["--cores", "{},{}".format(*course.cores)]
+        rows = map(json.loads, call(command, limit_s=course.limit_s).splitlines())
         ways = 2 if pattern == "rtt" else 1
         return {row["size"]: (row["p50_us"] / ways, row["p99_us"] / ways) for row in rows}
 

@@ -108,7 +108,7 @@ def perftest(program: str, way: Callable[[str], float], least: int = LEAST_ITERA
         command = [program, *place, "-F", "-s", str(nbytes), "-n", str(max(least, course.rounds(nbytes)))]
         on = [["taskset", "-c", str(core)] for core in course.cores]
         with listening_server([*on[1], *command], dict(os.environ)) as number:
-            text = call([*on[0], *command, "-p", str(number), "127.0.0.1"])
+            text = call([*on[0], *command, "-p", str(number), "127.0.0.1"], limit_s=course.limit_s)
         return way(text), late_of(text)
 
     return lambda course: {nbytes: one(course, nbytes) for nbytes in course.sizes}
@@ -151,7 +151,8 @@ def lamina_window(transport: str) -> Callable[[Course], Times]:
         command += ["--pattern", "stream", "--driver", "native", "--window", str(WINDOW)]
         command += ["--sizes", ",".join(str(n) for n in course.sizes if n * WINDOW <= 1 << 30)]
         command += ["--count", str(course.count), "--volume", str(course.volume)]
-        rows = map(json.loads, call([*command, "--cores", "{},{}".format(*course.cores)]).splitlines())
+        command += ["--cores", "{},{}".format(*course.cores)]
+        rows = map(json.loads, call(command, limit_s=course.limit_s).splitlines())
         return {row["size"]: (row["p50_us"] / WINDOW, row["p99_us"] / WINDOW) for row in rows}
 
     return run
