@@ -114,17 +114,36 @@ inline void kept() {
 // Two ends that both wait for a slot, which the other one has given back and not told of.
 inline void both_wait(u64 seed) {
   g_scenario = "both ends wait for a slot";
-  Pair pair(shape(4, 64), shape(4, 64), {}, seed);
+  const u64 zero = 3ull << 48;
+  Pair pair(shape(4, 64, zero), shape(4, 64, zero), {}, seed);
+  End* ends[] = {&pair.a, &pair.b};
   for (int n = 0; n < 4; ++n) CHECK(send(pair.a) && send(pair.b));
   pair.settle();
-  for (End* end : {&pair.a, &pair.b})
-    for (int n = 0; n < 2; ++n) receive_due(pair, *end);
-  CHECK(mlx5::wait_slot(pair.a.bus, pair.a.channel, 1000) == mlx5::kTimeout);
-  CHECK(wait_slot_or_tell(pair.a.bus, pair.a.channel, 1000) == mlx5::kTimeout && pair.a.channel.credits == 1);
+  for (End* end : ends) {
+    for (int n = 0; n < 4; ++n) CHECK(receive(*end));
+    report(*end);
+  }
   pair.settle();
-  CHECK(wait_slot_or_tell(pair.b.bus, pair.b.channel, kLongNs) == mlx5::kOk && pair.b.channel.credits == 0);
+  const u64 &a = pair.a.channel.credits, &b = pair.b.channel.credits;
+  CHECK(a == 1 && b == 1);
+  CHECK(send(pair.a) && send(pair.b));
+  pair.settle();
+  for (End* end : ends) receive_due(pair, *end);
+  CHECK(wait_slot_or_tell(pair.a.bus, pair.a.channel, kLongNs) == mlx5::kOk && a == 1);  // a free one is known
+  for (int n = 0; n < 3; ++n) CHECK(send(pair.a));
+  pair.settle();
+  for (int n = 0; n < 3; ++n) CHECK(send(pair.b));
+  pair.settle();
+  CHECK(send(pair.a) && !send(pair.a));  // b has told of the first one
+  pair.settle();
+  for (End* end : ends) receive_due(pair, *end);
+  CHECK(mlx5::wait_slot(pair.a.bus, pair.a.channel, 1000) == mlx5::kTimeout);
+  CHECK(wait_slot_or_tell(pair.a.bus, pair.a.channel, 1000) == mlx5::kTimeout && a == 2);
+  pair.settle();
+  CHECK(wait_slot_or_tell(pair.b.bus, pair.b.channel, kLongNs) == mlx5::kOk && b == 1);
   CHECK(send(pair.b) && send(pair.b) && !send(pair.b));
-  CHECK(wait_slot_or_tell(pair.a.bus, pair.a.channel, kLongNs) == mlx5::kOk && pair.a.channel.credits == 1);
+  pair.settle();
+  CHECK(wait_slot_or_tell(pair.a.bus, pair.a.channel, kLongNs) == mlx5::kOk && a == 2);
   pair.abort = 1;
   CHECK(wait_slot_or_tell(pair.b.bus, pair.b.channel, kLongNs) == mlx5::kAborted);
 }
