@@ -68,7 +68,8 @@ def limit(device: torch.device, sms: int) -> object:
         green: Any = green_contexts.GreenContext.create(num_sms=sms, device_id=device.index)
         torch.cuda.set_stream(green.Stream())
     except RuntimeError as error:
-        raise ValueError(f"--memory-sms {sms} on {device}: {str(error).splitlines()[0]}") from error
+        said, _, _ = str(error).partition("\n")
+        raise ValueError(f"--memory-sms {sms} on {device}: {said}") from error
     return green
 
 

@@ -145,7 +145,7 @@ class GraphedSlice:
                     self._inner, inputs, bucket, send is not None, tape, self._meetings, self._joined
                 )
             except RuntimeError as error:
-                log.warning("a slice cannot be a graph and runs without: %s", str(error).splitlines()[0])
+                log.warning("a slice cannot be a graph and runs without: %s", str(error).partition("\n")[0])
                 self._refused = True
                 return self._plain(args)
         return self._known[kind](inputs, rows, send)

@@ -86,7 +86,7 @@ class RecordedRounds:
                 raise
             return _RecordedRound(steps, lines, self._capture.end())
         except RuntimeError as error:
-            log.warning("a round cannot be a graph, and runs without: %s", str(error).splitlines()[0])
+            log.warning("a round cannot be a graph, and runs without: %s", str(error).partition("\n")[0])
             self._refused = True
             self._rounds.clear()  # nobody launches them any more, and they have memory
             return None
