@@ -318,8 +318,8 @@ class ModelServer:
         if not isinstance(error, ChannelError) or self._in_view is None or self.service.stopped.is_set():
             raise error
         self._broken = True
-        self._in_view.leave(f"{self.role}: {error}")
-        self.service.link.send(Broken(self._in_view.view, str(error), isinstance(error, LacksError)))
+        (view := self._in_view).leave(f"{self.role}: {error}")
+        self.service.link.send(Broken(view.view, str(error), isinstance(error, LacksError), view.peer_of(error)))
 
     def _take_messages(self) -> bool:
         """Handle the messages that have come; waits for one where there is nothing else to do. Whether to go on."""

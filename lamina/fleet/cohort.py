@@ -81,7 +81,7 @@ class Cohort:
         self._told_models = False  # whether these were told to load
         self._started: dict[tuple[str, int], int] = {}  # role and index -> workers that were started for them
         self._size = config.topology.tensor_parallel_size  # ranks of a replica
-        self._names: dict[WorkerHandle, str] = {}  # which they prove to their peers
+        self._names = members.names
         self._keys: dict[WorkerHandle, bytes] = {}  # of memory workers on loan, which have keys of their own
         self.tier = TierKeeper(config, self._incarnation)
         self.moving = config.moves_stripes  # whether memory workers meet each other, to copy KV

@@ -26,6 +26,7 @@ TAKE_S = 30.0  # for a worker to take a message, which it reads on a thread of i
 TAKE_LAST_S = 0.2  # at the end
 REST_S = 5.0  # for the rest of a message that has begun to come
 CAUSE_S = 0.3  # for a worker to say that it has failed, once its peer has
+AGAIN_S = 600.0  # within which a memory worker that lives is not to be named twice by those who lost their way to it
 FATE_S = 1.0  # for a process to have ended, once its link has
 TICK_S = 0.25  # of silence, after which whoever waits looks round
 
@@ -79,6 +80,8 @@ class Members:
         self.view = 0  # messages of older views are dropped
         self._still_heard: tuple[type[Any], ...] = ()  # but of these kinds
         self.lost: dict[Member, LostError] = {}  # nobody listens to these any more
+        self.names = dict[WorkerHandle, str]()  # that they prove to their peers
+        self._named = dict[Member, float]()  # when somebody has lost its way to a memory worker that lives
         self.closed = False  # by ``end``
         self.ending = threading.RLock()  # one thread ends them; another may wait for a message meanwhile
         self.meanwhile: Callable[[], None] = lambda: None  # called a few times a second by whoever waits
@@ -303,7 +306,7 @@ class Members:
 
     def _broken(self, member: Member, message: Broken) -> Exception:
         """One of its channels has ended: whoever was at the other end is lost. Where all live, it is itself: it has
-        nothing that cannot be had again.
+        nothing that cannot be had again. A memory worker that is at the other end twice in AGAIN_S is lost, though.
         """
         if self.lost:  # whose channels ended with it
             return next(iter(self.lost.values()))
@@ -321,6 +324,11 @@ class Members:
                 if isinstance(said, Failed):
                     return self._failed(other, said)
                 self._take(other, said)
+        named = next((m for m in self.memory if message.peer and self.names.get(m.handle) == message.peer), None)
+        if named and self._clock() - self._named.get(named, -AGAIN_S) < AGAIN_S:
+            return self._lose(named, f"others have lost their way to {named.name} twice: {message.text}", ended=True)
+        if named:
+            self._named = {m: at for m, at in self._named.items() if m in self.memory} | {named: self._clock()}
         return self._lose(member, f"{member.name} has lost its way to others: {message.text}", ended=True)
 
     def _lose(self, member: Member, text: str, *, ended: bool = False) -> LostError:

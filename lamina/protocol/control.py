@@ -181,6 +181,7 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
     view: int
     text: str
     lacks: bool = False  # nobody is lost, but one has not what the driver thinks that it has
+    peer: str = ""  # the name of who was at the other end, where the worker has connected to it
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):

@@ -55,6 +55,7 @@ class ViewFabric:
         self._fabric, self._clock = fabric, clock
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
+        self._asked = dict[str, str]()  # the names of peers that were to be connected to, by URL
         self._over = ""
 
     def connect(self, url: str, terms: Terms, *, timeout_s: float) -> Channel:
@@ -63,6 +64,7 @@ class ViewFabric:
         """
         if self._fabric is None:
             raise ValueError(f"{url}: this worker connects to nobody")
+        self._asked[url] = terms.peer
         terms, deadline = replace(terms, epoch=self.view), self._clock() + timeout_s
         while True:
             self._check()
@@ -72,6 +74,13 @@ class ViewFabric:
             except ChannelTimeout:
                 if left <= ATTEMPT_S:
                     raise
+
+    def peer_of(self, error: Exception) -> str:
+        """The name of the peer that ``error``, of a channel or of connecting, begins with; empty: of none that was
+        connected to.
+        """
+        url, _, _ = str(error).partition(": ")
+        return self._asked.get(url, "")
 
     def at(self, door: ViewDoor) -> ViewListener:
         """The listener of ``door`` for peers of this view."""

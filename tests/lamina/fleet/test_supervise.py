@@ -16,7 +16,7 @@ from lamina.engine.wire import ViewChanged, WorkerError
 from lamina.fleet.cohort import Cohort
 from lamina.fleet.elastic import Elastic
 from lamina.fleet.launchers.local import ProcessWorker
-from lamina.fleet.members import LostError, Member, Members
+from lamina.fleet.members import AGAIN_S, LostError, Member, Members
 from lamina.fleet.notices import Notices
 from lamina.fleet.pools import Pools
 from lamina.fleet.recoveries import RECENT_S
@@ -355,6 +355,26 @@ def test_a_way_that_has_ended_between_two_that_live_costs_the_compute_worker() -
     run.supervisor.halt(loss)
     run.check(run.whole(run.supervisor.resume(KEEP)))
     assert sayer.ended
+
+
+def test_a_memory_worker_that_lives_and_is_named_twice_goes_itself() -> None:
+    """Others would be replaced for ever. Who takes its place has been named by nobody; and what is long ago is over."""
+    run = Run(max_recoveries=9)
+
+    def goes(number: int) -> str:
+        """Who does, where a compute worker has lost its way to the second memory worker."""
+        sayer, other = run.now("compute", number), run.now("memory", 1)
+        name = run.members.names[other]
+        sayer.inbox.append(Broken(view=sayer.view, text="no way", peer=name))
+        loss = run.loss()
+        run.supervisor.halt(loss)
+        run.check(run.whole(run.supervisor.resume(KEEP)))
+        assert bool(sayer.ended) != bool(other.ended)
+        return "memory" if other.ended else "compute"
+
+    assert [goes(0), goes(1), goes(1)] == ["compute", "memory", "compute"]
+    run.world.now += AGAIN_S
+    assert [goes(1), goes(1)] == ["compute", "memory"]
 
 
 def test_where_one_lacks_what_it_should_have_all_meet_anew_and_nobody_is_replaced() -> None:

@@ -292,3 +292,26 @@ def test_who_comes_to_a_view_that_has_ended_is_told_so() -> None:
     worker.leave(2)
     baton.end()
     assert baton.clock.now < 1.0
+
+
+@pytest.mark.parametrize("scheme", ["loopback", "shm", "tcp"])
+def test_a_lost_way_tells_to_whom_it_was(scheme: str) -> None:
+    """So that the driver hears of a memory worker that nobody reaches: of one that ends, of one that is not there."""
+    fabric = netstack.open(scheme, key=KEY)
+    here = ViewFabric(1, fabric)
+    listener = fabric.listen(reception=netstack.Reception(name="memory-1"))
+    terms = Terms(outbound=GEOMETRY, inbound=GEOMETRY, name="compute-0", peer="memory-1")
+    with ThreadPoolExecutor(1) as other:
+        there = other.submit(listener.accept, timeout_s=WAIT_S)
+        channel = here.connect(listener.url, terms, timeout_s=WAIT_S)
+        there.result().close()
+    with pytest.raises(PeerFault) as ended:
+        channel.wait_signal(timeout_s=WAIT_S)
+    assert here.peer_of(ended.value) == "memory-1"
+    listener.close()
+    with pytest.raises(netstack.ChannelError) as absent:
+        here.connect(listener.url, terms, timeout_s=0.1)
+    assert here.peer_of(absent.value) == "memory-1"
+    assert here.peer_of(ChannelAborted("ring: aborted")) == ""
+    here.close()
+    fabric.close()
