@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from typing import Any
 
 import pytest
@@ -68,11 +69,15 @@ def test_no_device() -> None:
     link = ControlLink(driver, MemoryReady | Failed)
     devices = DeviceOptions(memory_device="cuda")
     link.send(StartMemory(scheme="shm", address="", key=b"k" * 32, threads=1, devices=devices))
-    serve_memory(worker)
+    # A worker's main thread keeps SIGTERM for itself, and this one starts other tests' processes.
+    serving = threading.Thread(target=serve_memory, args=(worker,), daemon=True)
+    serving.start()
     answer = link.recv(5.0)
     assert isinstance(answer, Failed)
     assert "a memory worker on loan has no --memory-device" in answer.text
     link.close()
+    serving.join(5.0)
+    assert not serving.is_alive()
 
 
 def test_channels_have_a_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
