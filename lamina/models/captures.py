@@ -12,10 +12,7 @@ import hashlib
 import json
 import os
 import platform
-import re
-import stat
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -25,14 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lamina.netstack.kept import VARIABLE, KeptFile, kept_folder
+
 from .checkpoint import FileStamp
 
-VARIABLE = "LAMINA_CACHE"
 PACKAGES = {"torch", "transformers", "lamina"}
 MOST_FILES = 256  # of the folder; those that have not been used for the longest time go
 LARGEST = 64 << 20  # bytes of a file
-OTHERS_WRITE = 0o022
-_OWN_NAME = re.compile(r"[0-9a-f]{64}\.json|new-\w{8}")
 _IMPORTED_S = time.time()  # of code that is as old as this module, or older
 
 
@@ -49,45 +45,17 @@ class CaptureFile:
 
     def read(self) -> str | None:
         """The kept text; None where there is none, or where another user may have written it."""
-        with contextlib.suppress(OSError, ValueError), open(self._path, "rb", opener=_plainly) as file:
-            status = os.fstat(file.fileno())
-            own = _is_own(status) and _is_own(os.stat(self._path.parent))
-            if own and stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST:
-                text = file.read().decode()
-                with contextlib.suppress(OSError):  # a file system that is read only
-                    os.utime(self._path)
-                return text
+        data = self._file().read()
+        with contextlib.suppress(ValueError):
+            return None if data is None else data.decode()
         return None
 
     def write(self, text: str) -> None:
         """Whole or not at all, also where several processes do so at once."""
-        folder = self._path.parent
-        if len(text) > LARGEST:
-            return
-        with contextlib.suppress(OSError):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=folder, prefix="new-", delete=False) as file:
-                try:
-                    file.write(text)
-                    file.close()
-                    os.replace(file.name, self._path)
-                except OSError:
-                    os.unlink(file.name)
-                    raise
-            own = (path for path in folder.iterdir() if _OWN_NAME.fullmatch(path.name))
-            files = sorted(own, key=lambda path: path.stat().st_mtime)
-            for old in files[: max(0, len(files) - MOST_FILES)]:
-                old.unlink(missing_ok=True)
+        self._file().write(text.encode())
 
-
-def _plainly(path: str, flags: int) -> int:
-    """Open it where it is no link, and wait for nobody."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
-def _is_own(status: os.stat_result) -> bool:
-    """Whether nobody but this user may have written it."""
-    return status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE
+    def _file(self) -> KeptFile:
+        return KeptFile(self._path, largest=LARGEST, most_files=MOST_FILES)
 
 
 def capture_file(model: nn.Module, **facts: object) -> CaptureFile | None:
@@ -123,10 +91,7 @@ def may_be_kept(*, in_process: bool) -> bool:
 
 def cache_folder() -> Path | None:
     """What LAMINA_CACHE says, where it is set; empty = none."""
-    given = os.environ.get(VARIABLE)
-    if given is None:
-        given = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lamina")
-    return Path(given) / "captures" if os.path.isabs(given) else None
+    return kept_folder("captures")
 
 
 def _configuration(model: Any) -> dict[str, Any]:

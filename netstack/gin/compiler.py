@@ -13,8 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lamina.netstack.cuda.driver import CSRC, FLAGS, KERNELS, Compiler
+from lamina.netstack.kept import kept_folder
 
-from .kept import KeptImage, kept_folder
+from .kept import KeptImage
 from .nccl import LIBNCCL, package_folders
 
 NVCC = "LAMINA_NVCC"  # another compiler to run instead of the installed one
@@ -84,7 +85,7 @@ def _compiled(compiler: str, architecture: int) -> bytes:
 
 def _place(compiler: str, architecture: int) -> KeptImage | None:
     """Where the kernels are kept that follow from all this; None where they are not, or nvcc tells no version."""
-    folder = kept_folder()
+    folder = kept_folder("kernels")
     if folder is None:
         return None
     try:

@@ -10,9 +10,8 @@ from pathlib import Path
 import cuda_stand_in
 import pytest
 
-from lamina.models.captures import cache_folder
 from lamina.netstack.gin import compiler
-from lamina.netstack.gin.kept import MOST_FILES, KeptImage, kept_folder
+from lamina.netstack.gin.kept import MOST_FILES, KeptImage
 
 NVCC = """#!/bin/sh
 [ "$1" = --version ] && { cat "$0.version"; exit; }
@@ -209,13 +208,3 @@ def test_those_that_nobody_has_used_for_long_go(tmp_path: Path) -> None:
     there = [n for n, place in enumerate(places) if place.path.exists()]
     assert there == [1, *range(3, MOST_FILES + 2)]
     assert (tmp_path / "not ours.cubin").exists()
-
-
-@pytest.mark.parametrize("environment", [{}, {"LAMINA_CACHE": "/a/b"}, {"XDG_CACHE_HOME": "/c"}, {"LAMINA_CACHE": ""}])
-def test_it_is_the_folder_of_captures(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LAMINA_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    captures, kernels = cache_folder(), kept_folder()
-    assert (captures and captures.parent) == (kernels and kernels.parent)
