@@ -243,7 +243,7 @@ struct Ends {
   u64 zero;  // epoch << 48
   // The sender's.
   u64 granted, published, credited;
-  // The receiver's. `reported` is what of `released` the peer was told, by the receiver or by the sender.
+  // The receiver's. `reported` is what of `released` the peer was told, by the receiver or, where messages bring it, the sender.
   u64 received, released, reported;
 };
 
@@ -326,14 +326,9 @@ LAMINA_HD Status persist(B& bus, const Ends& c, u64 timeout_ns, Step step) {
   }
 }
 
-// As `wait_slot`. Whoever has to wait sends no message that could tell what was given back, and its peer may wait for
-// that alone, so it is told first.
+// Of such a link the receiver tells all at once, and it alone: the sender has nothing to tell.
 template <class B, class C>
 LAMINA_HD Status wait_slot_or_tell(B& bus, C& c, u64 timeout_ns) {
-  if (c.granted - c.credited >= c.out.count && bus.acquire(word_at(c.inbox, kCreditAt)) == c.zero + c.credited) {
-    const Status status = persist(bus, c, timeout_ns, [&] { return report(bus, c); });
-    if (status != kOk) return status;
-  }
   return wait_slot(bus, c, timeout_ns);
 }
 

@@ -78,4 +78,15 @@ LAMINA_HD Status report_due(B& bus, Channel& c) {
   return c.released - bus.acquire_near(&c.reported) > untold_most(c.in) ? report(bus, c) : kOk;
 }
 
+// As `wait_slot`. Whoever has to wait sends no message that could tell what was given back, and its peer may wait for
+// that alone, so it is told first.
+template <class B>
+LAMINA_HD Status wait_slot_or_tell(B& bus, Channel& c, u64 timeout_ns) {
+  if (c.granted - c.credited >= c.out.count && bus.acquire(word_at(c.inbox, kCreditAt)) == c.zero + c.credited) {
+    const Status status = persist(bus, c, timeout_ns, [&] { return report(bus, c); });
+    if (status != kOk) return status;
+  }
+  return wait_slot(bus, c, timeout_ns);
+}
+
 }  // namespace lamina::mlx5
