@@ -311,7 +311,7 @@ class Members:
         if self.lost:  # whose channels ended with it
             return next(iter(self.lost.values()))
         if message.lacks:
-            return LostError(f"{member.name} has met what the driver did not know: {message.text}", [], ended=True)
+            return self._lacking(member, message)
         others = {id(m.link): m for m in self._members if m is not member and m not in self.lost}
         deadline = self._clock() + CAUSE_S
         while (left := deadline - self._clock()) > 0.0:
@@ -323,6 +323,8 @@ class Members:
                     return self._gone(other)
                 if isinstance(said, Failed):
                     return self._failed(other, said)
+                if isinstance(said, Broken) and said.lacks and not self._is_old(said):
+                    return self._lacking(other, said)  # and has ended its channels
                 self._take(other, said)
         named = next((m for m in self.memory if message.peer and self.names.get(m.handle) == message.peer), None)
         if named and self._clock() - self._named.get(named, -AGAIN_S) < AGAIN_S:
@@ -330,6 +332,9 @@ class Members:
         if named:
             self._named = {m: at for m, at in self._named.items() if m in self.memory} | {named: self._clock()}
         return self._lose(member, f"{member.name} has lost its way to others: {message.text}", ended=True)
+
+    def _lacking(self, member: Member, message: Broken) -> LostError:
+        return LostError(f"{member.name} has met what the driver did not know: {message.text}", [], ended=True)
 
     def _lose(self, member: Member, text: str, *, ended: bool = False) -> LostError:
         return self.lost.setdefault(member, LostError(text, [member], ended=ended or member.on_loan))

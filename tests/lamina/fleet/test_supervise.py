@@ -393,6 +393,17 @@ def test_where_one_lacks_what_it_should_have_all_meet_anew_and_nobody_is_replace
     assert "--max-recoveries 2" in run.supervisor.last_words(loss)
 
 
+def test_who_loses_its_way_to_one_that_lacks_something_is_not_replaced() -> None:
+    """The one that lacks it ends its channels: the others may be heard before it."""
+    run = Run()
+    everybody, view = list(run.members), run.cohort.view
+    run.now("compute", 0).miss(view)
+    run.now("prefill", 0).inbox.append(Broken(view=view, text="no such tokens", lacks=True))
+    _, ready = run.recover()
+    run.check(ready)
+    assert list(run.members) == everybody
+
+
 def test_one_that_says_why_it_has_failed_is_not_replaced() -> None:
     run = Run()
     run.worker(2).inbox.append(Failed(text="compute worker: RuntimeError: out of order"))
