@@ -44,10 +44,8 @@ def main() -> None:
 
 def decision(policy: str, args: argparse.Namespace) -> Callable[[], None]:
     """One that changes nothing, so that it can be made again."""
-    rng, known = (
-        random.Random(1),
-        KnownPrompt(args.tokens, [n.to_bytes(8, "little") for n in range(-(-args.tokens // PAGE))], PAGE),
-    )
+    rng, keys = random.Random(1), [n.to_bytes(8, "little") for n in range(-(-args.tokens // PAGE))]
+    known = KnownPrompt(args.tokens, keys, PAGE)
     one = Conductor(
         rules=ConductorRules(policy=policy, limits=Limits(30.0, 0.1)),
         directory=Directory(args.prefill_workers, PAGES), fit=PrefillFit(PREFILL),

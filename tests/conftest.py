@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -68,6 +69,13 @@ def halve_examples(tests: set[Callable[..., Any]]) -> None:
 
 # Imports and collected tests leave hardly any garbage: to look for it again and again takes a sixth of their time.
 gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Processes that later tests start have this thread's signal mask: with SIGTERM in it nobody can end them."""
+    if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]):
+        pytest.fail(f"{item.nodeid} leaves SIGTERM blocked: have it served by another thread")
 
 
 def pytest_collection_finish() -> None:
