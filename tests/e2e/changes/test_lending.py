@@ -17,6 +17,7 @@ from tiny import llama
 from lamina import LLM, SamplingParams
 from lamina.config import make_config
 from lamina.fleet.cohort import Cohort
+from lamina.fleet.lending import borrower
 from lamina.fleet.lending.ledger_service import LedgerService
 from lamina.fleet.lending.lend_service import LendService
 from lamina.fleet.lending.loan_links import LoanLinks
@@ -95,8 +96,9 @@ def test_a_prompt_of_more_than_there_is_has_a_large_ones_bits(lent: Lent) -> Non
     until(lambda: any(g.read_bytes > 0 for g in processes), "its host does not know how much it reads")
 
 
-def test_what_a_guest_holds_goes_home_while_its_sequence_decodes(lent: Lent) -> None:
+def test_what_a_guest_holds_goes_home_while_its_sequence_decodes(lent: Lent, monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as short ones have made room there, so that a recall finds less to move."""
+    monkeypatch.setattr(borrower, "UNUSED_S", 600.0)  # a slow host decodes for longer than an empty guest stays
     told(lent.llm, [LONG[::-1]])  # so somebody has lent
     moves, pauses = lent.llm.engine.scheduler.moves, lent.llm.pools.elastic.moved
     before, paused = moves.num_moved, pauses.total()
