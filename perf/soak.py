@@ -1,10 +1,11 @@
 """A server under load for minutes or hours, one of its processes killed now and then: does it grow, or grow slow?
 
-Streams of all kinds of a drill are read round after round. A few times a minute memory, descriptors and threads of all
-processes of the server are read from /proc, each process' memory by its share of what is shared (PSS). Slopes are those
-of straight lines through the samples behind the first quarter: they say what an hour would add. Beside them how many
-streams failed, and the p99 of the time between two events of a stream, in rounds without a kill, of the first and the
-last third. Prints a table and a JSON line; --write appends that to perf/results/soak.jsonl.
+Streams of all kinds of a drill are read round after round. Between two rounds, a few times a minute, memory,
+descriptors and threads of all processes of the server are read from /proc, each process' memory by its share of what is
+shared (PSS). Slopes are those of straight lines through the samples behind the first quarter: they say what an hour
+would add. Beside them how many streams failed, and the p99 of the time between two events of a stream, in rounds
+without a kill, of the first and the last third. Prints a table and a JSON line; --write appends that to
+perf/results/soak.jsonl.
 
     python perf/soak.py examples/tiny_lm/model --minutes 20 --write
 """
@@ -16,7 +17,6 @@ import os
 import random
 import shlex
 import statistics
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -76,14 +76,7 @@ def main() -> None:
 
 def soak(target: Target, args: argparse.Namespace) -> tuple[list[SoakRound], list[Sample], int]:
     """Load until the time is over. Raises OSError where the server does not recover."""
-    rng, samples, over = random.Random(args.seed), list[Sample](), threading.Event()
-
-    def watch() -> None:
-        while not over.wait(args.sample_every_s):
-            samples.append(sample(target.pids()))
-
-    watcher = threading.Thread(target=watch, name="soak-watch", daemon=True)
-    watcher.start()
+    rng, samples = random.Random(args.seed), list[Sample]()
     begun = last = time.monotonic()
     rounds, kills = list[SoakRound](), 0
     while time.monotonic() - begun < 60.0 * args.minutes:
@@ -100,8 +93,8 @@ def soak(target: Target, args: argparse.Namespace) -> tuple[list[SoakRound], lis
         if due and not target.is_well(WELL_S):
             raise OSError(f"the server did not recover from kill {kills}")
         time.sleep(args.rest_s)
-    over.set()
-    watcher.join()
+        if not samples or time.monotonic() - samples[-1].at >= args.sample_every_s:
+            samples.append(sample(target.pids()))  # no stream is open: what there is now stays
     return rounds, samples, kills
 
 
