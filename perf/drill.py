@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import signal
 import sys
 import time
 from contextlib import redirect_stdout
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0, help="behind which no hit begins (5)")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the server ends, too
     until, (faults, flags) = time.perf_counter() + 60 * args.minutes, asked(args)
     target = Target(args.model, flags, journal=True)
     try:

@@ -16,7 +16,9 @@ import argparse
 import os
 import random
 import shlex
+import signal
 import statistics
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -63,6 +65,7 @@ def main() -> None:
     parser.add_argument("--flags", default=" ".join(FLAGS), help="of `lamina-launch serve`")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the server ends, too
     target = Target(args.model, [*shlex.split(args.flags), "--max-recoveries", "1000000"])
     try:
         rounds, samples, kills = soak(target, args)

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from lamina.engine.wire import Clock
 
 STALE_S = 1.0  # behind which a look says nothing of the one before
-STOPPED_S = 2.0  # that a process may stand still by a signal while it is waited for
+STOPPED_S = 1.75  # that a process may stand still by a signal while it is waited for: 2.5 s with the looks around it
 
 Who = TypeVar("Who")
 

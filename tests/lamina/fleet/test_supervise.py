@@ -280,7 +280,7 @@ def test_one_that_is_stopped_is_lost_soon_and_one_that_is_slow_is_not() -> None:
     slow, stopped = run.worker(0), run.worker(1)
     slow.silent = stopped.silent = stopped.stopped = True
     began = run.world.now
-    words = rf"^{re.escape(stopped.name)} has been stopped for 2 s while it is waited for, (\d\.\d\d) s at most$"
+    words = rf"^{re.escape(stopped.name)} has been stopped for 1.75 s while it is waited for, (\d\.\d\d) s at most$"
     with pytest.raises(LostError, match=words) as told:
         run.members.wait_for(run.members.compute, StepDone, 60.0, "for a step")
     took = run.world.now - began
@@ -489,7 +489,7 @@ def test_one_that_owes_nothing_may_stand_still() -> None:
         run.world.now += 0.9
     for _ in range(3):
         run.supervisor.look_round([*owing, idle])
-        run.world.now += 0.9
+        run.world.now += 0.45 * STOPPED_S
     with pytest.raises(LostError, match=f"^{re.escape(worker.name)} has been stopped"):
         run.supervisor.look_round([*owing, idle])
 
