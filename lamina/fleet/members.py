@@ -292,17 +292,21 @@ class Members:
         return [listened[id(link)] for link in links]
 
     def _receive(self, member: Member) -> Any:
-        try:
-            message = member.link.recv(timeout_s=REST_S)
-        except LinkClosedError:
-            raise self._gone(member) from None
-        except TimeoutError:
-            raise self._lose(member, f"{member.name} stands still in the midst of a message", ended=True) from None
+        message = self._next_of(member)
         if isinstance(message, Failed):
             raise self._failed(member, message)
         if isinstance(message, Broken) and not self._is_old(message):
             raise self._broken(member, message)
         return message
+
+    def _next_of(self, member: Member) -> Any:
+        """The message that has begun to come. Raises as ``wait_for``."""
+        try:
+            return member.link.recv(timeout_s=REST_S)
+        except LinkClosedError:
+            raise self._gone(member) from None
+        except TimeoutError:
+            raise self._lose(member, f"{member.name} stands still in the midst of a message", ended=True) from None
 
     def _broken(self, member: Member, message: Broken) -> Exception:
         """One of its channels has ended: whoever was at the other end is lost. Where all live, it is itself: it has
@@ -318,9 +322,9 @@ class Members:
             for link in self._links.wait([m.link for m in others.values()], left):
                 other = others[id(link)]
                 try:
-                    said = link.recv(timeout_s=REST_S)
-                except LinkClosedError:
-                    return self._gone(other)
+                    said = self._next_of(other)
+                except (LostError, BadInputError) as cause:
+                    return cause
                 if isinstance(said, Failed):
                     return self._failed(other, said)
                 if isinstance(said, Broken) and said.lacks and not self._is_old(said):

@@ -20,7 +20,7 @@ from lamina.fleet.members import LostError, Member, Members
 from lamina.fleet.pools import Pools
 from lamina.fleet.same_model import as_one
 from lamina.fleet.supervise import Supervisor
-from lamina.protocol.control import AskStats, ControlLink, Failed, Stats, StepDone, Stop
+from lamina.protocol.control import AskStats, Broken, ControlLink, Failed, Stats, StepDone, Stop
 from lamina.protocol.partition import Lanes
 from lamina.protocol.plan import Bound, ProtocolError
 from lamina.sim.lossless import ready_of
@@ -104,6 +104,22 @@ def test_of_two_that_are_lost_each_is_reported_and_nobody_waits_for_them() -> No
     for lost in (first, second):
         with pytest.raises(LostError, match=f"^{re.escape(lost.name)} ended$"):
             pools.wait_for([lost, alive], StepDone, 60.0, "for a step")
+
+
+def test_one_that_stands_still_in_a_message_is_lost_also_while_it_is_asked_who_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lamina.fleet.members.REST_S", 0.1)
+    quiet, told = socket.socketpair()
+    still = Stopped("memory")
+    pools, (sayer, other) = members(Ended("compute"), still)
+    sayer.link = ControlLink(quiet, Broken)
+    ControlLink(told, AskStats).send(Broken(view=0, text="no way"))
+    still.theirs.send(b"\x10")  # of a length
+    with pytest.raises(LostError, match=r"^memory worker 0 .pid 1. stands still in the midst of a message$") as loss:
+        pools.check()
+    assert loss.value.ended
+    assert {*pools.lost} == {other}
 
 
 def test_what_is_said_under_an_older_view_is_dropped() -> None:
