@@ -111,9 +111,10 @@ class Supervisor:
             log.warning("%s; whoever is lost is replaced, and all requests go on", loss)
             self._count()
         view, kept, asked = self._cohort.next_view(), dict[Member, dict[int, int]](), set[Member]()
+        fenced = set[Member]()
         self._members.enter(view, still=(StepDone,))
         deadline = self._clock() + self._step_s
-        while left := self._left(kept):
+        while left := self._left(kept, fenced):
             try:
                 for member in left:
                     if member not in asked:
@@ -152,9 +153,10 @@ class Supervisor:
         self._fill_spares()
         return ready
 
-    def _left(self, kept: dict[Member, dict[int, int]]) -> list[Member]:
-        """The members that have not come to rest. Lost ones are fenced."""
-        for lost in self._members.lost:
+    def _left(self, kept: dict[Member, dict[int, int]], fenced: set[Member]) -> list[Member]:
+        """The members that have not come to rest. Lost ones are fenced, once: one that cannot end takes its time."""
+        for lost in [m for m in self._members.lost if m not in fenced]:
+            fenced.add(lost)
             self._members.fence(lost)
         return [m for m in self._members if m not in self._members.lost and m not in kept]
 

@@ -247,6 +247,18 @@ def test_another_loss_at_any_moment_meanwhile(first: int, second: int) -> None:
     assert moment > 10
 
 
+def test_one_that_cannot_end_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that the kernel holds ends some time behind its kill: nobody waits as often as there are others."""
+    run = Run()
+    fenced, right = list[Member](), run.members.fence
+    monkeypatch.setattr(run.members, "fence", lambda member: (fenced.append(member), right(member))[1])
+    lost = run.members.memory
+    for member in lost:
+        run.now("memory", member.handle.index).kill()
+    run.recover()
+    assert sorted(fenced, key=lost.index) == lost
+
+
 def test_one_that_still_loads_has_the_time_of_a_start_to_come_to_rest() -> None:
     run = Run()
     run.world.load_s = 20.0
