@@ -31,6 +31,7 @@ from lamina.protocol.recut import MakeRoom, Recut, Recutted, RoomMade
 from .cohort import Cohort
 from .members import JOIN_S, LostError, Member, Members
 from .seats import NotInPlaceError, bounds_of, check_in_place, known_to, seated, staying
+from .standing import STOPPED_S, StandingStill
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class Elastic:
         self._outcome: Changed | None = None
         self._told = True  # whether somebody wants it
         self._gone: dict[Member, float] = {}  # who was dismissed, and when it is to have ended
+        self._standing = StandingStill[Member](clock)
 
     def plan(self, count: int, replaced: Sequence[int] = (), weights: Sequence[float] = ()) -> Change:
         """``count`` memory workers. ``replaced``: of as many as there are, who goes and has another one in its place.
@@ -194,6 +196,8 @@ class Elastic:
                 said = self._said_by(member)
             except LinkClosedError:
                 said = f"{member.handle.fate() or 'closed its control link'} as it started"
+            except TimeoutError:
+                said = "stands still in the midst of a message"
             if said:
                 self._give_up(f"{member.name}: {said}")
                 return False
@@ -263,14 +267,16 @@ class Elastic:
             raise lost
 
     def _answers(self, owing: Sequence[Member], leaving: Sequence[Member]) -> list[Recutted]:
-        """Of all, or of those so far and an error where one that goes has died. Raises LostError."""
+        """Of all, or of those so far and an error where one that goes has died or is stopped. Raises LostError."""
         limit, answers = self._config.deadlines.start_timeout_s, dict[Member, Recutted]()
         deadline = self._clock() + limit
         while left := [m for m in owing if m not in answers]:
             answers |= dict(self._members.arrived(Recutted))
-            dead = [f"{m.name} {m.handle.fate()}" for m in leaving if m.handle.fate() is not None]
-            if dead:
-                return [*answers.values(), Recutted(view=self._members.view, error=", ".join(dead))]
+            stopped = self._standing.look([m for m in leaving if m.handle.stopped])
+            lost = dict.fromkeys(stopped, f"has been stopped for {STOPPED_S:g} s")
+            if lost := lost | {m: fate for m in leaving if (fate := m.handle.fate()) is not None}:
+                error = ", ".join(f"{m.name} {how}" for m, how in lost.items())
+                return [*answers.values(), Recutted(view=self._members.view, error=error)]
             if self._clock() > deadline:
                 raise self._members.late(left, f"to move KV (--start-timeout-s {limit:g})")
             if any(m not in answers for m in left):

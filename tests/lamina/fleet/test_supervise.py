@@ -14,7 +14,7 @@ from test_cohort import LIMIT_S, OPTIONS
 from lamina.config import make_config
 from lamina.engine.wire import ViewChanged, WorkerError
 from lamina.fleet.cohort import Cohort
-from lamina.fleet.elastic import Elastic
+from lamina.fleet.elastic import Change, Elastic
 from lamina.fleet.launchers.local import ProcessWorker
 from lamina.fleet.members import AGAIN_S, LostError, Member, Members
 from lamina.fleet.notices import Notices
@@ -25,7 +25,9 @@ from lamina.fleet.standing import STOPPED_S, StandingStill
 from lamina.fleet.supervise import Supervisor
 from lamina.observe.collect import Tracer
 from lamina.protocol.control import Broken, ComputeReady, Connect, Failed, Halt, StartCompute, StartMemory, StepDone
+from lamina.protocol.groups import Capacity
 from lamina.protocol.plan import Keep
+from lamina.protocol.recut import MakeRoom
 
 KEEP = [Keep(4, 17), Keep(9, 3)]
 NUM_WORKERS = 5
@@ -605,6 +607,33 @@ def test_a_replica_that_stands_still_in_a_message_has_a_successor(monkeypatch: p
 
 def stand_still(member: Member) -> None:
     raise TimeoutError
+
+
+def test_one_that_is_to_come_and_stands_still_in_a_message_ends_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    elastic = Elastic(run.config, run.members, run.cohort, run.world.clock)
+    coming = run.cohort.start_beside("memory", 2)
+    elastic._change = Change(run.config.topology, [], Capacity([], [], 0, False, [], [], []))
+    elastic._coming, elastic._preparing = {coming: ""}, {coming: MakeRoom(None)}
+    monkeypatch.setattr(run.members, "hear", stand_still)
+    assert not elastic.due()
+    outcome = elastic.take_outcome()
+    assert outcome is not None
+    assert outcome.error.endswith("stands still in the midst of a message")
+    assert not elastic.under_way
+
+
+def test_one_that_goes_and_is_stopped_holds_nobody_up() -> None:
+    """It is no member any more, and the others would wait for its KV until a step is late."""
+    run = Run(step_timeout_s=60.0)
+    elastic = Elastic(run.config, run.members, run.cohort, run.world.clock)
+    stays, goes = run.members.memory
+    run.members.remove(goes)
+    run.now("memory", 0).silent = run.worker(1).stopped = True
+    began = run.world.now
+    (answer,) = elastic._answers([stays], [goes])
+    assert answer.error == f"{goes.name} has been stopped for {STOPPED_S:g} s"
+    assert STOPPED_S <= run.world.now - began <= STOPPED_S + 0.5
 
 
 def test_a_replica_that_is_started_as_the_pools_end_is_ended_too() -> None:
