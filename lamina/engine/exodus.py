@@ -14,6 +14,7 @@ class Exodus:
         """``workers``: those that are to go."""
         self._scheduler, going = engine.scheduler, set(workers)
         self._groups = {group for group, holders in enumerate(engine.info.holders) if going.intersection(holders)}
+        self._closed = self._groups - engine.scheduler.closed  # by this; the others an operator has
 
     def begin(self) -> None:
         """Memory workers can copy to each other: no sequence begins there from now on, and those there leave."""
@@ -25,6 +26,6 @@ class Exodus:
         return self._scheduler.moves.is_over(self._scheduler.running)
 
     def undo(self) -> None:
-        """They may stay, and others begin there."""
-        self._scheduler.closed -= self._groups
+        """They may stay, and others begin where they did."""
+        self._scheduler.closed -= self._closed
         self._scheduler.moves.leaving -= self._groups

@@ -77,7 +77,7 @@ class Elastic:
         self._going: list[int] = []  # memory workers, by that change
         self._exits: Exodus | None = None  # of that change
         self._to_meet = False  # before them: memory workers are to be able to copy
-        self.stays: dict[int, int] = {}  # lanes of the last change's, before and behind it; see ViewChanged
+        self.stays: dict[int, int] = {}  # lanes of the last change, before and behind it; see ViewChanged
         self._leaving: list[Member] = []  # the same of the change that is under way
         self._coming: dict[Member, str] = {}  # who was started, and where it listens, once it is known
         self._preparing: dict[Member, MakeRoom] = {}  # who has not its memory yet, and for what
@@ -219,8 +219,8 @@ class Elastic:
         after = seated(before, self._going, list(self._coming), size)
         stay = [before.index(m) for m in after if m not in self._coming]
         self._cohort.may_have(len(after), stay if len(after) != len(before) else ())
-        if self._exits is not None:
-            self.stays = {i: after[::size].index(m) for i, m in enumerate(before[::size]) if m in after}
+        seats = before if len(after) == len(before) else after if self._exits is not None else []
+        self.stays = {i: seats[::size].index(m) for i, m in enumerate(before[::size]) if m in seats}
         self._exits, self._cohort.moving = None, self._config.moves_stripes
         partitions = [bind.partition for bind in self._cohort.binds]
         for member in before:

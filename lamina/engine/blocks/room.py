@@ -39,6 +39,7 @@ class Room:
         self.loans = Loans(ledger, homes) if ledger.placement.stays else None
         self._max_rows = max_rows
         self.closed: set[int] = set()  # groups in which no sequence begins
+        self._num_groups = len(ledger.lanes)
 
     @property
     def _places(self) -> list[Place]:
@@ -135,9 +136,11 @@ class Room:
         """Where sequences come to lie if all blocks are free, the longest first, so that each group holds its portion
         as far as that goes; without those for which there is no room left. ``last``: sequences that come behind all
         others, in this order, and borrow nothing. ``stays``: lanes whose sequences come first, and where these are to
-        lie if they can. All may begin everywhere from now on.
+        lie if they can. Of other groups than before all are open from now on.
         """
-        self.closed.clear()
+        if len(self._ledger.lanes) != self._num_groups:
+            self.closed.clear()
+            self._num_groups = len(self._ledger.lanes)
         self.loans = Loans(self._ledger, self._homes) if self._ledger.placement.stays else None
         total = self._ledger.num_blocks
         left, kept = list(total), list[Keep]()

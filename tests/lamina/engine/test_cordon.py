@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from lamina.config import make_config
-from lamina.engine.configured import cordon, cordoned
+from lamina.engine.configured import blocks_of, cordon, cordoned
 from lamina.engine.conversations.terms import KVTerms
 from lamina.engine.engine import Engine
+from lamina.engine.exodus import Exodus
 from lamina.protocol.partition import Lanes
 from lamina.protocol.plan import Bound
 from lamina.request import SamplingParams
@@ -164,6 +165,38 @@ def test_the_last_one_stays_open() -> None:
     with pytest.raises(ValueError, match="memory worker 1 is the last one"):
         cordon(engine.scheduler, engine.info, 1, on=True)
     assert cordoned(engine.scheduler, engine.info) == [0, 2]
+
+
+def test_it_outlives_that_another_one_takes_a_place() -> None:
+    """As behind SIGTERM to any of them: there are as many as before, and who stays keeps what it has."""
+    engine = open_engine()
+    add(engine, 6)
+    cordon(engine.scheduler, engine.info, 1, on=True)
+    add(engine, 3)
+    before = {s.id: s.place.lane for s in engine.scheduler.running}
+    keep = engine.scheduler.roll_back([], lambda each: each.length)
+    engine.scheduler.lay_out(blocks_of(engine.info), keep, {0: 0, 1: 1, 2: 2})
+    assert cordoned(engine.scheduler, engine.info) == [1]
+    assert {s.id: s.place.lane for s in engine.scheduler.running} == before
+    lanes_of_two = [Lanes((True, False)), Lanes((False, True))]
+    few = msgspec.structs.replace(
+        engine.info, lanes=lanes_of_two, holders=[[0], [1]], num_blocks=[[60]] * 2, windows=[0] * 2
+    )
+    keep = engine.scheduler.roll_back([], lambda each: each.length)
+    engine.scheduler.lay_out(blocks_of(few), keep)
+    assert cordoned(engine.scheduler, few) == [], "others have these numbers now"
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_drain_that_comes_to_nothing_leaves_a_cordon_as_it_was(begun: bool) -> None:
+    engine = open_engine()
+    cordon(engine.scheduler, engine.info, 1, on=True)
+    exits = Exodus(engine, [1, 2])
+    if begun:
+        exits.begin()
+        assert cordoned(engine.scheduler, engine.info) == [1, 2]
+    exits.undo()
+    assert cordoned(engine.scheduler, engine.info) == [1]
 
 
 @pytest.mark.parametrize("prefill_workers", [0, 1])
