@@ -65,6 +65,10 @@ class Journal:
             last = place == len(segments) - 1
             if contents.torn and not last:
                 raise damaged(path, contents.end)
+            if place and last and not any(isinstance(record, Synced) for record in contents.records):
+                log.warning("--journal: %s was not begun whole: left out, as the one before has all of it", path)
+                size = 0
+                break
             for at, record in enumerate(contents.records):
                 self._replay(record, first=at == 0, number=number)
             if contents.torn:

@@ -327,6 +327,39 @@ def test_a_full_segment_is_followed_by_another_and_the_oldest_goes(tmp_path: Pat
     again.close()
 
 
+def test_a_server_that_ends_as_it_begins_a_segment_loses_nothing_that_was_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever the write ends: the segment before has all that the new one begins with."""
+    place = tmp_path / "j"
+    journal = opened(place)
+    first, second = accepted(journal, n=2), accepted(journal)
+    journal.begin_again(first)
+    journal.grown([delta(0, 7), delta(0, 8, index=1), delta(1, 9)])
+    accepted(journal, prompts=9)
+    journal.grown([delta(0, 10)])
+    was = shown(journal)
+    assert journal._replace()
+    assert shown(journal) == was
+    begun_with = journal._begun_with
+    journal.close()
+    file = place / "segment-00000001"
+    whole = file.read_bytes()
+    assert len(whole) == begun_with
+    for cut in (*range(0, begun_with, 7), begun_with - 1, begun_with):
+        file.write_bytes(whole[:cut])
+        caplog.clear()
+        again = opened(place)
+        assert shown(again) == was, f"{cut} bytes were written"
+        assert [e.times_begun for e in again.unfinished()] == [1, 0, 0]
+        assert ("was not begun whole" in caplog.text) == (cut < begun_with)
+        again.grown([delta(1, 11)])
+        again.close()
+        last = opened(place)
+        assert last._entries[second.accepted.id].deltas[0].tokens == [9, 11]
+        last.close()
+
+
 def test_files_that_are_no_segments_and_old_ones_that_cannot_go_end_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
