@@ -26,8 +26,9 @@ def end_at_once(why: str) -> None:
     happens in a process whose main thread this is not.
     """
     if threading.current_thread() is threading.main_thread():
-        sys.stderr.write(why + "\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or its disk is full
+            sys.stderr.write(why + "\n")
+            sys.stderr.flush()
         os._exit(1)
 
 
