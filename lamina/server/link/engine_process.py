@@ -19,7 +19,7 @@ from lamina.engine.wire import WorkerError
 from lamina.fleet.choose_transport import nearest
 from lamina.fleet.pools import Pools
 from lamina.models.tokens import load_beside
-from lamina.protocol.control import ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
+from lamina.protocol.control import VIEW_BITS, ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
 from lamina.request import Blame, OverloadedError, RequestOutput
 
 from .live import LivePrompt
@@ -49,6 +49,7 @@ IDLE_S = 1.0  # how long an idle engine waits for a message before it looks at i
 LOOK_S = 0.25  # the same, while some of them have yet to answer
 STATE_S = 0.05
 WAITS = ("wait_s", "carry_s", "stored_wait_s")  # counters that grow while a worker waits for others
+LAST_VIEW = (1 << VIEW_BITS) - 1024  # a change takes two at least, and more where workers are lost meanwhile
 COUNTERS_S = 0.9  # how often all workers are asked for their counters, and so whether they live
 
 
@@ -135,13 +136,20 @@ class _Loop:
         for thread in threads:
             thread.start()
         try:
-            while not self._stopped:
+            while not (self._stopped or self._is_spent()):
                 self._take_messages()
                 self._advance()
                 self._report()
         finally:
             self._outbox.put(None)
             threads[1].join(1.0)
+
+    def _is_spent(self) -> bool:
+        """Whether views have hardly a number left: this engine ends without a word then, and another one goes on."""
+        spent = (view := self._pools.ready.view) >= LAST_VIEW
+        if spent:
+            log.warning("view %d is one of the last that have a number: this engine ends, as if it had died", view)
+        return spent
 
     def _advance(self) -> None:
         if self._engine.has_work:

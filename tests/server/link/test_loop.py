@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 from fake_wire import EOS, VOCAB, FakeWire, Letters, continuation, make_engine
+from msgspec import ValidationError, structs
+from msgspec.msgpack import decode, encode
 
 from lamina.engine.conversations.terms import KVTerms
 from lamina.fleet.elastic import Changed
-from lamina.protocol.control import ControlLink, LinkBrokenError, LinkClosedError, Stop
+from lamina.protocol.control import VIEW_BITS, ControlLink, Halt, LinkBrokenError, LinkClosedError, Stop
 from lamina.request import Blame, Logprob, SamplingParams, Told
 from lamina.server.link import engine_process, live
 from lamina.server.link.client import FROM_ENGINE
@@ -502,6 +504,20 @@ def test_the_end_of_the_link_ends_the_loop(running: Bench) -> None:
     running.server.close()
     running.thread.join(SOON_S)
     assert (running.failure, running.loop._stopped) == (None, True)
+
+
+def test_an_engine_whose_views_have_no_numbers_any_more_ends_without_a_word(running: Bench) -> None:
+    """So its server starts another one, which goes on with all: two numbers for each change are soon used up where
+    memory is borrowed and given back. At the end of them no worker would take a Connect.
+    """
+    running.server.send(Add(7, PROMPT, PARAMS))
+    until(running.server, Outputs)
+    running.workers.ready = structs.replace(running.workers.ready, view=engine_process.LAST_VIEW)
+    running.thread.join(SOON_S)
+    assert not running.thread.is_alive()
+    assert (running.failure, running.loop._stopped) == (None, False)
+    with pytest.raises(ValidationError):
+        decode(encode(Halt(view=1 << VIEW_BITS)), type=Halt)
 
 
 def test_what_cannot_be_read_ends_the_loop_loudly(running: Bench) -> None:
