@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 
+from lamina.protocol.control import Failed, LinkClosedError
+
 from .members import Member, Members
 
 log = logging.getLogger(__name__)
@@ -53,13 +55,24 @@ class Spares:
         for (kind, number), member in list(self._there.items()):
             if kind == role and (role != "compute" or number % ranks == index % ranks):
                 del self._there[kind, number]
-                if member.handle.fate() is None and not member.handle.stopped:
+                if not (why := self._defect(member)):
                     log.info("a spare takes the place of %s worker %d (pid %d)", role, index, member.handle.pid)
                     member.handle.index = index
                     return member
-                log.warning("the spare %s cannot take a place: %s", member.name, member.handle.fate() or "stopped")
+                log.warning("the spare %s cannot take a place: %s", member.name, why)
                 self._members.fence(member)
         return None
+
+    def _defect(self, member: Member) -> str:
+        """Why it takes no place; or nothing. What it has said is kept for who listens to it from now on."""
+        try:
+            while (message := self._members.hear(member)) is not None:
+                if isinstance(message, Failed):
+                    return message.text
+                member.inbox.append(message)
+        except (LinkClosedError, TimeoutError):
+            return member.handle.fate() or "its control link has ended"
+        return member.handle.fate() or ("stopped" if member.handle.stopped else "")
 
     def close(self) -> None:
         """End them. Idempotent."""

@@ -24,7 +24,17 @@ from lamina.fleet.seats import staying
 from lamina.fleet.standing import STOPPED_S, StandingStill
 from lamina.fleet.supervise import Supervisor
 from lamina.observe.collect import Tracer
-from lamina.protocol.control import Broken, ComputeReady, Connect, Failed, Halt, StartCompute, StartMemory, StepDone
+from lamina.protocol.control import (
+    Broken,
+    ComputeReady,
+    Connect,
+    Failed,
+    Halt,
+    LinkClosedError,
+    StartCompute,
+    StartMemory,
+    StepDone,
+)
 from lamina.protocol.groups import Capacity
 from lamina.protocol.plan import Keep
 from lamina.protocol.recut import MakeRoom
@@ -177,6 +187,36 @@ def test_a_dead_spare_has_a_successor_at_once_as_often_as_recoveries_may_be() ->
     assert len(run.world.workers) == NUM_WORKERS + 5
     assert not run.members.lost
     assert run.supervisor._recoveries.allow([]), "nobody was lost by it"
+
+
+@pytest.mark.parametrize("how", ["has failed", "has ended its link"])
+def test_a_spare_that_is_about_to_end_takes_no_place(how: str) -> None:
+    """Its process is still there: else its reason would be that of the run's end."""
+    run = Run(spare_memory=1)
+    run.cohort.spares.fill()
+    run.world.pass_until(run.world.now + 10.0, lambda: False)
+    spare, (member,) = run.world.workers[-1], run.cohort.spares
+    if how == "has failed":
+        spare.inbox.append(Failed(text="memory worker: no memory", user_error=True))
+    else:
+        member.link = LinkThatEnded(member.link)  # type: ignore[assignment]
+    run.worker(0).kill()
+    _, ready = run.recover()
+    run.check(ready)
+    assert run.now("memory", 0) is not spare
+    assert spare.ended == "was killed by SIGKILL"
+
+
+class LinkThatEnded:
+    """Whose process has not ended yet."""
+
+    ready, closed = True, False
+
+    def __init__(self, link: Any) -> None:
+        self.close = link.close
+
+    def recv(self, timeout_s: float | None = None) -> Any:
+        raise LinkClosedError("gone")
 
 
 def test_spares_go_to_ranks_of_their_own_and_dead_ones_nowhere() -> None:
