@@ -125,12 +125,14 @@ class _Loop:
         self._grown = 0  # tokens of the last one, see Outputs
         self._told = (False, 0, False)  # whether it was busy, its steps, and whether it recovered, in the last State
         self._counters: dict[str, dict[str, float]] = {}
+        self._view = -1  # of whose workers the server knows
         self._reweigh = Reweigh(engine, pools)
         self._state_at = self._asked_at = 0.0
         self._sessions: dict[str, int] = {}  # by tier, when workers were asked last
 
     def run(self) -> None:
         self._link.send(self._ready())
+        self._tell_workers()
         self._pools.meanwhile(self._report)
         threads = [threading.Thread(target=t, name="lamina-link", daemon=True) for t in (self._read, self._write)]
         for thread in threads:
@@ -265,6 +267,8 @@ class _Loop:
             error, asked = changed.error, changed.reason != REASON
             self._outbox.put(Scaled(error=error, pause_s=changed.pause_s, ready=self._ready(), asked=asked))
             due = True
+        if self._pools.ready.view != self._view:
+            self._tell_workers()
         due = due or ((self._steps > steps or recovering) and now - self._state_at > STATE_S)
         if (counters := self._pools.take_stats()) is not None:  # raises where a worker has not answered for long
             self._outbox.put(WorkerCounters(counters, list(self._pools.pids.values())))
@@ -277,6 +281,11 @@ class _Loop:
             self._pools.ask_stats()
         if due:
             self._tell_state()
+
+    def _tell_workers(self) -> None:
+        """Whoever starts another engine waits for the ends of these, which have memory."""
+        self._view = self._pools.ready.view
+        self._outbox.put(WorkerCounters(self._counters, list(self._pools.pids.values())))
 
     def _tell_state(self) -> None:
         self._state_at = time.monotonic()

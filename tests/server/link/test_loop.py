@@ -70,6 +70,7 @@ class Bench:
         self.thread = threading.Thread(target=self._run)
         self.failure: str | None = None
         self.loop = _Loop(ControlLink(here, FROM_SERVER), self.engine, self.workers, tokenizer)  # type: ignore[arg-type]
+        self.loop._view = self.workers.ready.view
 
     def _run(self) -> None:
         try:
@@ -408,6 +409,14 @@ def test_workers_are_asked_every_second_or_so_and_their_answers_are_told(bench: 
     bench.workers.stats = {"memory-0": {"steps": 1.0}}
     bench.loop._report()
     assert [type(m) for m in bench.told()] == [WorkerCounters, State], "though none had anything to do"
+
+
+def test_workers_that_have_met_are_told_before_they_have_answered(running: Bench) -> None:
+    """Whoever starts another engine has to wait for them, too."""
+    assert until(running.server, WorkerCounters) == WorkerCounters({}, [2, 1])
+    running.workers.pids = {"memory-0": 3, "compute-0": 1}
+    running.workers.ready = structs.replace(running.workers.ready, view=running.workers.ready.view + 2)
+    assert until(running.server, WorkerCounters) == WorkerCounters({}, [3, 1])
 
 
 @pytest.mark.parametrize(("reason", "asked"), [("scale", True), ("borrow", True), (REASON, False)])
