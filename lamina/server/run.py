@@ -212,6 +212,7 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
         await self._service.client.lost.wait()
         logger.error("ending with status 1 in %g s", TOLD_S)
         await asyncio.sleep(TOLD_S)
+        self._abort()  # who has not read so far has not left
         self.should_exit = True
 
     def _signalled(self) -> None:

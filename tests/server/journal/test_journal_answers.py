@@ -17,6 +17,7 @@ from running import MODEL, ROOT, Running, alive, eventually
 
 from lamina.engine.conversations.terms import PLAIN, KVTerms
 from lamina.request import Blame, SamplingParams
+from lamina.server import run
 from lamina.server.calls import Service
 from lamina.server.errors import ApiError
 from lamina.server.journal.journal import Journal
@@ -178,6 +179,31 @@ def test_what_its_client_has_left_is_not_finished(service: Service) -> None:
     assert service.journal is not None
     assert not service.journal.unfinished()
     assert ask(service, "GET", f"/v1/completions/{answer_id}").status_code == 404
+
+
+def test_whose_client_reads_slowly_as_the_engine_is_lost_is_finished(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not read that the engine is gone when its server ends, which breaks off its stream."""
+    monkeypatch.setattr(run, "TOLD_S", 0.0)
+
+    async def end() -> None:
+        assert isinstance(service.client, KeptClient)
+        service.client.hold = True
+        async with http_of(service) as http:
+            task = asyncio.create_task(http.post("/v1/completions", json={**BODY, "stream": True}))
+            while not service.calls:
+                await asyncio.sleep(0)
+            server = run.HttpServer(service, lambda: None)
+            service.client.lost.set()
+            await server._end_with_engine()
+            assert server.should_exit
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(end())
+    assert service.journal is not None
+    assert len(service.journal.unfinished()) == 1
 
 
 def test_what_cannot_be_finished_is_said(service: Service, tmp_path: Path) -> None:
