@@ -34,8 +34,6 @@ from .seats import NotInPlaceError, bounds_of, check_in_place, known_to, seated,
 from .standing import STOPPED_S, StandingStill
 
 log = logging.getLogger(__name__)
-
-
 LISTEN_S = 0.05  # to those that move KV, before a look at those that go
 
 
@@ -74,6 +72,7 @@ class Elastic:
         self.moved = Counter[str]()  # bytes of KV, by the reason of changes
         self._reason = ""  # of the change that was begun last
         self._change: Change | None = None  # asked for, and not under way yet
+        self._number = 0  # of the last one
         self._going: list[int] = []  # memory workers, by that change
         self._exits: Exodus | None = None  # of that change
         self._to_meet = False  # before them: memory workers are to be able to copy
@@ -155,7 +154,7 @@ class Elastic:
         most = len(there) + len(fresh) if count == len(there) else max(count, len(there))
         if not self._cohort.may_have(most):  # who is to go may die, and be replaced, before
             raise NotInPlaceError("its launcher starts no more workers while others run")
-        self._change, self._going, self._told, self._reason = change, gone, told, reason
+        self._change, self._number, self._going, self._told, self._reason = change, self._number + 1, gone, told, reason
         self._deadline = self._clock() + self._config.deadlines.start_timeout_s
         try:
             self._coming = dict.fromkeys(coming, "")
@@ -166,7 +165,8 @@ class Elastic:
             raise
         after = seated(there, gone, list(self._coming), size)
         places = [self._cohort.tier.place(i, count, self._cohort.identity) for i in range(count)]
-        self._preparing = {m: MakeRoom(change.binds[i % size][i // size], places[i]) for i, m in enumerate(after)}
+        rooms = [MakeRoom(change.binds[i % size][i // size], places[i], self._number) for i in range(count)]
+        self._preparing = dict(zip(after, rooms, strict=True))
         for member in (m for m in after if m not in self._coming):
             self._tell(member, self._preparing[member])
         self._exits, self._to_meet = exits, exits is not None
@@ -362,6 +362,7 @@ class Elastic:
             prepared = [x for x in member.inbox if isinstance(x, RoomMade)]
             for message in prepared:
                 member.inbox.remove(message)
+            prepared = [x for x in prepared if x.number == self._number]
             if prepared or member not in self._members.memory:  # who takes the place of one that died begins anew
                 del self._preparing[member]
             return next((x.error for x in prepared), "")

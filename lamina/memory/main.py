@@ -74,6 +74,8 @@ class MemoryServer:
         self._trace = recorder(start.trace)
         self._worker: MemoryWorker | None = None  # until it is loaded
         self._called = -1  # the view of the last Connect
+        self._room: MakeRoom | None = None  # what was asked for last
+        self._rooms = threading.Lock()  # one is made after the other
         self._loading = threading.Lock()
         self._fabric: netstack.Fabric | None = None
         self._limit: object = None  # of the multiprocessors, as long as it is held
@@ -134,13 +136,16 @@ class MemoryServer:
 
     def _prepare(self, order: MakeRoom) -> None:
         error = ""
-        try:
-            self._loaded().prepare(order.bind, order.tier)
-        except (ProtocolError, ValueError, OSError, MemoryError, RuntimeError) as e:
-            error = f"{type(e).__name__}: {e}"
+        with self._rooms:
+            if order is not self._room:
+                return  # threads begin in any order
+            try:
+                self._loaded().prepare(order.bind, order.tier)
+            except (ProtocolError, ValueError, OSError, MemoryError, RuntimeError) as e:
+                error = f"{type(e).__name__}: {e}"
         if order.bind is not None:
             with suppress(LinkClosedError):
-                self._service.link.send(RoomMade(error))
+                self._service.link.send(RoomMade(error, order.number))
 
     def _listen(self) -> Listener | None:
         """Open the place where other workers connect; None where that is impossible, and the driver was told why."""
@@ -189,6 +194,7 @@ class MemoryServer:
         peers that have gone on; a MakeRoom begins beside it, and the worker goes on serving.
         """
         if isinstance(message, MakeRoom):
+            self._room = message
             self._around.beside(partial(self._prepare, message), "lamina-prepare")
         if isinstance(message, Connect | Halt):
             self._called = message.view

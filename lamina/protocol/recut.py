@@ -28,17 +28,20 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
 
 class MakeRoom(msgspec.Struct, frozen=True, tag="make-room"):
     """Driver -> memory worker, at any time: a Recut to ``bind`` may come; have memory ready. None: it does not come.
-    Answered by RoomMade, but for None. ``tier``: where pages will lie beside the pool, which must do for one sequence.
+    Answered by RoomMade, but for None, or where another one has come. ``tier``: where pages will lie beside the pool,
+    which must do for one sequence. ``number``: of the change.
     """
 
     bind: Bind | None
     tier: TierPlace | None = None
+    number: int = 0
 
 
 class RoomMade(msgspec.Struct, frozen=True, tag="room-made"):
-    """Memory worker -> driver: it has. ``error``: it cannot; why."""
+    """Memory worker -> driver: it has, for the change of that number. ``error``: it cannot; why."""
 
     error: str = ""
+    number: int = 0
 
 
 class Recut(msgspec.Struct, frozen=True, kw_only=True, tag="recut"):

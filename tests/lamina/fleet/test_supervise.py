@@ -37,7 +37,7 @@ from lamina.protocol.control import (
 )
 from lamina.protocol.groups import Capacity
 from lamina.protocol.plan import Keep
-from lamina.protocol.recut import MakeRoom
+from lamina.protocol.recut import MakeRoom, RoomMade
 
 KEEP = [Keep(4, 17), Keep(9, 3)]
 NUM_WORKERS = 5
@@ -661,6 +661,20 @@ def test_one_that_is_to_come_and_stands_still_in_a_message_ends_the_change(monke
     assert outcome is not None
     assert outcome.error.endswith("stands still in the midst of a message")
     assert not elastic.under_way
+
+
+def test_room_that_was_made_for_another_change_is_none() -> None:
+    """That one was given up, and its answers come late: neither its yes nor its no are of this one."""
+    run = Run()
+    elastic, (stays, _) = Elastic(run.config, run.members, run.cohort, run.world.clock), run.members.memory
+    elastic._change, elastic._number = Change(run.config.topology, [], Capacity([], [], 0, False, [], [], [])), 2
+    elastic._preparing, elastic._deadline = {stays: MakeRoom(None, number=2)}, run.world.now + 9.0
+    stays.inbox += [RoomMade("no memory", 1), RoomMade("", 1)]
+    assert not elastic.due()
+    assert elastic.preparing
+    assert not stays.inbox
+    stays.inbox.append(RoomMade("", 2))
+    assert elastic.due()
 
 
 def test_one_that_goes_and_is_stopped_holds_nobody_up() -> None:
