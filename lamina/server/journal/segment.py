@@ -84,20 +84,28 @@ class Segment:
         self.path = path
         self.size = size
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._fd, size)
-        os.lseek(self._fd, size, os.SEEK_SET)
+        self._torn = True  # there may be bytes that do not count
+        self._cut()
 
     def append(self, data: bytes) -> None:
         """All of ``data``, or nothing. Raises OSError."""
         done = 0
+        if self._torn:  # on some disks a full one has no room for a cut either
+            self._cut()
         try:
             while done < len(data):
                 done += os.write(self._fd, memoryview(data)[done:])
         except OSError:
-            os.ftruncate(self._fd, self.size)
-            os.lseek(self._fd, self.size, os.SEEK_SET)
+            self._torn = True
+            with suppress(OSError):
+                self._cut()
             raise
         self.size += len(data)
+
+    def _cut(self) -> None:
+        os.ftruncate(self._fd, self.size)
+        os.lseek(self._fd, self.size, os.SEEK_SET)
+        self._torn = False
 
     def sync(self) -> None:
         """Behind it, what was written outlives the host. Raises OSError."""

@@ -306,6 +306,34 @@ def test_without_room_what_is_under_way_goes_on_and_leaves_no_gap(tmp_path: Path
     again.close()
 
 
+def test_what_could_not_be_cut_off_a_full_disk_is_cut_off_before_the_next_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where files are copied as they are written, a full disk has no room to make one shorter."""
+    journal, right = opened(tmp_path / "j"), os.write
+    accepted(journal)
+    journal.grown([delta(0, 7)])
+
+    def half(fd: int, data: memoryview) -> int:
+        right(fd, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def none(fd: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", half)
+        full.setattr(os, "ftruncate", none)
+        for token in (8, 9):
+            journal.grown([delta(0, token)])
+    second = accepted(journal)
+    journal.close()
+    again = opened(tmp_path / "j")
+    assert [d.tokens for e in again.unfinished() for d in e.deltas] == [[7]]
+    assert again.find(second.accepted.id) is not None
+    again.close()
+
+
 def test_a_full_segment_is_followed_by_another_and_the_oldest_goes(tmp_path: Path) -> None:
     journal = opened(tmp_path / "j", size=4000)
     stays = accepted(journal)
