@@ -245,8 +245,8 @@ class Elastic:
         moves, self._moves = self._moves, []
         leaving, self._leaving = (self._leaving, []) if moves else ([], self._leaving)
         try:
-            self._order(moves if keep else [], leaving, list(keep))
-            answers = self._answers([m for m, _ in moves if m not in leaving], leaving) if keep else []
+            self._order(moves, leaving, list(keep))  # of nothing, too: the memory that was made ready becomes the store
+            answers = self._answers([m for m, _ in moves if m not in leaving], leaving)
         finally:
             self._dismiss(leaving)
         for error in (a.error for a in answers if a.error):

@@ -216,6 +216,9 @@ class _FleetPlay(Play):
         stores = [process.memory._store for process in self._pools.memory]
         tables = [(w, store.tables) for w, store in enumerate(stores) if store is not None]
         assert len(tables) == len(stores), "a memory worker has no store"
+        if not self._pools.elastic.under_way:
+            ready = [process.memory._slabs.nbytes for process in self._pools.memory]
+            assert not any(ready), f"memory that was made ready is nobody's: {ready} bytes"
         self._check_tables(tables, self._engine.info.holders)
 
     def _check_answer(self, ask: Arriving, answer: Sequence[SoFar]) -> int:

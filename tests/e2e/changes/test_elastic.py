@@ -16,8 +16,9 @@ from lamina.engine.configured import check_room
 from lamina.fleet import notices
 from lamina.fleet.elastic import Changed, Elastic
 from lamina.fleet.seats import NotInPlaceError
-from lamina.kv import slabs
+from lamina.kv import pool, slabs
 from lamina.memory import moves
+from lamina.memory.worker import MemoryWorker
 from lamina.protocol.plan import Keep
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
@@ -180,6 +181,33 @@ def test_a_death_in_the_midst_of_a_move_costs_the_kv_and_nothing_else(
         assert killed
         assert [o.error for o in outcomes] == [""]
         assert counts(llm, "compute", "loads") == 1.0
+
+
+@pytest.mark.parametrize("caches", [False, True], ids=["no KV", "KV is retained"])
+def test_workers_that_come_to_an_idle_engine_take_their_memory_once(
+    caches: bool, tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not there is KV to move: of two stores beside each other a host may not have the second."""
+    workers, taken, made, right = list[MemoryWorker](), list[Any](), MemoryWorker.__init__, slabs.fresh
+    monkeypatch.setattr(MemoryWorker, "__init__", lambda self, *args: (workers.append(self), made(self, *args))[1])
+    options = {"partition": "request", "transport": "loopback", "enable_prefix_caching": caches}
+    with open_llm(tiny_lm, **options) as llm:
+        wanted, _ = run(llm)
+        for count in (3, 1, 2):
+            taken.clear()
+            with monkeypatch.context() as patch:
+                for module in (slabs, pool):
+                    patch.setattr(module, "fresh", lambda shape, dtype: (taken.append(shape), right(shape, dtype))[1])
+                change(llm, count)
+                wait_for_room(llm)
+                ahead, outcome = len(taken), None
+                while outcome is None:
+                    llm.engine.look()
+                    outcome = llm.pools.elastic.take_outcome()
+            assert outcome.error == ""
+            assert len(taken) == ahead, "a store was taken beside the one that was made ready"
+            assert not any(w._slabs.nbytes for w in workers), "what was made ready is nobody's"
+        assert run(llm)[0] == wanted
 
 
 def test_one_that_is_to_go_may_die_before(tiny_lm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
