@@ -161,7 +161,8 @@ class _FleetPlay(Play):
         replaced = {*self._host.processes} - self._pools.there
         unhurt = [p.role for p in replaced if not p.was_hit]
         assert len(unhurt) <= self._host.cuts, f"workers were replaced that had not been hit: {unhurt}"
-        assert "memory" not in unhurt, "a memory worker was replaced behind the cut of a channel"
+        twice = unhurt.count("memory") <= self._host.cuts // 2  # so often to whom others have lost their way
+        assert twice, "a memory worker was replaced behind the cut of one channel"
 
     def _go_on(self) -> None:
         """The engine has died: another one goes on with what readers have, as a server's does."""

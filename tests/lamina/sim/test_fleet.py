@@ -50,6 +50,11 @@ def test_a_compute_worker_that_stops_is_noticed_while_prompts_are_computed_alone
     assert check_fleet(planned_fleet(200_145)).stops
 
 
+def test_a_memory_worker_goes_behind_two_cuts_of_its_channels() -> None:
+    """Seed 910,132: a prefill worker and then another one lose their way to it."""
+    assert check_fleet(planned_fleet(910_132)).cuts == 2
+
+
 def test_engines_die_and_memory_workers_come_and_go() -> None:
     """Some of them in the midst of that; with ranks, and in stripes."""
     played = [check_fleet(planned_fleet(seed)) for seed in range(PLANNED)]
