@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lamina.netstack.checksum import checksum
-from lamina.protocol.plan import Grant, Import, MoveStripes, Shift, StepPlan
+from lamina.protocol.plan import Grant, Import, Keep, MoveStripes, Shift, StepPlan
 from lamina.workers.process import DamagedError
 
 if TYPE_CHECKING:
@@ -61,6 +61,14 @@ class BlockSums:
             self._check(StoredBlock(group, block))
         for number in [*(to for _, to in copies), *freed]:
             self._sums.pop(StoredBlock(group, number), None)
+
+    def look(self, keep: Iterable[Keep]) -> None:
+        """At all that is known of what is about to go to other workers, where damage would have a checksum that is
+        right. Raises DamagedError.
+        """
+        there = [each.sequence for each in keep if each.sequence in self._store.tables.sequences]
+        for block in dict.fromkeys(block for sequence in there for block in _blocks(self._store, sequence)):
+            self._check(block)
 
     def begin(self, steps: Sequence[Step]) -> None:
         """Look at what ``steps`` attend, before they write: at a share, and at all blocks that they go on filling,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -121,7 +121,7 @@ class MemoryWorker:
         peers = self._peers = PeerPages(fabric, fabric.at(door), meeting.peers, self._meter, self._clock)
         copies = StripeCopies(fabric, meeting.movers, self._report, self._meter, self._around)
         try:
-            with torch.inference_mode():
+            with _ended_by_damage(), torch.inference_mode():
                 open_store = partial(self._open_store, meeting)
                 session = Session(
                     _first(peers, copies),
@@ -140,9 +140,6 @@ class MemoryWorker:
                     self._join(session, peers, copies)
                 self._tell_pages()
                 session.run()
-        except DamagedError as e:
-            end_at_once(f"memory worker (pid {os.getpid()}): {e}: it ends, and its KV is computed again")
-            raise
         except ProtocolError as e:
             fabric.abort(str(e))
             raise
@@ -177,13 +174,14 @@ class MemoryWorker:
 
     def recut(self, door: ViewDoor, fabric: Fabric, order: Recut) -> int:
         """Have another store in place of the one that there is, with KV that other memory workers have. Bytes that
-        came. The store from before is gone, however this ends. Raises ChannelError, ProtocolError, and as Store.
+        came. The store from before is gone, however this ends. Raises ChannelError, ProtocolError, DamagedError, and as
+        Store.
         """
         self._end_transfers()
         old, self._store = self._store, None  # nobody settles that one any more
         view, begun = self._enter(order.view, fabric), time.thread_time()
         try:
-            with self._meter.time("move_s"), torch.inference_mode():
+            with _ended_by_damage(), self._meter.time("move_s"), torch.inference_mode():
                 self._store, nbytes = self._moved(door, view, order, old)
         finally:
             self._slabs.clear()
@@ -196,16 +194,18 @@ class MemoryWorker:
 
     def rebuild(self, door: ViewDoor, fabric: Fabric, order: Rebuild) -> int:
         """Give what a lost worker's KV is made of, or have that KV, in a new store. Bytes that came. Raises
-        ChannelError, ProtocolError, PlanError, and as Store.
+        ChannelError, ProtocolError, PlanError, DamagedError, and as Store.
         """
         view, store = self._enter(order.view, fabric), None
         try:
-            with self._meter.time("move_s"), torch.inference_mode():
+            with _ended_by_damage(), self._meter.time("move_s"), torch.inference_mode():
                 if order.bind is not None:
                     store = Store(order.bind, self.device, self._share)
                     self._meter.add("stores", 1)
                 elif self._store is not None:
                     self._store.reconcile(order.keep)
+                    if self._store.sums:
+                        self._store.sums.look(order.keep)
                 rebuilder = Rebuilder(order, None if store else self._store, store, self._clock)
                 rebuilder.meet(view, door)
                 for layer in range(rebuilder.num_layers):
@@ -242,6 +242,8 @@ class MemoryWorker:
 
     def _moved(self, door: ViewDoor, view: ViewFabric, order: Recut, old: Store | None) -> tuple[Store | None, int]:
         new, given = None, old.nbytes if old else 0
+        if old is not None and old.sums:
+            old.sums.look(order.keep)
         if order.bind is not None:
             new = Store(order.bind, self.device, self._share, slabs=self._slabs, given=self._slabs.nbytes + given)
             new.tables.reconcile(order.keep, moved=True)
@@ -353,6 +355,16 @@ def _place(tier: TierPlace) -> MediumPlace:
         memory=tier.memory,
         ttl_s=tier.ttl_s,
     )
+
+
+@contextmanager
+def _ended_by_damage() -> Iterator[None]:
+    """A process whose memory is damaged ends before anybody hears of it."""
+    try:
+        yield
+    except DamagedError as e:
+        end_at_once(f"memory worker (pid {os.getpid()}): {e}: it ends, and its KV is computed again")
+        raise
 
 
 def _over(view: int, newer: int) -> str:

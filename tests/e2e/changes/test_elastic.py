@@ -13,6 +13,7 @@ import pytest
 
 from lamina import LLM, SamplingParams
 from lamina.engine.configured import check_room
+from lamina.engine.wire import WorkerError
 from lamina.fleet import notices
 from lamina.fleet.elastic import Changed, Elastic
 from lamina.fleet.seats import NotInPlaceError
@@ -261,6 +262,31 @@ def test_what_is_damaged_on_its_way_is_computed_again(tiny_lm: Path, monkeypatch
         found, (outcome,) = run(llm, [(1, [])])
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
         assert (outcome.error, outcome.moved_bytes) == ("", 0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_is_damaged_before_it_goes_is_seen_before_anybody_attends_it(
+    tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With checksums of all blocks: where it comes to it would have one that is right."""
+    right, done = Elastic.move, list[int]()
+
+    def move(self: Elastic, keep: Sequence[Keep]) -> bool:
+        if self._moves and not done:
+            store = next(w._store for w in workers if w._store is not None)
+            (block, *_) = store.tables.table(0, keep[0].sequence)[1]
+            store.layers[0][0].kv.k.numpy()[block] += 1.0
+            done.append(int(block))
+        return right(self, keep)
+
+    workers, made = list[MemoryWorker](), MemoryWorker.__init__
+    monkeypatch.setattr(MemoryWorker, "__init__", lambda self, *args: (workers.append(self), made(self, *args))[1])
+    with open_llm(tiny_lm, transport="loopback", dtype="float32", kv_checks=1.0) as llm:
+        run(llm)
+        monkeypatch.setattr(Elastic, "move", move)
+        with pytest.raises(WorkerError, match="is not what was written there"):
+            run(llm, [(1, [])])
+    assert done
 
 
 def test_what_cannot_be_is_refused_and_nothing_changes(tiny_lm: Path) -> None:

@@ -14,7 +14,7 @@ from lamina.kv.pages import PAGE
 from lamina.memory.step import Step
 from lamina.memory.store import Store
 from lamina.memory.sums import BlockSums, damage
-from lamina.protocol.plan import Fork, Free, New, Rotary, Rows, SequenceOp, Shift, StepPlan
+from lamina.protocol.plan import Fork, Free, Keep, New, Rotary, Rows, SequenceOp, Shift, StepPlan
 from lamina.workers.process import DamagedError
 
 SIZE = 32
@@ -89,6 +89,18 @@ def test_no_damage_is_copied(bench: Bench, op: Fork | Shift) -> None:
     bench.store.layers[-1][0].kv.k[block, 0, 0, 0] += 1.0
     with pytest.raises(DamagedError, match="is not what was written there"):
         bench.begin(op)
+
+
+def test_no_damage_goes_to_another_worker(bench: Bench) -> None:
+    """All of what is kept is looked at, whatever the share; what nobody keeps is not."""
+    bench.fill(PAGE + 12)
+    bench.do(New(2), Rows(2, 0, 40))
+    bench.sums.look([Keep(1, PAGE + 12), Keep(2, 40), Keep(3, 5)])
+    block = bench.store.tables.table(0, 2)[1][0]
+    bench.store.layers[-1][0].kv.k[block, 0, 0, 0] += 1.0
+    bench.sums.look([Keep(1, PAGE + 12)])
+    with pytest.raises(DamagedError, match="is not what was written there"):
+        bench.sums.look([Keep(1, PAGE + 12), Keep(2, 40)])
 
 
 @WAYS
