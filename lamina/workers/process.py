@@ -57,10 +57,12 @@ def run_process(control_fd: int, serve: Callable[[socket.socket], None], life_li
     """Serve the driver at the other end of ``control_fd``, an inherited socket.
 
     ``life_line_fd``: a pipe from whoever supervises this process here, for a driver that is elsewhere: it brings the
-    keys of the control link, then ends when the supervisor does. Ctrl-C is the driver's to handle. A process that
-    does not end soon after its driver, or supervisor, is ended by force.
+    keys of the control link, then ends when the supervisor does. Ctrl-C and SIGTERM are the driver's to handle: who
+    stops a service tells all of its processes at once. A process that does not end soon after its driver, or
+    supervisor, is ended by force.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     if life_line_fd is None:
         sock, watched = socket.socket(fileno=control_fd), [os.dup(control_fd)]
     else:
@@ -78,6 +80,7 @@ def on_notice(call: Callable[[], None]) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # no wait of any thread is broken off by it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of one that is ignored nobody hears
 
     def watch() -> None:
         while signal.sigwait([signal.SIGTERM]):

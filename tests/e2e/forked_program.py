@@ -33,7 +33,8 @@ def serve_program(control: socket.socket) -> None:
     for fd, standard in zip(fds, (1, 2), strict=True):
         os.dup2(fd, standard)
         os.close(fd)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # workers leave it to their driver, which this is
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # workers leave both to their driver, which this is
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(ROOT)
     give_warm_process(control)
     told = json.loads(data)

@@ -50,6 +50,30 @@ def test_a_signal_lets_streams_finish_and_takes_no_more(tmp_path: Path) -> None:
         server.kill()
 
 
+def test_who_tells_all_processes_to_end_at_once_has_streams_finish_too(tmp_path: Path) -> None:
+    """As systemd does, to all of a service: the server's own process drains, and the others are its to end."""
+    server = Running(tmp_path / "log", "--shutdown-timeout=60", "--prefill-workers=1")
+    pids = server.descendants()
+    try:
+        body = {**COUNTED, "max_tokens": 600}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            for pid in (*pids, server.process.pid):
+                os.kill(pid, signal.SIGTERM)
+            rest = list(lines)
+        assert any('"completion_tokens":600' in line for line in rest), rest[-5:]
+        assert server.wait(60) == 0
+        said = (tmp_path / "log").read_text()
+        assert "takes its place" not in said
+        assert "is replaced" not in said
+        assert eventually(lambda: not alive(pids), 30), alive(pids)
+    finally:
+        server.kill()
+        for pid in alive(pids):
+            os.kill(pid, signal.SIGKILL)
+
+
 def silence_s(http: httpx.Client) -> float:
     """For how long the engine has made no progress, as /health says; 0 where it does not."""
     said = re.search(r"no progress for ([\d.]+) s", http.get("/health").text)
