@@ -97,6 +97,10 @@ async def drain(request: Request) -> Response:
     body = await parse(DrainRequest, request)
     if unknown := sorted(set(body.model_extra or {})):
         raise ApiError(400, f"unknown field {unknown[0]!r}; known: on, memory_worker, host", param=unknown[0])
+    named = [name for name in ("memory_worker", "host") if getattr(body, name) is not None]
+    if len(named) > 1 or (named and not body.on):
+        text = "name memory_worker or host, or say on: one alone, and who has gone does not come back"
+        raise ApiError(400, text, code="invalid_value")
     if body.host is not None:
         return json_response(await _dismiss(service, on_host(service.client.ready, body.host), f"--host {body.host}"))
     if (worker := body.memory_worker) is not None:

@@ -143,6 +143,19 @@ def test_a_cordon_that_cannot_be_is_refused(
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "body",
+    [{"on": False, "memory_worker": 0}, {"on": False, "host": "localhost"}, {"memory_worker": 0, "host": "localhost"}],
+)
+def test_a_drain_that_says_two_things_drains_nobody(scalable: Running, body: dict[str, object]) -> None:
+    workers = sorted(scalable.descendants())
+    headers = {"Authorization": f"Bearer {KEY}"}
+    answer = httpx.post(f"{scalable.url}/drain", json=body, headers=headers, timeout=30)
+    assert answer.status_code == 400
+    assert "name memory_worker or host, or say on: one alone" in answer.text
+    assert sorted(scalable.descendants()) == workers
+
+
 def test_a_host_is_left_by_its_memory_workers_alone() -> None:
     at = {"memory-0": "10.0.0.2", "memory-1": "10.0.0.3", "memory-2": "10.0.0.3", "compute-0": "10.0.0.2"}
     ready = msgspec.structs.replace(READY, hosts=at)
