@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from held_interpreter import FOLDER, SECONDS
 from test_faults import gone, shared_memory
 from tiny import llama
 
 from lamina import LLM, SamplingParams
 from lamina.cli.check.settings_run import ReferenceModel
 from lamina.engine.wire import WorkerError
+from lamina.fleet.launchers import local
 from lamina.observe.trace import Event
 from lamina.observe.tripwire import TRIPWIRE, Tripwire
 
@@ -117,6 +119,23 @@ def test_one_that_is_stopped_is_replaced_long_before_the_deadline_of_a_step(llam
         assert llm.generate([[5, 6, 7]], PARAMS[0])[0].outputs[0].finish_reason == "length"
         assert llm.pools.pids["memory-1"] != idle
         assert gone(idle)
+
+
+@pytest.mark.parametrize("seconds", [4, pytest.param(30, marks=pytest.mark.slow)])
+def test_one_whose_interpreter_stands_still_is_not_replaced(
+    seconds: int, llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than one may be stopped: it answers nothing and takes no CPU time, and goes on by itself."""
+    monkeypatch.setitem(local.ROLES, "memory", ("held_interpreter", "serve_memory"))
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(SECONDS, str(seconds))
+    with LLM(str(llama_path), memory_workers=2) as llm:
+        pids, wanted = llm.pools.pids, llm.generate([[5, 6, 7]], PARAMS[0])[0].outputs[0].token_ids
+        (tmp_path / "hold").touch()
+        while not all((tmp_path / f"over-{pids[name]}").exists() for name in ("memory-0", "memory-1")):
+            assert llm.generate([[5, 6, 7]], PARAMS[0])[0].outputs[0].token_ids == wanted
+            llm.stats()
+        assert llm.pools.pids == pids
 
 
 @pytest.mark.slow
