@@ -8,13 +8,14 @@ name of its file, in the folder of LAMINA_CACHE. Whatever cannot be read is capt
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from .checkpoint import FileStamp
 PACKAGES = {"torch", "transformers", "lamina"}
 MOST_FILES = 256  # of the folder; those that have not been used for the longest time go
 LARGEST = 64 << 20  # bytes of a file
+TURN_S = 120.0  # for another process to capture
+LOOK_S = 0.02
 _IMPORTED_S = time.time()  # of code that is as old as this module, or older
 
 
@@ -53,6 +56,29 @@ class CaptureFile:
     def write(self, text: str) -> None:
         """Whole or not at all, also where several processes do so at once."""
         self._file().write(text.encode())
+
+    @contextlib.contextmanager
+    def one_first(self) -> Iterator[None]:
+        """Of processes that lack this at once the first one goes on, to make it. The others go on when that one has
+        left, has ended, or has taken TURN_S: replicas of a model would trace it side by side.
+        """
+        with contextlib.ExitStack() as after:
+            with contextlib.suppress(OSError):  # no folder, or no locks: nobody waits
+                self._wait_or_hold(after)
+            yield
+
+    def _wait_or_hold(self, after: contextlib.ExitStack) -> None:
+        path = self._path.with_suffix(".turn")
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        after.callback(os.close, file)
+        if _locked(file, fcntl.LOCK_EX):
+            after.callback(_remove, path)
+            return
+        limit = time.monotonic() + TURN_S
+        while not _locked(file, fcntl.LOCK_SH) and time.monotonic() < limit:
+            time.sleep(LOOK_S)  # flock knows no deadline
+        fcntl.flock(file, fcntl.LOCK_UN)
 
     def _file(self) -> KeptFile:
         return KeptFile(self._path, largest=LARGEST, most_files=MOST_FILES)
@@ -87,6 +113,18 @@ def may_be_kept(*, in_process: bool) -> bool:
     LAMINA_CACHE has to be set.
     """
     return not in_process or VARIABLE in os.environ
+
+
+def _locked(file: int, kind: int) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def cache_folder() -> Path | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from lamina.attention.spec import AttentionSpec
 from lamina.converter import ConversionError, CutCall, SlicedProgram, convert
 from lamina.protocol.plan import LayerShape
 
-from .captures import capture_file
+from .captures import CaptureFile, capture_file
 from .checkpoint import FileStamp
 from .errors import UnsupportedModelError
 from .load import ONE_AT_A_TIME
@@ -51,8 +52,8 @@ def convert_model(
     experts = "batched_mm" if deterministic else "grouped_mm"
     kept = capture_file(model, max_model_len=max_model_len, experts=experts, part=part) if keep else None
     proof = kept.proof(stamps) if kept and stamps else None
-    shown = proof is not None and proof.read() == SHOWN
-    with ONE_AT_A_TIME, routed(model, max_model_len=max_model_len, experts=experts, part=part) as router:
+    route = routed(model, max_model_len=max_model_len, experts=experts, part=part)
+    with ONE_AT_A_TIME, _turn(kept, proof) as shown, route as router:
         expect = num_layers(model) if shown else len(check_layers(model, router, max_model_len))
         try:
             program = convert(
@@ -67,9 +68,20 @@ def convert_model(
             )
         except ConversionError as error:
             raise UnsupportedModelError(f"{type(model).__name__} cannot be cut: {error}") from error
-    if proof and check_rows and not shown:
-        proof.write(SHOWN)
+        if proof and check_rows and not shown:
+            proof.write(SHOWN)
     return program
+
+
+@contextmanager
+def _turn(kept: CaptureFile | None, proof: CaptureFile | None) -> Iterator[bool]:
+    """Whether it was shown before what ``proof`` is for. Where that or the capture is not there, another process that
+    makes them is waited for.
+    """
+    with ExitStack() as after:
+        if kept and (kept.read() is None or (proof and proof.read() != SHOWN)):
+            after.enter_context(kept.one_first())
+        yield proof is not None and proof.read() == SHOWN
 
 
 def layer_shapes(program: SlicedProgram) -> list[LayerShape]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from lamina.converter import ConversionError
 from lamina.models import captures
 from lamina.models.captures import CaptureFile, cache_folder, capture_file
-from lamina.models.convert import convert_model
+from lamina.models.convert import SHOWN, convert_model
 from lamina.models.errors import UnsupportedModelError
 from lamina.models.load import load
 from lamina.models.route import WeightPart
@@ -99,6 +104,67 @@ def test_what_could_not_be_shown_is_tried_again(tmp_path: Path, monkeypatch: pyt
         loaded = load(tmp_path / "model")
         with pytest.raises(UnsupportedModelError, match="coupled"):
             convert_model(loaded.model, max_model_len=64, keep=True, stamps=loaded.stamps)
+
+
+@contextmanager
+def under_way(path: Path) -> Iterator[None]:
+    """As if another process made what is to lie there."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    with open(path.with_suffix(".turn"), "wb") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        yield
+
+
+def test_of_processes_that_lack_a_capture_at_once_one_makes_it(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    path, waits = place(llama(), max_model_len=64, experts="grouped_mm", part=WeightPart()), threading.Event()
+    wanted = convert_model(llama(), max_model_len=64, keep=True)
+    assert list(folder.iterdir()) == [path], "nobody is made to wait from now on"
+    text = path.read_bytes()
+    path.unlink()
+    slow = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: (waits.set(), time.sleep(seconds)))
+    monkeypatch.setattr(captures, "time", slow)
+    with ThreadPoolExecutor(1) as beside:
+        with under_way(path):
+            late = beside.submit(convert_model, llama(), max_model_len=64, keep=True)
+            assert waits.wait(60)
+            monkeypatch.setattr(sys.modules["lamina.converter.convert"], "capture", None)
+            path.write_bytes(text)
+            path.chmod(0o600)
+        assert [s.code for s in late.result(60)] == [s.code for s in wanted]
+
+
+def test_so_it_is_with_what_is_shown_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    loaded = load(tmp_path / "model")
+    convert_model(loaded.model, max_model_len=64, keep=True)  # of which nothing is shown to others
+    of = capture_file(loaded.model, max_model_len=64, experts="grouped_mm", part=WeightPart())
+    assert of is not None
+    waits, proof = threading.Event(), of.proof(loaded.stamps)
+    slow = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: (waits.set(), time.sleep(seconds)))
+    monkeypatch.setattr(captures, "time", slow)
+    with ThreadPoolExecutor(1) as beside:
+        with under_way(of._path):
+            late = beside.submit(convert_model, loaded.model, max_model_len=64, keep=True, stamps=loaded.stamps)
+            assert waits.wait(60)
+            monkeypatch.setattr("lamina.models.convert.check_layers", None)
+            proof.write(SHOWN)
+        assert late.result(60).rows == "numeric"
+
+
+def test_whoever_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(captures, "TURN_S", 0.05)
+    path = place(llama(), max_model_len=64, experts="grouped_mm", part=WeightPart())
+    with under_way(path):
+        convert_model(llama(), max_model_len=64, keep=True)
+    assert path.exists()
+
+
+def test_a_turn_ends_with_an_error_too(folder: Path) -> None:
+    file = CaptureFile(folder / "a.json")
+    for _ in range(2):
+        with pytest.raises(KeyError), file.one_first():
+            raise KeyError
+    assert not list(folder.iterdir())
 
 
 def test_nothing_is_kept_unless_it_is_asked_for(folder: Path) -> None:
