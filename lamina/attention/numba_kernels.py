@@ -236,7 +236,9 @@ def attend_stored(
                     for i in range(stop - start):
                         weights[i] += slopes[head * groups + g] * _f32(start + i - first[s])
                 lse[parts, g] = _softmax(weights)
-            o[parts] = 0
+            for g in range(groups):
+                for i in range(o.shape[2]):
+                    o[parts, g, i] = 0.0
             t = start
             while t < stop:
                 upto = min(stop, t // size * size + size)
@@ -248,9 +250,10 @@ def attend_stored(
             parts += 1
         if parts:
             _root(o[:parts], lse[:parts], chunks[:parts], places)
-            out[row[s], q_heads], lse_out[row[s], q_heads] = o[0], lse[0]
-        else:
-            out[row[s], q_heads], lse_out[row[s], q_heads] = 0, -np.inf
+        for g in range(groups):  # with slices on the left it takes twice as long to compile
+            lse_out[row[s], head * groups + g] = lse[0, g] if parts else -np.inf
+            for i in range(o.shape[2]):
+                out[row[s], head * groups + g, i] = o[0, g, i] if parts else 0.0
 
 
 @_compiled({"contract", "reassoc"})
