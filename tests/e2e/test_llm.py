@@ -165,17 +165,36 @@ def test_kv_is_freed_and_requests_come_and_go(llama_path: Path, prompts: list[li
         {"memory_workers": 3, "partition": "token", "pipeline": 2},
     ],
 )
-def test_partitions_give_the_same_bits(options: dict[str, Any], llama_path: Path, prompts: list[list[int]]) -> None:
+def test_partitions_give_the_same_bits(
+    options: dict[str, Any],
+    llama_path: Path,
+    prompts: list[list[int]],
+    undivided: Callable[[list[list[int]]], list[Any]],
+) -> None:
+    assert divided(llama_path, prompts, options) == undivided(prompts)
+
+
+@pytest.fixture(scope="module")
+def undivided(llama_path: Path) -> Callable[[list[list[int]]], list[Any]]:
+    """What one memory worker gives, run once."""
+    known = list[list[Any]]()
+
+    def give(prompts: list[list[int]]) -> list[Any]:
+        if not known:
+            known.append(divided(llama_path, prompts, {"memory_workers": 1}))
+        return known[0]
+
+    return give
+
+
+def divided(path: Path, prompts: list[list[int]], options: dict[str, Any]) -> list[Any]:
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3)
-    found, prompts = [], [*prompts, prompts[1] * 9]
-    for each in ({"memory_workers": 1}, options):
-        with LLM(str(llama_path), transport="loopback", deterministic=True, **each) as llm:
-            found.append([o.outputs[0] for o in llm.generate(prompts, params)])
-            read = [v["stored_bytes"] for k, v in llm.stats().items() if k.startswith("memory")]
-            assert len(read) == each["memory_workers"]
-            assert min(read) > 0
-    once, split = found
-    assert [(o.token_ids, o.logprobs) for o in split] == [(o.token_ids, o.logprobs) for o in once]
+    with LLM(str(path), transport="loopback", deterministic=True, **options) as llm:
+        outputs = [o.outputs[0] for o in llm.generate([*prompts, prompts[1] * 9], params)]
+        read = [v["stored_bytes"] for k, v in llm.stats().items() if k.startswith("memory")]
+        assert len(read) == options["memory_workers"]
+        assert min(read) > 0
+    return [(o.token_ids, o.logprobs) for o in outputs]
 
 
 def test_weights_are_measured_at_the_start(
