@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -79,6 +80,21 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish() -> None:
+    share_handlers("torch")
+    spare_garbage()
+
+
+def share_handlers(above: str) -> None:
+    """Loggers below ``above`` hand on to it what they alone would write. Of each logger that hands on nothing pytest
+    captures that, by two handlers in each of three phases of each test: torch has 57. One is a trace of all that is
+    captured of models, in JSON, which torch begins to write once it has a handler.
+    """
+    for name, logger in logging.root.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and name.startswith(f"{above}.") and not logger.propagate:
+            logger.propagate, logger.handlers = True, []
+
+
+def spare_garbage() -> None:
     """Collections of garbage leave out torch, transformers and all tests, which would take half a second each time, and
     what little garbage they leave. They are rare: at Python's own thresholds they take 4 % of the time of all tests.
     """
