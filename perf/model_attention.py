@@ -16,6 +16,7 @@ import heapq
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from common import record
 from gpu.sass import attend, of_tile
@@ -28,6 +29,7 @@ READ = 0.92  # of the data sheet's bandwidth, that a plain read gets
 CHUNK_INSTRUCTIONS = 480  # beside its tiles: sums are closed, merged and saved; read off sm_90's code
 TASK_TILES = 4.0  # the time of a task beside its chunks, in tiles: its ring fills, its node meets the sibling
 KV_HEADS, GROUP = 8, 4
+PROMPTS, PROMPT_TILE = (512, 1024, 2048, 8192), 16  # rows; queries of a tile
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,11 @@ GPUS = {  # clocks: ASSUMED
     "H200": Gpu(90, HOPPER, 4.8e12, 1.7e9),
     "B200": Gpu(100, replace(HOPPER, processors=148), 8.0e12, 1.8e9),
 }
-SHAPES = {"32 x 4096": [4096] * 32, "64 x 8192": [8192] * 64}
+SHAPES = {
+    "32 x 4096": [4096] * 32,
+    "64 x 8192": [8192] * 64,
+    "32, of 2000 to 4170 tokens": [2000 + 70 * i for i in range(32)],
+}
 AIM = {"share": 0.85, "H200 TB/s": 3.9}
 
 
@@ -91,22 +97,32 @@ def tasks_of(lengths: Sequence[int], level: int) -> Iterator[float]:
                 yield min(tokens, length - first) / TILE_TOKENS + TASK_TILES
 
 
-def plan_share(lengths: Sequence[int], warps: int, spare: float) -> float:
-    """How much of the bandwidth a step keeps busy. Warps share it evenly, and none takes more than ``spare`` times its
-    part of all; each has every ``warps``-th task.
+def prompt_tasks(rows: int) -> list[float]:
+    """Of the rows of one prompt over each other; the last ones first."""
+    tiles = reversed(range(0, rows * GROUP, PROMPT_TILE))
+    return [(query + PROMPT_TILE) / GROUP / TILE_TOKENS + TASK_TILES for query in tiles for _ in range(KV_HEADS)]
+
+
+def busy(each: Sequence[float], warps: int, spare: float) -> float:
+    """How much of the time is that of tiles, not of tasks, nor waited for. Warps share all there is evenly, and none
+    takes more than ``spare`` times its part; whoever is done takes the next task.
     """
-    tasks = list(tasks_of(lengths, level_of(lengths, warps)))
-    queues = [tasks[first::warps][::-1] for first in range(warps)]
-    active = [(queue.pop(), number) for number, queue in enumerate(queues) if queue]
+    tasks = iter(each)
+    active = list(islice(tasks, warps))
     heapq.heapify(active)
     done, clock = 0.0, 0.0
     while active:
-        until, number = heapq.heappop(active)
+        until = heapq.heappop(active)
         clock += (until - done) / min(spare / warps, 1.0 / (len(active) + 1))
         done = until
-        if queues[number]:
-            heapq.heappush(active, (done + queues[number].pop(), number))
-    return KV_HEADS * sum(lengths) / TILE_TOKENS / clock
+        for task in islice(tasks, 1):
+            heapq.heappush(active, done + task)
+    return (sum(each) - len(each) * TASK_TILES) / clock
+
+
+def decode_share(lengths: Sequence[int], warps: int, spare: float) -> float:
+    """Of a read's bandwidth that a decode step gets; ``spare``: what the warps could take of it."""
+    return min(1.0, spare) * busy(list(tasks_of(lengths, level_of(lengths, warps))), warps, max(1.0, spare))
 
 
 def model(variant: Variant, gpu: Gpu) -> dict[str, object]:
@@ -117,13 +133,19 @@ def model(variant: Variant, gpu: Gpu) -> dict[str, object]:
     with_chunk = instructions + CHUNK_INSTRUCTIONS * TILE_TOKENS / CHUNK_TOKENS
     limits = bounds(variant, gpu, with_chunk)
     spare = min(limits.values()) * 1e12 / (gpu.bytes_s * READ)
-    shares = {name: min(1.0, spare) * plan_share(lengths, warps, max(1.0, spare)) for name, lengths in SHAPES.items()}
+    ahead = warps // gpu.limits.processors * (variant.stages - 1) * tile_bytes(variant)
+    needed = gpu.bytes_s * READ * LATENCY_S / gpu.limits.processors
+    prompt = replace(variant, columns=PROMPT_TILE // 8, near_levels=1).warps(gpu.limits)
+    shares = {name: decode_share(lengths, warps, spare) for name, lengths in SHAPES.items()}
     return {
         "instructions a tile": instructions,
         "by name": dict(count.most_common(8)),
         "warps of a multiprocessor": warps // gpu.limits.processors,
+        "KiB of a multiprocessor": {"on their way": round(ahead / 1024), "needed": round(needed / 1024)},
         "TB/s at most": {name: round(limit, 2) for name, limit in limits.items()},
         "share of a plain read": {name: round(share, 3) for name, share in shares.items()},
+        "warps at work on a prompt's own rows": {n: round(busy(prompt_tasks(n), prompt, 1.0), 2) for n in PROMPTS},
+        "and if its first rows were first": {n: round(busy(prompt_tasks(n)[::-1], prompt, 1.0), 2) for n in PROMPTS},
         "TB/s": {name: round(share * READ * gpu.bytes_s / 1e12, 2) for name, share in shares.items()},
     }
 

@@ -148,18 +148,18 @@ class Cuda(AttentionBackend):
         if store.k.shape[0] * op.kv_heads * prepared.block_size >= 1 << 31:
             raise ValueError(f"a store of {store.k.shape[0]} blocks is more than attention backend 'cuda' numbers")
         out = self._empty(op, q)
-        self._attend(op, prepared, True, q, StoredRows(store.k, store.v, store.scales), out, 0)
+        self._attend(op, prepared, True, q, StoredRows(store.k, store.v, store.scales), out)
         return out
 
     def attend_new(self, op: Operator, prepared: DeviceTable, q: Tensor, kv: StoredRows) -> Partial:
         out = self._empty(op, q)
-        self._attend(op, prepared, False, q, kv, out, 0)
+        self._attend(op, prepared, False, q, kv, out)
         return out
 
     def finish(
         self, op: Operator, prepared: DeviceTable, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor
     ) -> None:
-        self._attend(op, prepared, False, q, kv, stored, out.data_ptr())
+        self._attend(op, prepared, False, q, kv, stored, out)
 
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
         heads, dim = parts.o.shape[1:]
@@ -184,7 +184,14 @@ class Cuda(AttentionBackend):
         self._launch(self._common, "lamina_append", len(rows.k) * heads, *tensors, *shape, *to)
 
     def _attend(
-        self, op: Operator, step: DeviceTable, stored: bool, q: Tensor, kv: StoredRows, part: Partial, out: int
+        self,
+        op: Operator,
+        step: DeviceTable,
+        stored: bool,
+        q: Tensor,
+        kv: StoredRows,
+        part: Partial,
+        out: Tensor | None = None,
     ) -> None:
         spec, group = op.spec, op.q_heads // op.kv_heads
         variant = choose(self._element, op.qk_dim, op.v_dim, step.most_rows * group, self._stored)
@@ -192,7 +199,7 @@ class Cuda(AttentionBackend):
         geometry = self._geometry(step, key)
         if not variant.columns:
             self._warn(op.qk_dim, op.v_dim)
-        k, v = _aligned(kv.k), _aligned(kv.v)
+        q, k, v = map(_aligned, (q, kv.k, kv.v))
         if key not in step.plans:
             step.plans[key] = torch.empty(4 + 4 * geometry.capacity, dtype=torch.int32, device=self._device)
             self._plan(step, key)
@@ -200,6 +207,7 @@ class Cuda(AttentionBackend):
         scratch = (
             self._reserve("nodes", tasks * variant.node_numbers, torch.float32),
             self._reserve("counters", tasks, torch.int32),
+            self._reserve("taken", 1, torch.int32),
             self._reserve("slots", geometry.blocks * LEVELS * variant.node_numbers, torch.float32),
         )
         shape = (op.q_heads, op.kv_heads, op.qk_dim, op.v_dim, spec.window)
@@ -219,7 +227,7 @@ class Cuda(AttentionBackend):
             _address(op.slopes),
             np.int32(stored),
             *map(_address, (q, k, v, *(kv.scales or (None, None)), part.o, part.lse)),
-            np.uint64(out),
+            _address(out),
             *map(_address, scratch),
         )
 
@@ -237,7 +245,7 @@ class Cuda(AttentionBackend):
     def _plan(self, step: DeviceTable, key: PlanKey) -> None:
         geometry = self._geometry(step, key)
         shape = (geometry.capacity, key.variant.tile, key.group, key.kv_heads, geometry.blocks, key.stored)
-        blocks = -(-step.sequences // SEQUENCES_PER_WARP)
+        blocks = max(1, -(-step.sequences // SEQUENCES_PER_WARP))  # that there are none must be said too
         arguments = (*step.arguments(), _address(step.plans[key]), *map(np.int32, shape))
         self._launch(self._common, "lamina_plan", blocks, *arguments)
 
@@ -264,9 +272,12 @@ class Cuda(AttentionBackend):
 
 
 def _address(tensor: Tensor | None) -> np.uint64:
+    """Where it begins. Kernels go by sizes, so that one number follows the other."""
+    assert tensor is None or tensor.is_contiguous()
     return np.uint64(0 if tensor is None else tensor.data_ptr())
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """Kernels move K and V by ALIGNMENT bytes. Rows within a message begin wherever the ones before them end."""
-    return rows if rows.data_ptr() % ALIGNMENT == 0 else rows.clone()
+    """Kernels move K and V by ALIGNMENT bytes, q by 4. Rows of a message begin wherever the ones before them end."""
+    dense = rows.contiguous()
+    return dense if dense.data_ptr() % ALIGNMENT == 0 else dense.clone()

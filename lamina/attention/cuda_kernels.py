@@ -75,6 +75,7 @@ class CupyKernels:
         kernel = self._modules[variant].get_function(name)
         if name == "lamina_attend" and variant.shared_bytes:
             kernel.max_dynamic_shared_size_bytes = variant.shared_bytes
+            kernel.preferred_shared_memory_carveout = 100  # percent: else L1 may take what further warps need
         self._kernels[variant, name] = kernel
         return kernel
 

@@ -24,8 +24,8 @@ from lamina.kv.pool import LayerStore, RowTable
 from lamina.kv.stored import LARGEST, Scales, StoredRows, as_stored, dequantise, head_bytes
 
 BLOCK = 16
-SHAPES = ((64, 8192), (16, 4096))  # sequences, tokens; 32 query heads, 8 KV heads of 128, bf16
-TARGET = 0.85  # of the measured read bandwidth, at the first shape
+SHAPES = ((64, 8192), (32, 4096))  # sequences, tokens; 32 query heads, 8 KV heads of 128, bf16
+TARGET = 0.85  # of the measured read bandwidth
 
 Result = dict[str, Any]
 
@@ -285,10 +285,10 @@ def judge(results: dict[str, Result]) -> None:
     """The aims: bytes per second of a read, and at most 5 % behind the best."""
     rates, limit = results["attention"], max(results["memory"].get(f"{x}_gb_s", 0.0) for x in ("copy", "read"))
     missed = []
-    for i, shape in enumerate(f"{n} x {tokens}" for n, tokens in SHAPES):
+    for shape in (f"{n} x {tokens}" for n, tokens in SHAPES):
         speeds = {name: rate for name, rate in rates.get(shape, {}).items() if isinstance(rate, float)}
         speed = speeds.get("lamina", 0.0)
-        if limit and i == 0 and speed < TARGET * limit:
+        if limit and speed < TARGET * limit:
             missed.append(f"{shape}: {speed / limit:.2f} of the measured bandwidth, not {TARGET}")
         if speed < 0.95 * max(speeds.values(), default=0.0):
             missed.append(f"{shape}: {speed / max(speeds.values()):.2f} of the best")

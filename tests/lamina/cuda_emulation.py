@@ -57,12 +57,15 @@ class EmulatedKernels:
 
     device: GpuLimits = SMALL
     csrc: Path = CSRC
+    first_is_fast: bool = False  # the first warp takes all tasks that a warp may take
     launched: Counter[str] = field(default_factory=Counter)
 
     def launch(self, variant: Variant, name: str, blocks: int, arguments: tuple[Argument, ...]) -> None:
         held = [np.array([x]) for x in arguments]
         addresses = (ctypes.c_void_p * len(held))(*(x.ctypes.data for x in held))
-        emulate = library(variant, self.csrc).emulate
+        built = library(variant, self.csrc)
+        built.emulate_first_is_fast(ctypes.c_bool(self.first_is_fast))
+        emulate = built.emulate
         emulate.restype = ctypes.c_bool
         shared = variant.shared_bytes if name == "lamina_attend" else 0
         assert emulate(name.encode(), blocks, shared, addresses, len(held)), (

@@ -1,4 +1,4 @@
-// One launch of attention: warps take the plan's tasks in turn, a core (tensor.cuh, plain.cuh) turns a task's chunks into
+// One launch of attention: warps take the plan's tasks as they come to them, a core (tensor.cuh, plain.cuh) turns a task's chunks into
 // nodes, the nodes climb to the sequence's root, the root goes where the call wants it.
 //
 // Bits: what a query gets is one fixed chain of operations over its own tokens. Tiles of tokens begin at multiples of 16
@@ -23,6 +23,7 @@ struct Call {
   T* out;  // [R, Hq, Dv]: merged with the stored part and the sinks
   float* nodes;  // [capacity, Hkv, Fragment::kSize]: of tasks that wait for others
   u32* counters;  // [capacity, Hkv] zeros, before and after
+  u32* taken;  // [1] a zero, before and after: tasks that were taken
   float* slots;  // [blocks, kLevels, Fragment::kSize]: of chunks that wait within a task
 };
 
@@ -159,7 +160,9 @@ LAMINA_DEVICE void attend(const Call<typename Core::T, typename Core::S>& call) 
     return level < Core::kNearLevels ? near + level * Node::kSize : own + i64(level) * Node::kSize;
   };
   Core::prepare(shared_memory());
-  for (int t = block(); t < tasks; t += blocks()) {
+  // Each warp has the task of its own number first; then whoever is done takes the next one, so that short tasks leave
+  // nobody waiting. Who takes which makes no difference to any result.
+  for (int t = block(); t < tasks;) {
     const int number = t / heads, head = t % heads;
     const Work<typename Core::T, typename Core::S> work(call, plan.task[number], head);
     const int queries = work.queries(Core::kQueries);
@@ -169,12 +172,14 @@ LAMINA_DEVICE void attend(const Call<typename Core::T, typename Core::S>& call) 
     Waiting waiting;
     Core::run(work, shared_memory(), low, high, node,
               [&](int chunk, bool last) { waiting.climb(node, chunk, last, queries, slot, Core::number); });
+    const int next = take(call.taken, tasks);
     const int base = work.task.base, count = Chunks(work.sequence, call.stored).nodes(plan.level);
     const i64 first = number - (work.task.node - base);  // the task of the tile's first node
     const auto saved = [&](int i) { return call.nodes + ((first + i) * heads + head) * Node::kSize; };
     u32* const counters = call.counters + first * heads + head;
     if (climb_together(node, work.task.node, base, count, counters, heads, saved, queries, Core::number))
       deliver<Core>(work, node, queries, Core::number, Core::column);
+    t = blocks() + shuffle(next, 0);
   }
 }
 

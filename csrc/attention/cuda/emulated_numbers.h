@@ -95,8 +95,9 @@ inline u32 pick_bytes(u32 a, u32 from) {
   u32 x = 0;
   for (int i = 0; i < 4; ++i) {
     const u32 digit = from >> 4 * i & 15;
-    if (digit > 4) std::abort();
-    if (digit < 4) x |= (a >> 8 * digit & 0xff) << 8 * i;
+    const u32 byte = a >> 8 * (digit & 3) & 0xff;
+    if ((digit & 4) && digit != 4) std::abort();
+    x |= (digit == 4 ? 0 : digit & 8 ? (byte >> 7) * 0xff : byte) << 8 * i;
   }
   return x;
 }

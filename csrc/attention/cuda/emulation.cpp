@@ -33,6 +33,9 @@ extern "C" bool emulate(const char* name, int blocks, int shared_bytes, void** a
          is("lamina_close", lamina_close) || is("lamina_append", lamina_append);
 }
 
+// From now on; see Warp::take.
+extern "C" void emulate_first_is_fast(bool it_is) { Warp::now().first_is_fast = it_is; }
+
 // The emulation's own conversions, which a test compares with others.
 extern "C" void emulate_round(int count, const float* from, Element* to, float* back) {
   for (int i = 0; i < count; ++i) round_to(to[i], from[i]), back[i] = to_float(to[i]);

@@ -38,16 +38,20 @@ class Warp {
     const Subnormals flushed(false);
 #endif
     blocks_ = blocks, kernel_ = kernel;
+    takers_ = 0, asked_of_ = 0;
     for (block_ = 0; block_ < blocks; ++block_) {
       shared_.assign(std::size_t(shared_bytes) / 16 + 1, Line{});
       std::memset(shared_.data(), 0xff, shared_.size() * sizeof(Line));  // NaN: nothing is zero by itself
+      asked_ = 0;
       run();
     }
+    if (takers_ != asked_of_) fail("numbers that nobody took");
   }
 
   int lane() const { return lane_; }
   int block() const { return block_; }
   int blocks() const { return blocks_; }
+  bool first_is_fast = false;
   char* shared() { return reinterpret_cast<char*>(shared_.data()); }
 
   // All lanes meet at the place `what`; each gives `mine`, and gets what the others gave.
@@ -64,8 +68,24 @@ class Warp {
     return board;
   }
 
+  // As if all warps were equally fast; or, `first_is_fast`, as if the first one were done before the others begin. The
+  // counter is what a GPU makes of it.
+  int take(u32* counter, int of) {
+    meet("take", 0);
+    if (lane_) return -(1 << 30);  // which nobody should use
+    if (int(*counter) != takers_) fail("a counter that was not left at 0, or more warps that ask than were said");
+    asked_of_ = of;
+    const int before = takers_++;
+    *counter = takers_ == of ? 0 : u32(takers_);
+    return first_is_fast ? before : block_ + blocks_ * asked_++;
+  }
+
   void check_global(const void* p) {
     if (p >= shared_.data() && p < shared_.data() + shared_.size()) fail("a global load from shared memory");
+  }
+
+  void check_pair(const void* p) {
+    if (std::uintptr_t(p) % 4) fail("two numbers that are not aligned");
   }
 
   // Of a matrix.
@@ -162,6 +182,7 @@ class Warp {
   }
 
   int lane_ = 0, block_ = 0, blocks_ = 0;
+  int takers_ = 0, asked_of_ = 0, asked_ = 0;  // of a launch; of the block
   std::function<void()> kernel_;
   std::vector<Line> shared_;
   std::unique_ptr<char[]> stacks_[kLanes];
@@ -249,6 +270,13 @@ inline float load_own(const float* p) { return *p; }
 inline float load_fresh(const float* p) {
   Warp::now().check_global(p);
   return *p;
+}
+inline int take(u32* counter, int of) { return Warp::now().take(counter, of); }
+inline u32 load_pair(const void* p) {
+  Warp::now().check_pair(p);
+  u32 x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
 }
 inline bool second_to(u32* counter) {
   Warp::now().meet("second_to", 0);  // what the lanes have written is there

@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(kLanes, Core::kWarps)
                   const Plan* plan, int q_heads, int kv_heads, int qk_dim, int v_dim, int window, float scale,
                   float softcap, const float* sinks, const float* slopes, int stored, const Element* q, const Stored* k,
                   const Stored* v, const float* k_scale, const float* v_scale, float* o, float* lse, Element* out,
-                  float* nodes, u32* counters, float* slots) {
+                  float* nodes, u32* counters, u32* taken, float* slots) {
   attend<Core>({{counts, sequences, table, width, block_shift},
                 plan,
                 {q_heads, kv_heads, qk_dim, v_dim, window, scale, softcap, sinks, slopes},
@@ -55,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(kLanes, Core::kWarps)
                 out,
                 nodes,
                 counters,
+                taken,
                 slots});
 }
 

@@ -51,21 +51,6 @@ struct PlainCore {
   }
 
  private:
-  LAMINA_DEVICE static float multiply(const T* query, const S* key, int dim) {
-    float product = 0;
-    int d = 0;
-    if constexpr (sizeof(S) == 1) {
-      for (; dim % 16 == 0 && d < dim; d += 16) {
-        const Codes codes = *reinterpret_cast<const Codes*>(key + d);
-#pragma unroll
-        for (int i = 0; i < 16; ++i)
-          product = fmaf(to_float(query[d + i]), number_of(S{}, codes.word[i / 4], i % 4), product);
-      }
-    }
-    for (; d < dim; ++d) product = fmaf(to_float(query[d]), to_float(key[d]), product);
-    return product;
-  }
-
   // 32 tokens, one with each lane.
   LAMINA_DEVICE static void add(const S* values, const float* scales, int v_dim, bool seen, int row, float score,
                                 Softmax& softmax, Node& node) {

@@ -121,7 +121,8 @@ LAMINA_DEVICE int choose_level(const Step& step, int sequences, int tile, int gr
 }
 
 // One warp for each 32 sequences: it numbers and writes their tasks. A sequence's tasks follow each other, those of a
-// tile too. The step's own rows are never cut: a prompt has tiles enough, a decode step one chunk.
+// tile too; the last tile comes first, as of the step's own rows it sees most, and whoever takes it late keeps all others
+// waiting. The step's own rows are never cut: a prompt has tiles enough, a decode step one chunk.
 LAMINA_DEVICE void plan_step(const Step& step, Plan& plan, int capacity, int tile, int group, int kv_heads, int warps,
                              bool stored) {
   const int sequences = *step.counts, begin = block() * kLanes;
@@ -130,10 +131,10 @@ LAMINA_DEVICE void plan_step(const Step& step, Plan& plan, int capacity, int til
   for (int i = begin; i < least(begin + kLanes, sequences); ++i) {
     const Sequence& s = step.sequences[i];
     const Chunks chunks(s, stored);
-    const int nodes = chunks.nodes(level), base = chunks.low >> level;
+    const int nodes = chunks.nodes(level), base = chunks.low >> level, last = parts(s.count * group, tile) - 1;
     const i64 tasks = tasks_of(s, tile, group, stored, level), room = capacity - before;
     for (int j = lane(); j < tasks && j < room; j += kLanes)
-      plan.task[before + j] = {i, j / nodes * tile, base + j % nodes, base};
+      plan.task[before + j] = {i, (last - j / nodes) * tile, base + j % nodes, base};
     before += tasks;
   }
   if (begin + kLanes >= sequences && lane() == 0)

@@ -14,25 +14,15 @@ LAMINA_DEVICE float to_float(Fp8 x) {
   return to_float(Half{u16((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)}) * 256.0f;
 }
 
-// 16 codes of a row, by one load: rows of a multiple of 16 begin at one.
-struct alignas(16) Codes {
-  u32 word[4];
-};
-LAMINA_DEVICE float number_of(Int8, u32 word, int byte) {
-  return to_float(Int8{static_cast<signed char>(word >> 8 * byte & 0xff)});
-}
-LAMINA_DEVICE float number_of(Fp8, u32 word, int byte) {
-  return to_float(Fp8{static_cast<unsigned char>(word >> 8 * byte & 0xff)});
-}
-
-// Two codes become two T. A code comes in the high or the low byte of its half of a register, beside zeros.
+// Two codes become two T. A code comes in the low byte of its half of a register, beside zeros, or beside copies of its
+// sign (kSigned): then a shift brings the sign and the exponent to their places at once.
 template <class T, class S>
 struct Widen;
 
 // 128 plus the low 7 bits, less 128 or 256.
 template <>
 struct Widen<BFloat16, Int8> {
-  static constexpr bool kHigh = false;
+  static constexpr bool kSigned = false;
   LAMINA_DEVICE static u32 of(u32 x) {
     return fma_pair<BFloat16>((x & 0x007f007f) | 0x43004300, 0x3f803f80, (x & 0x00800080) | 0xc300c300);
   }
@@ -41,31 +31,31 @@ struct Widen<BFloat16, Int8> {
 // 1024 plus the code, counted from -128 on, less 1152.
 template <>
 struct Widen<Half, Int8> {
-  static constexpr bool kHigh = false;
+  static constexpr bool kSigned = false;
   LAMINA_DEVICE static u32 of(u32 x) { return fma_pair<Half>((x ^ 0x00800080) | 0x64006400, 0x3c003c00, 0xe480e480); }
 };
 
 // Sign, exponent and mantissa at their places, then times what the exponents' biases differ by; -0, so that -0 stays.
 template <>
 struct Widen<BFloat16, Fp8> {
-  static constexpr bool kHigh = true;
+  static constexpr bool kSigned = true;
   LAMINA_DEVICE static u32 of(u32 x) {
-    return fma_pair<BFloat16>((x & 0x80008000) | (x & 0x7f007f00) >> 4, 0x7b807b80, 0x80008000);  // 2 ** 120
+    return fma_pair<BFloat16>(x << 4 & 0x87f087f0, 0x7b807b80, 0x80008000);  // 2 ** 120
   }
 };
 template <>
 struct Widen<Half, Fp8> {
-  static constexpr bool kHigh = true;
+  static constexpr bool kSigned = true;
   LAMINA_DEVICE static u32 of(u32 x) {
-    return fma_pair<Half>((x & 0x80008000) | (x & 0x7f007f00) >> 1, 0x5c005c00, 0x80008000);  // 2 ** 8
+    return fma_pair<Half>(x << 7 & 0xbf80bf80, 0x5c005c00, 0x80008000);  // 2 ** 8
   }
 };
 
 // Codes `kFirst` and `kSecond` (0 to 3) of a register of four; the first one is in the low half.
 template <class T, class S, int kFirst, int kSecond>
 LAMINA_DEVICE u32 widen(u32 codes) {
-  constexpr u32 low = 0x4040 | kFirst | kSecond << 8, high = 0x0404 | kFirst << 4 | kSecond << 12;
-  return Widen<T, S>::of(pick_bytes(codes, Widen<T, S>::kHigh ? high : low));
+  constexpr u32 zeros = 0x4040, signs = 0x8080 | kFirst << 4 | kSecond << 12;
+  return Widen<T, S>::of(pick_bytes(codes, kFirst | kSecond << 8 | (Widen<T, S>::kSigned ? signs : zeros)));
 }
 
 }  // namespace lamina::attention::cuda

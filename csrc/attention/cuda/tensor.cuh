@@ -116,7 +116,7 @@ struct TensorCore {
 #pragma unroll
       for (int i = 0; i < 2 * kKeySteps; ++i) {
         const int d = kScaled ? i / 2 * 16 + lane() % 4 * 4 + i % 2 * 2 : i * 8 + lane() % 4 * 2;
-        query_[c][i / 2][i % 2] = mine < queries && d < kKeyDim ? *reinterpret_cast<const u32*>(q + d) : 0;
+        query_[c][i / 2][i % 2] = mine < queries && d < kKeyDim ? load_pair(q + d) : 0;
       }
     }
     row_ = row_of(low / kTokens);

@@ -84,8 +84,15 @@ LAMINA_DEVICE u32 fma_pair<Half>(u32 a, u32 b, u32 c) {
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
   return x;
 }
-// Byte i is that byte of a which the i-th digit of `from` (hexadecimal, from the right) names; 4: a zero.
-LAMINA_DEVICE u32 pick_bytes(u32 a, u32 from) { return __byte_perm(a, 0, from); }
+// Byte i is that byte of a which the i-th digit of `from` (hexadecimal, from the right) names; 4: a zero; 8 more: eight
+// copies of its sign (PTX ISA, prmt; __byte_perm does not promise these).
+LAMINA_DEVICE u32 pick_bytes(u32 a, u32 from) {
+  u32 x;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(0), "r"(from));
+  return x;
+}
+// Two numbers of 16 bits, at an address that is a multiple of 4.
+LAMINA_DEVICE u32 load_pair(const void* p) { return *static_cast<const u32*>(p); }
 
 LAMINA_DEVICE int lane() { return int(threadIdx.x); }  // a block is one warp
 LAMINA_DEVICE int block() { return int(blockIdx.x); }
@@ -165,6 +172,9 @@ LAMINA_MULTIPLY(Half, "f16")
 // for global memory only.
 LAMINA_DEVICE float load_own(const float* p) { return *p; }
 LAMINA_DEVICE float load_fresh(const float* p) { return __ldcg(p); }
+
+// The numbers from 0 on, each to one of `of` warps that ask, as they come: lane 0 gets it. The last one leaves a 0 again.
+LAMINA_DEVICE int take(u32* counter, int of) { return lane() == 0 ? int(atomicInc(counter, u32(of) - 1)) : 0; }
 
 // Two warps meet at `counter`, each when all its lanes have written what the other one needs: false for the first,
 // true for the second, which sees what the first has written. Leaves the counter as it was. The lane that met the other

@@ -88,8 +88,8 @@ def test_instructions() -> None:
     copied = re.split(r"cp\.async\.cg", attend)
     between = ["shfl" in part or "ld.global" in part for part in copied]
     assert re.search("0{15}", "".join(str(int(x)) for x in between)), "a tile of a block: one address, 16 copies"
-    meeting = attend.index("atom.global.inc.u32")
-    assert re.search(r"(membar|fence)[\w.]*", attend[:meeting]), "what is saved comes before the meeting"
+    taken, meeting = (x.start() for x in re.finditer(r"atom\.global\.inc\.u32", attend))
+    assert re.search(r"(membar|fence)[\w.]*", attend[taken:meeting]), "what is saved comes before the meeting"
     fence = re.compile(r"(membar|fence)[\w.]*").search(attend, meeting)
     assert fence, "and is read after it"
     read = attend.index("ld.global.cg", fence.end())  # past L1, which may hold what was there before

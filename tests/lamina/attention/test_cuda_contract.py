@@ -190,3 +190,14 @@ def test_plans_make_no_difference_bit_for_bit(dtype: torch.dtype) -> None:
         backend._kernels = kernels
         found.append(contract.run(backend, case))
     assert all(contract.same(x, found[0]) for x in found)
+
+
+def test_who_takes_which_task_makes_no_difference_bit_for_bit(dtype: torch.dtype) -> None:
+    """Warps that are equally fast, and one that is done with all but the others' first tasks before these begin."""
+    case = contract.Case(((2500, 1), (900, 1), (40, 1), (300, 20)), contract.operator(4, 2, 64, **contract.WHOLE))
+    found = []
+    for first_is_fast in (False, True):
+        backend = emulated(dtype)
+        backend._kernels = EmulatedKernels(replace(SMALL, processors=1), first_is_fast=first_is_fast)
+        found.append(contract.run(backend, case))
+    assert contract.same(*found)

@@ -56,12 +56,13 @@ class _Context:
 
 class _Kernel:
     max_dynamic_shared_size_bytes = 0
+    preferred_shared_memory_carveout = -1
 
     def __init__(self, cupy: FakeCupy, name: str) -> None:
         self._cupy, self._name = cupy, name
 
     def __call__(self, grid: Any, block: Any, arguments: Any, *, shared_mem: int) -> None:
-        room = self.max_dynamic_shared_size_bytes
+        room = self.max_dynamic_shared_size_bytes, self.preferred_shared_memory_carveout
         self._cupy.launched.append((self._name, grid, block, arguments, shared_mem, room))
 
 
@@ -96,7 +97,8 @@ def test_launches_are_on_the_current_stream_and_compiled_once(monkeypatch: pytes
     assert set(blocks) == {(32,)}
     assert arguments[0] == (1, 2)
     assert shared == (usual.shared_bytes, 0, usual.shared_bytes, 0)
-    assert room == shared, "more than 48 KiB must be asked for"
+    asked, as_it_comes = (usual.shared_bytes, 100), (0, -1)
+    assert room == (asked, as_it_comes) * 2, "more than 48 KiB must be asked for, and what L1 would have"
     assert cupy.entered == [(0,), (77, 0)] * 4
 
 

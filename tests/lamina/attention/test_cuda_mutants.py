@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -46,18 +47,27 @@ MUTANTS = [
     ("attend.cuh", "total *= factor;", ""),
     ("attend.cuh", "least(high, v.self + 1)", "high"),
     ("attend.cuh", "end < sequence.high ? int(end)", "end < 0 ? int(end)"),
+    ("attend.cuh", "take(call.taken, tasks)", "take(call.taken, tasks + 1)"),
+    ("attend.cuh", "take(call.taken, tasks)", "take(call.taken, plan.tasks)"),
+    ("attend.cuh", "blocks() + shuffle(next, 0)", "shuffle(next, 0)"),
+    ("attend.cuh", "blocks() + shuffle(next, 0)", "blocks() + next"),
     ("attend.cuh", "const i64 first = number - (work.task.node - base);", "const i64 first = number;"),
     ("partial.cuh", ", levels_ ^= 1u << level;", ";"),
     ("partial.cuh", "sibling < n", "sibling > n"),
     ("partial.cuh", "if (!second_to(", "if (second_to("),
     ("partial.cuh", "n << level > base || (n + 1) << level < base + count", "level < 1"),
+    ("step.cuh", "(last - j / nodes) * tile", "last * tile"),
     ("step.cuh", "position - s.origin", "position - 0 * s.origin"),
     ("step.cuh", "kv_head * group + query % group", "kv_head + query % group"),
 ]
 EIGHT_BITS = [
-    ("stored.cuh", "(x & 0x7f007f00) >> 4", "(x & 0x7f007f00) >> 3"),
+    ("stored.cuh", "x << 4 & 0x87f087f0", "x << 3 & 0x87f087f0"),
+    ("stored.cuh", "x << 4 & 0x87f087f0", "x << 4 & 0x07f007f0"),
+    ("stored.cuh", "x << 4 & 0x87f087f0", "x << 4 & 0xfff0fff0"),
+    ("stored.cuh", "x << 4 & 0x87f087f0", "x << 4 & 0x87ff87ff"),
     ("stored.cuh", "0x7b807b80", "0x7b007b00"),
-    ("stored.cuh", "kSecond << 12;", "kSecond << 8;"),
+    ("stored.cuh", "0x8080 | kFirst << 4 | kSecond << 12", "0x8080 | kFirst << 4 | kFirst << 12"),
+    ("stored.cuh", "? signs : zeros", "? zeros : signs"),
     ("tensor.cuh", "i / 2 * 16 + lane() % 4 * 4 + i % 2 * 2", "i * 8 + lane() % 4 * 2"),
     ("tensor.cuh", "i / 2 * 16 + lane() / 4 * 2 + i % 2 :", "i * 8 + lane() / 4 :"),
     ("tensor.cuh", "loaded[2 * half], far = loaded[2 * half + 1]", "loaded[half], far = loaded[2 + half]"),
@@ -116,7 +126,8 @@ def verdict(csrc: Path, stored_as: str) -> int:
 
 def run(csrc: Path, stored_as: str) -> int:
     command = [sys.executable, __file__, str(csrc), stored_as]
-    return subprocess.run(command, capture_output=True, timeout=110, check=False).returncode
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # of modules that tests share
+    return subprocess.run(command, capture_output=True, timeout=110, check=False, env=paths).returncode
 
 
 @needs_gxx

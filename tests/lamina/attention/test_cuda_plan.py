@@ -65,7 +65,7 @@ def test_every_tile_and_node_has_one_task(
         low = stop // 2 // CHUNK if half else 0
         first = low >> level if stored and stop else 0
         last = (-(-stop // CHUNK) - 1) >> level if stored and stop else 0
-        for query in range(0, count * group, variant.tile):
+        for query in reversed(range(0, count * group, variant.tile)):
             want += [(i, query, node, first) for node in range(first, max(first, last) + 1)]
     assert [tuple(t) for t in tasks.tolist()] == want
 
@@ -98,4 +98,5 @@ def test_more_tasks_than_an_int_counts_are_cut_less() -> None:
     level, tasks, capacity = planned([(tokens, rows, False)], Variant(element="float"), 1, 1, 132, stored=True)
     nodes = -(-tokens // (CHUNK << level))
     assert len(tasks) == rows * nodes <= capacity
-    assert tasks[-1].tolist() == [0, rows - 1, nodes - 1, 0]
+    assert tasks[0].tolist() == [0, rows - 1, 0, 0]
+    assert tasks[-1].tolist() == [0, 0, nodes - 1, 0]

@@ -117,11 +117,25 @@ def test_rows_of_a_message_may_begin_anywhere(
     prepared = backend.prepare(row_table(tables, 0, grow(tables, [120, 250, 1], 2), align=CHUNK_TOKENS))
     q = torch.randn(3, 4, 64).to(dtype)
     rows = as_stored(*(torch.randn(3, 2, 64).to(dtype) for _ in range(2)), stored or dtype)
-    anywhere = [torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x) for x in rows[:2]]
+    anywhere = [torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x) for x in (q, *rows[:2])]
     assert all(x.data_ptr() % 16 for x in anywhere)
+    beside_others = [torch.cat([x, x], -1)[..., :64] for x in (q, *rows[:2])]
+    assert not any(x.is_contiguous() for x in beside_others)
     want = backend.attend_new(op, prepared, q, rows)
-    found = backend.attend_new(op, prepared, q, StoredRows(*anywhere, rows.scales))
-    assert torch.equal(found.o, want.o)
+    for moved, *kv in (anywhere, beside_others):
+        assert torch.equal(backend.attend_new(op, prepared, moved, StoredRows(*kv, rows.scales)).o, want.o)
+
+
+@needs_gxx
+def test_a_step_of_no_sequences_has_a_plan_that_says_so() -> None:
+    """Memory that nobody has written would be one of many tasks."""
+    backend, kernels = recorded(torch.bfloat16)
+    step, op, none = backend.step(sequences=0, rows=0, tokens=128, block_size=16), contract.operator(4, 2, 64), (0, 2)
+    kv = StoredRows(*(torch.empty(*none, 64, dtype=torch.bfloat16) for _ in range(2)))
+    backend.attend_new(op, step, torch.empty(0, 4, 64, dtype=torch.bfloat16), kv)
+    assert kernels.launched["lamina_plan"] == 1
+    (plan,) = step.plans.values()
+    assert plan[1] == 0
 
 
 @needs_gxx
