@@ -56,7 +56,6 @@ MUTANTS = [
     ("partial.cuh", "sibling < n", "sibling > n"),
     ("partial.cuh", "if (!second_to(", "if (second_to("),
     ("partial.cuh", "n << level > base || (n + 1) << level < base + count", "level < 1"),
-    ("step.cuh", "(last - j / nodes) * tile", "last * tile"),
     ("step.cuh", "position - s.origin", "position - 0 * s.origin"),
     ("step.cuh", "kv_head * group + query % group", "kv_head + query % group"),
 ]
