@@ -126,6 +126,25 @@ def test_a_worker_that_is_lost_is_replaced_on_its_host(cluster: FakeCluster) -> 
     assert eventually(lambda: all(gone(pid) for pid in last.values()), 10.0)
 
 
+def test_one_that_stands_still_is_replaced_long_before_a_step_is_late(
+    cluster: FakeCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(MODEL, ray_address=cluster.address, deterministic=True, step_timeout_s=200.0, **OPTIONS) as llm:
+        wanted = tokens(llm)
+        for victim in ("memory-1", "compute-0"):
+            pids, outputs = llm.pools.pids, dict[int, list[int]]()
+            caplog.clear()
+            with llm.stream(PROMPTS, GREEDY) as stream:
+                for output in stream:
+                    if not outputs:
+                        os.kill(pids[victim], signal.SIGSTOP)
+                    outputs[output.request_id] = output.outputs[0].token_ids
+                assert [outputs[i] for i in stream.request_ids] == wanted
+            assert "has been stopped for 2 s" in caplog.text
+            assert [name for name, pid in llm.pools.pids.items() if pid != pids[name]] == [victim]
+            assert eventually(lambda pid=pids[victim]: gone(pid), 10.0)
+
+
 def test_a_memory_worker_leaves_and_who_stays_has_its_place_still(cluster: FakeCluster) -> None:
     """Its KV moves from node to node, streams go on, and a loss behind that is made good where the lost one was."""
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)

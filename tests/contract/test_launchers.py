@@ -177,6 +177,23 @@ def test_join_ends_one_that_hangs(launch: Open) -> None:
     wait_until(lambda: gone(handle.pid), 5.0, "it hangs on")
 
 
+def test_one_that_stands_still_is_seen_where_another_may_take_its_place(launch: Open) -> None:
+    launcher = launch(1)
+    handle = launcher.start("memory", 0, 1)
+    assert not handle.stopped
+    if launcher.may_replace(handle):
+        for _ in range(2):
+            os.kill(handle.pid, signal.SIGSTOP)
+            wait_until(lambda: handle.stopped, SOON_S, "nobody sees it")
+            os.kill(handle.pid, signal.SIGCONT)
+            wait_until(lambda: not handle.stopped, SOON_S, "it goes on")
+    os.kill(handle.pid, signal.SIGSTOP)
+    handle.sock.close()
+    handle.join(0.1)
+    wait_until(lambda: gone(handle.pid), SOON_S, "it is left")
+    wait_until(lambda: not handle.stopped, SOON_S, "it has ended")
+
+
 def test_what_is_left_ends_with_its_launcher_or_its_link(launch: Open) -> None:
     launcher = launch(2)
     handles = [launcher.start("memory", index, 1) for index in range(2)]

@@ -52,8 +52,21 @@ class RayWorker:
         self.place = any_port(place.host.address)
         self._ray, self._warden, self._where = ray, warden, place.host.address
         self._end = warden.fate.remote()  # answered at its end
+        self._still, self._other = False, warden.stands_still.remote(False)  # the latter once it is otherwise
 
-    stopped = False  # nobody looks
+    @property
+    def stopped(self) -> bool:
+        """As its warden has said."""
+        if self.sock.silent or not self._ray.is_initialized():
+            return False
+        done, _ = self._ray.wait([self._other], timeout=0)
+        if done:
+            try:
+                self._still = json.loads(self._ray.get(done[0]))
+            except self._ray.exceptions.RayError:  # the warden is gone, and its worker with it
+                return False
+            self._other = self._warden.stands_still.remote(self._still)
+        return self._still
 
     def fate(self) -> str | None:
         if self.sock.silent:
@@ -199,7 +212,7 @@ class RayLauncher:
                 num_gpus=takes.pop("GPU", 0.0),
                 resources=takes,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
-                max_concurrency=4,  # started and fate wait, end comes meanwhile
+                max_concurrency=4,  # started, stands_still and fate wait, end comes meanwhile
                 max_restarts=0,
             )
             .remote()

@@ -11,17 +11,19 @@ from typing import Any
 from lamina import __version__
 from lamina.netstack import ChannelError
 from lamina.netstack.contract.key import KEY, KEY_FILE
+from lamina.processes import spent_if_stopped
 
 from .local import in_words, supervised
 from .remote_worker import ControlListener
 
 ARRIVAL_S = 60.0  # a driver that has asked for a worker and does not come is given up
+LOOK_S = 0.1  # whether the worker stands still
 
 
 class Warden:
     """Starts the worker once its driver has connected; both its own end and the driver's end the worker.
 
-    ``listen`` returns at once, ``started`` and ``fate`` wait: each is called from a thread of its own.
+    ``listen`` and ``end`` return at once, all others wait: each is called from a thread of its own.
     """
 
     def __init__(self) -> None:
@@ -30,6 +32,7 @@ class Warden:
         self._life_line = -1
         self._started, self._ended = threading.Event(), threading.Event()
         self._fate = ""
+        self._spent: int | None = None  # CPU time, if the worker stood still at the last look
 
     def listen(self, order: str) -> str:
         """``order``: {role, threads, key, host, name, driver}; the key in hexadecimal, host: the interface that the
@@ -49,6 +52,16 @@ class Warden:
         if self._process is None:
             return json.dumps({"error": self._fate or "the driver did not come"})
         return json.dumps({"pid": self._process.pid})
+
+    def stands_still(self, known: bool) -> str:
+        """Waits until it is no longer ``known`` whether the worker stands still by a signal, or until its end. Answers
+        whether it does; see ProcessWorker.stopped.
+        """
+        still = known
+        while still == known and not self._ended.wait(LOOK_S):
+            before, self._spent = self._spent, spent_if_stopped(self._process.pid) if self._process else None
+            still = self._spent is not None and before in (None, self._spent)
+        return json.dumps(still and not self._ended.is_set())
 
     def fate(self) -> str:
         """Waits for the worker's end. Answers how it ended, in words."""
