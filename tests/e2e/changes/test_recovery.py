@@ -126,7 +126,7 @@ def test_one_whose_interpreter_stands_still_is_not_replaced(
     seconds: int, llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For longer than one may be stopped: it answers nothing and takes no CPU time, and goes on by itself."""
-    monkeypatch.setitem(local.ROLES, "memory", ("held_interpreter", "serve_memory"))
+    monkeypatch.setitem(local.ROLES, "memory", ("tests.e2e.changes.held_interpreter", "serve_memory"))
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setenv(SECONDS, str(seconds))
     with LLM(str(llama_path), memory_workers=2) as llm:
