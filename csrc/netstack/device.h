@@ -214,7 +214,9 @@ LAMINA_HD Status wait_signal(B& bus, const u64* word, u64 known, u64 most, const
 }
 
 constexpr u64 kLine = 64;
-constexpr u64 kSignalAt = 0, kCreditAt = 8, kSlotsAt = 4096;  // beside each other, so that one write may bring both
+// Words of an inbox, beside each other, so that one write may bring them all; then, from a page on, slots. The last word
+// is of links that have a lane for bulk.
+constexpr u64 kSignalAt = 0, kCreditAt = 8, kBulkCreditAt = 16, kSlotsAt = 4096;
 constexpr u64 kTagWords = 4;
 
 struct alignas(64) Header {
@@ -249,6 +251,9 @@ struct Ends {
 
 LAMINA_HD const u64* word_at(const u8* inbox, u64 at) { return reinterpret_cast<const u64*>(inbox + at); }
 
+// Where the peer tells what it has released.
+LAMINA_HD const u64* credit_word(const Ends& c) { return word_at(c.inbox, kCreditAt); }
+
 // How far a link without a queue can fail by itself.
 template <class B>
 LAMINA_HD Status link_broken(B&, const Ends&) {
@@ -261,8 +266,8 @@ template <class B, class C>
 LAMINA_HD Status wait_slot(B& bus, C& c, u64 timeout_ns) {
   if (c.granted - c.credited < c.out.count) return kOk;
   u64 credit;
-  const Status status = wait_signal(bus, word_at(c.inbox, kCreditAt), c.zero + c.credited, c.zero + c.published,
-                                    c.abort, timeout_ns, &credit, [&] { return link_broken(bus, c); });
+  const Status status = wait_signal(bus, credit_word(c), c.zero + c.credited, c.zero + c.published, c.abort, timeout_ns,
+                                    &credit, [&] { return link_broken(bus, c); });
   if (status == kOk) c.credited = credit - c.zero;
   return status;
 }

@@ -45,6 +45,7 @@ inline int add_constants(PyObject* module) {
                    {"FAILED", kFailed},
                    {"SIGNAL_AT", kSignalAt},
                    {"CREDIT_AT", kCreditAt},
+                   {"BULK_CREDIT_AT", kBulkCreditAt},
                    {"SLOTS_AT", kSlotsAt},
                    {"LINE", kLine}};
   for (const auto& constant : constants)

@@ -1,5 +1,6 @@
-// A channel of device.h over NCCL's device API (GIN): a communicator of the two peers alone, and one symmetric window in
-// which each direction has a place, at one offset on both sides: staging where it is sent from, inbox where it arrives.
+// A lane of a channel of device.h over NCCL's device API (GIN): a communicator of the two peers alone, and one symmetric
+// window in which each direction has a place, at one offset on both sides: staging where it is sent from, inbox where it
+// arrives. Each lane puts by a context of its own, a queue for NCCL, and tells of its own messages alone.
 //
 // HARDWARE-UNVERIFIED: compiled for GPUs with NCCL's headers; run on CPUs over a stand-in of NCCL, where the source is
 // the same.
@@ -21,20 +22,22 @@ struct Channel : Ends {
   u64 window;  // an ncclWindow_t
   u64 peer;  // its rank
   u64 to, from;  // offsets in the window of the direction that we send, and of the other
+  u64 context;  // NCCL may have made fewer than it was asked for
 };
 
 #if defined(LAMINA_GIN)
 
-// Sends and receives of a channel are in no order, but both put by its one context, which NCCL guards.
+// Sends and receives of a lane are in no order, but both put by one context, which NCCL guards.
 struct Putter {
   const ncclDevComm& communicator;
-  ncclGin gin{communicator, 0, NCCL_GIN_RESOURCE_SHARING_GPU};
+  ncclGin gin;
   ncclTeam team = ncclTeamWorld(communicator);
   ncclWindow_t window;
   int peer;
 
   __device__ explicit Putter(const Channel& c)
       : communicator(*reinterpret_cast<const ncclDevComm*>(c.communicator)),
+        gin(communicator, int(c.context % communicator.ginContextCount), NCCL_GIN_RESOURCE_SHARING_GPU),
         window(reinterpret_cast<ncclWindow_t>(c.window)), peer(int(c.peer)) {}
 };
 

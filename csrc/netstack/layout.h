@@ -78,6 +78,7 @@ inline void add_fields(const mlx5::Channel& c, Fields& fields) {
   LAMINA_FIELD(source.address);
   LAMINA_FIELD(source.key);
   LAMINA_FIELD(credits);
+  LAMINA_FIELD(lane);
 }
 
 inline void add_fields(const gin::Channel& c, Fields& fields) {
@@ -87,6 +88,7 @@ inline void add_fields(const gin::Channel& c, Fields& fields) {
   LAMINA_FIELD(peer);
   LAMINA_FIELD(to);
   LAMINA_FIELD(from);
+  LAMINA_FIELD(context);
 }
 
 #undef LAMINA_FIELD

@@ -3,7 +3,7 @@
 // HARDWARE-UNVERIFIED: proven against a software NIC (nic_model/), never yet run on a ConnectX.
 //
 // A post is two work-queue entries (WQEs), RDMA WRITE of the data and an inline RDMA WRITE of its sequence number
-// behind it, with a credit, announced by one doorbell record and one 8-byte doorbell. Layouts are those of the
+// behind it, with two credits, announced by one doorbell record and one 8-byte doorbell. Layouts are those of the
 // mlx5 Programmer's Reference Manual (send queue, chapter "Work Requests"; completions, "CQE Formats"); multi-byte
 // fields in memory of the NIC are big-endian. One thread at a time posts to a queue and polls it; nothing here takes
 // a lock, spins without a bound, or traps.
@@ -19,7 +19,7 @@ constexpr u32 kOpWrite = 0x08;          // RDMA WRITE
 constexpr u32 kSignalled = 0x08;        // ask for a completion
 constexpr u32 kInline = 0x80000000u;    // the data segment holds the data
 constexpr u32 kSegments = 3;            // 16-byte segments of our WQEs: control, remote address, data
-constexpr u32 kPairSegments = 4;        // where the data is two words: with them, a WQE still has one block
+constexpr u32 kWordsSegments = 4;       // where the data is two words or three: with them, a WQE still has one block
 constexpr u32 kSend = 1;                // word of the doorbell record that belongs to the send queue
 constexpr u32 kCqeDone = 0x0, kCqeError = 0xd, kCqeInvalid = 0xf;
 constexpr u32 kBadCompletion = 0x100;   // syndrome of our own: a completion that answers no post of ours
@@ -98,23 +98,22 @@ LAMINA_HD Wqe write_wqe(u64 index, u32 queue, Remote to, Local from, u32 bytes, 
   return wqe;
 }
 
-// RDMA WRITE of one word, which travels in the WQE and keeps this processor's byte order.
-LAMINA_HD Wqe write_word_wqe(u64 index, u32 queue, Remote to, u64 value, u32 flags) {
-  Wqe wqe = write_head(index, queue, to, flags, kSegments);
-  wqe.word[8] = be32(u32(sizeof value) | kInline);
-  wqe.word[9] = u32(value);
-  wqe.word[10] = u32(value >> 32);
-  return wqe;
-}
+// Up to three words that lie behind each other at the peer.
+template <u32 count>
+struct Words {
+  u64 word[count];
+  static constexpr u32 kSegmentsOfAll = count > 1 ? kWordsSegments : kSegments;
+};
 
-// RDMA WRITE of two words to one place behind the other: as one, but each may be seen before the other.
-LAMINA_HD Wqe write_pair_wqe(u64 index, u32 queue, Remote to, u64 first, u64 second, u32 flags) {
-  Wqe wqe = write_head(index, queue, to, flags, kPairSegments);
-  wqe.word[8] = be32(u32(2 * sizeof first) | kInline);
-  wqe.word[9] = u32(first);
-  wqe.word[10] = u32(first >> 32);
-  wqe.word[11] = u32(second);
-  wqe.word[12] = u32(second >> 32);
+// RDMA WRITE of them, which travel in the WQE and keep this processor's byte order: each may be seen before the others.
+template <u32 count>
+LAMINA_HD Wqe write_words_wqe(u64 index, u32 queue, Remote to, const Words<count>& words, u32 flags) {
+  Wqe wqe = write_head(index, queue, to, flags, words.kSegmentsOfAll);
+  wqe.word[8] = be32(u32(sizeof words) | kInline);
+  for (u32 i = 0; i < count; ++i) {
+    wqe.word[9 + 2 * i] = u32(words.word[i]);
+    wqe.word[10 + 2 * i] = u32(words.word[i] >> 32);
+  }
   return wqe;
 }
 
@@ -197,13 +196,13 @@ LAMINA_HD Status flush(B& bus, Queue& q, const u64* abort, u64 timeout_ns) {
   return kOk;
 }
 
-// One message: `bytes` from `source` to `data`, and behind them the words `seqno` and `credit` to `signal`.
+// One message: `bytes` from `source` to `data`, and behind them `words` to `signal`: its seqno, and two credits.
 struct Put {
   Remote data;
   Local source;
   u32 bytes;
   Remote signal;
-  u64 seqno, credit;
+  Words<3> words;
 };
 
 // Post both writes at once. The peer sees the data before the words as long as the connection delivers in order: one
@@ -214,19 +213,19 @@ LAMINA_HD Status put_signal(B& bus, Queue& q, const Put& put) {
   const Status status = reserve(bus, q, 2, &first);
   if (status != kOk) return status;
   place(bus, q, first, write_wqe(first, q.number, put.data, put.source, put.bytes, 0));
-  place(bus, q, first + 1, write_pair_wqe(first + 1, q.number, put.signal, put.seqno, put.credit, kSignalled));
-  commit(bus, q, kPairSegments);
+  place(bus, q, first + 1, write_words_wqe(first + 1, q.number, put.signal, put.words, kSignalled));
+  commit(bus, q, put.words.kSegmentsOfAll);
   return kOk;
 }
 
-// Post one word.
-template <class B>
-LAMINA_HD Status put_word(B& bus, Queue& q, Remote to, u64 value) {
+// Post words alone.
+template <class B, u32 count>
+LAMINA_HD Status put_words(B& bus, Queue& q, Remote to, const Words<count>& words) {
   u64 index;
   const Status status = reserve(bus, q, 1, &index);
   if (status != kOk) return status;
-  place(bus, q, index, write_word_wqe(index, q.number, to, value, kSignalled));
-  commit(bus, q, kSegments);
+  place(bus, q, index, write_words_wqe(index, q.number, to, words, kSignalled));
+  commit(bus, q, words.kSegmentsOfAll);
   return kOk;
 }
 
@@ -241,8 +240,8 @@ LAMINA_HD Status put_signal_fenced(B& bus, Queue& q, const Put& put, const u64* 
   status = flush(bus, q, abort, timeout_ns);
   if (status == kOk) status = reserve(bus, q, 1, &index);
   if (status != kOk) return status;
-  place(bus, q, index, write_pair_wqe(index, q.number, put.signal, put.seqno, put.credit, kSignalled));
-  commit(bus, q, kPairSegments);
+  place(bus, q, index, write_words_wqe(index, q.number, put.signal, put.words, kSignalled));
+  commit(bus, q, put.words.kSegmentsOfAll);
   return kOk;
 }
 

@@ -1,11 +1,18 @@
-// A channel of device.h over one mlx5 queue pair, for kernels and CPUs alike: a sender builds header and payload in a
-// staging slot and puts both with one write. The write of the signal behind it brings a credit as well, so where
-// messages go both ways, credits take no work request of their own.
+// A channel of device.h over mlx5 queue pairs, for kernels and CPUs alike: a sender builds header and payload in a
+// staging slot and puts both with one write. The write of the signal behind it brings credits as well, so where messages
+// go both ways, credits take no work request of their own.
+//
+// A channel may have two lanes, each a queue pair with slots of its own. What is sent by one never waits for what is
+// queued on the other, nor has a place in its order: a receiver counts the messages of each. On that of bulk, messages go
+// one way alone; so it is the first lane that brings the credits of both, by its messages, or by itself where there is
+// none.
 #pragma once
 
 #include "netstack/mlx5.h"
 
 namespace lamina::mlx5 {
+
+enum Lane : u32 { kAlone = 0, kFirst = 1, kBulk = 2 };
 
 struct Channel : Ends {
   Queue queue;
@@ -13,23 +20,75 @@ struct Channel : Ends {
   Remote peer;  // its inbox
   Local source;  // the staging
   // By whoever holds the queue.
-  u64 credits;  // work requests that brought a credit alone
+  u64 credits;  // work requests that brought credits alone
+  // The control plane's. Of two lanes, that of bulk lies behind the first.
+  u64 lane;
 };
+
+// The lane that tells of both.
+template <class C>
+LAMINA_HD C& first_of(C& c) {
+  return c.lane == kBulk ? *(&c - 1) : c;
+}
+
+// Null where there is none.
+template <class C>
+LAMINA_HD C* bulk_of(C& first) {
+  return first.lane == kFirst ? &first + 1 : nullptr;
+}
+
+LAMINA_HD const u64* credit_word(const Channel& c) {
+  return word_at(first_of(c).inbox, c.lane == kBulk ? kBulkCreditAt : kCreditAt);
+}
 
 LAMINA_HD Remote peer_at(const Channel& c, u64 at) { return {c.peer.address + at, c.peer.key}; }
 
-// Sends and receives of a channel are in no order, but both post to its queue, and poll it: whoever does holds it. What
-// of `released` was told is read and noted by whoever holds it, so that a credit never comes behind a greater one.
+// Sends and receives of a channel are in no order, but both post to its queues, and poll them: whoever does holds the
+// queue. What of `released` was told, of both lanes, is read and noted by whoever holds the queue of the first, so that a
+// credit never comes behind a greater one.
 
-// Consume what has completed: kFailed once a work request of ours has failed, as the queue pair is dead from then on.
+// Consume what has completed of one lane.
+template <class B>
+LAMINA_HD Status queue_broken(B& bus, Queue& q) {
+  Status status;
+  bus.lock(&q.held);
+  while ((status = poll_cq(bus, q)) == kOk) {
+  }
+  bus.unlock(&q.held);
+  return status == kFailed ? kFailed : kOk;
+}
+
+// Of both: kFailed once a work request of ours has failed, as its queue pair is dead from then on, and whoever waits may
+// wait for what it had to bring.
 template <class B>
 LAMINA_HD Status link_broken(B& bus, Channel& c) {
-  Status status;
-  bus.lock(&c.queue.held);
-  while ((status = poll_cq(bus, c.queue)) == kOk) {
-  }
-  bus.unlock(&c.queue.held);
-  return status == kFailed ? kFailed : kOk;
+  Channel& first = first_of(c);
+  Status status = queue_broken(bus, first.queue);
+  if (status == kOk && bulk_of(first)) status = queue_broken(bus, bulk_of(first)->queue);
+  return status;
+}
+
+// What was given back, of the first lane and of that of bulk, and is about to be told: by whoever holds the first's queue.
+struct Released {
+  u64 first, bulk;
+};
+
+template <class B>
+LAMINA_HD Released released_of(B& bus, Channel& first) {
+  const Channel* bulk = bulk_of(first);
+  return {bus.acquire_near(&first.released), bulk ? bus.acquire_near(&bulk->released) : 0};
+}
+
+LAMINA_HD bool is_news(const Channel& first, const Released& told) {
+  const Channel* bulk = bulk_of(first);
+  return told.first != first.reported || (bulk && told.bulk != bulk->reported);
+}
+
+// It was told.
+template <class B>
+LAMINA_HD void note(B& bus, Channel& first, const Released& told) {
+  bus.put(&first.reported, told.first);
+  if (bulk_of(first)) bus.put(&bulk_of(first)->reported, told.bulk);
 }
 
 // Put the oldest granted message, whose payload of `bytes` is in its staging, and tell what was given back. kPending: the ring is full, try again.
@@ -38,15 +97,14 @@ LAMINA_HD Status publish(B& bus, Channel& c, u64 bytes, const u64* tag) {
   write_header(bus, c, bytes, tag);
   const u64 at = c.out.at(c.published);
   bus.lock(&c.queue.held);
-  const u64 released = bus.acquire_near(&c.released);
+  const Released told = released_of(bus, c);
   const Put put = {peer_at(c, at),
                    {c.source.address + at, c.source.key},
                    u32(sizeof(Header) + bytes),
                    peer_at(c, kSignalAt),
-                   c.zero + c.published + 1,
-                   c.zero + released};
+                   {{c.zero + c.published + 1, c.zero + told.first, c.zero + told.bulk}}};
   const Status status = put_signal(bus, c.queue, put);
-  if (status == kOk) bus.put(&c.reported, released);
+  if (status == kOk) note(bus, c, told);
   bus.unlock(&c.queue.held);
   if (status == kOk) c.published += 1;
   return status;
@@ -55,16 +113,19 @@ LAMINA_HD Status publish(B& bus, Channel& c, u64 bytes, const u64* tag) {
 // Tell the peer what has been released, if it was not told. kPending: the ring is full, try again.
 template <class B>
 LAMINA_HD Status report(B& bus, Channel& c) {
+  Channel& first = first_of(c);
   Status status = kOk;
-  bus.lock(&c.queue.held);
-  if (c.reported != c.released) {
-    status = put_word(bus, c.queue, peer_at(c, kCreditAt), c.zero + c.released);
+  bus.lock(&first.queue.held);
+  const Released told = released_of(bus, first);
+  if (is_news(first, told)) {
+    const Words<2> credits = {{first.zero + told.first, first.zero + told.bulk}};
+    status = put_words(bus, first.queue, peer_at(first, kCreditAt), credits);
     if (status == kOk) {
-      bus.put(&c.reported, c.released);
-      c.credits += 1;
+      note(bus, first, told);
+      first.credits += 1;
     }
   }
-  bus.unlock(&c.queue.held);
+  bus.unlock(&first.queue.held);
   return status;
 }
 
@@ -78,11 +139,11 @@ LAMINA_HD Status report_due(B& bus, Channel& c) {
   return c.released - bus.acquire_near(&c.reported) > untold_most(c.in) ? report(bus, c) : kOk;
 }
 
-// As `wait_slot`. Whoever has to wait sends no message that could tell what was given back, and its peer may wait for
-// that alone, so it is told first.
+// As `wait_slot`. Whoever has to wait sends no message that could tell what was given back, of either lane, and its peer
+// may wait for that alone, so it is told first.
 template <class B>
 LAMINA_HD Status wait_slot_or_tell(B& bus, Channel& c, u64 timeout_ns) {
-  if (c.granted - c.credited >= c.out.count && bus.acquire(word_at(c.inbox, kCreditAt)) == c.zero + c.credited) {
+  if (c.granted - c.credited >= c.out.count && bus.acquire(credit_word(c)) == c.zero + c.credited) {
     const Status status = persist(bus, c, timeout_ns, [&] { return report(bus, c); });
     if (status != kOk) return status;
   }

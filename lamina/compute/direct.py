@@ -92,13 +92,13 @@ class DirectAttention:
     def q(self, layer: int, q: Tensor) -> None:
         """Send q [R, Hq, 1, D]. R may be above the step's rows: nobody reads the rest."""
         for share in self._shares[layer]:
-            share.wire.send(self._lines[share.line], q[:, share.q_heads, 0].contiguous())
+            share.wire.send(Kind.Q, self._lines[share.line], q[:, share.q_heads, 0].contiguous())
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Send k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv]. R may be above the step's rows: nobody reads the rest."""
         for share in self._shares[layer]:
             parts = (x[:, share.kv_heads, 0].contiguous() for x in (k, v))
-            share.wire.send(self._lines[share.line + 1], *parts)
+            share.wire.send(Kind.KV, self._lines[share.line + 1], *parts)
 
     @contextmanager
     def launching(self) -> Iterator[bool]:
@@ -113,7 +113,7 @@ class DirectAttention:
         for share in self._shares[layer]:
             part = out[:, :, share.q_heads]
             target = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
-            share.wire.receive(self._lines[share.line + 2], target)
+            share.wire.receive(Kind.O, self._lines[share.line + 2], target)
             if target is not part:
                 part.copy_(target)
         return out
@@ -149,7 +149,7 @@ def _share(piece: HeldPiece, wire: LayerWire, line: int) -> _DirectShare:
 
 
 class Connector(Protocol):
-    """Opens another channel to one memory worker, for kernels to send on where they can, or for hosts."""
+    """Opens a channel to one memory worker, for kernels to send on where they can, or for hosts."""
 
     def __call__(self, *, kernels: bool) -> Channel: ...
 
@@ -164,20 +164,18 @@ def open_wires(
     *,
     graphs: bool,
 ) -> list[LayerWire]:
-    """The wires to the memory workers that gave ``bounds``, over the channels that ``connects`` open, if ``path`` is
-    from device to device; else none, and each worker that waits for its wire gets a channel for hosts in place of that
-    of its link, which may have been made for kernels. ``graphs``: whether memory workers are to record their rounds.
-    Raises ChannelError, RefusedError.
+    """The wires to the memory workers that gave ``bounds``, over the channels of their links, if ``path`` is from
+    device to device; else none, and those are closed. Each worker that waits for a channel for hosts gets one, which
+    ``connects`` open, in place of that of its link: for plans, or for all. ``graphs``: whether memory workers are to
+    record their rounds. Raises ChannelError, RefusedError.
     """
     wires, wanted = list[LayerWire](), path is LayerPath.DEVICE
     for link, connect, bound in zip(links, connects, bounds, strict=True):
         if bound.direct:
-            channel = connect(kernels=wanted)
-            order = Direct(wait_s=wait_s if wanted else 0.0, graphs=graphs)
-            MemoryLink(channel, link.worker, wait_s).direct(order)
+            first, link.channel = link.channel, connect(kernels=False)
+            link.direct(Direct(wait_s=wait_s if wanted else 0.0, graphs=graphs))
             if wanted:
-                wires.append(LayerWire(channel, staging, wait_s))
+                wires.append(LayerWire(first, staging, wait_s))
             else:
-                link.channel.close()
-                link.channel = channel
+                first.close()
     return wires

@@ -62,7 +62,7 @@ class MemoryLink:
         return self._ask(Key(Kind.JOIN), encode(join))
 
     def direct(self, direct: Direct) -> Bound:
-        """Tell the memory worker whether kernels use this channel. Raises RefusedError with the worker's reason."""
+        """Tell the memory worker whether kernels use the channel of the Bind. Raises RefusedError with its reason."""
         return self._ask(Key(Kind.DIRECT), encode(direct))
 
     def _ask(self, key: Key, data: bytes) -> Bound:

@@ -87,7 +87,7 @@ class Session:
         self._trace = trace
         self._grants = Grants(meter, trace, clock, view)
         self._inbox = RoundInbox(self._channels, self._grants, meter, view)
-        self._direct_due = False  # whether a channel for kernels is still to come
+        self._direct_due = False  # whether a channel for hosts is still to come
         self._store = self._bind(open_store)
         self._grants.serve(self._store)
         self._device_layers: DeviceLayers | None = None
@@ -97,7 +97,7 @@ class Session:
 
     @property
     def missing(self) -> int:
-        """Channels that are still to come: of replicas, of prefill workers, and one for layer messages if it is due."""
+        """Channels that are still to come: of replicas, of prefill workers, and one for hosts if it is due."""
         bind = self._store.bind
         return bind.replicas + bind.prefill_workers - len(self._channels) + self._direct_due
 
@@ -134,12 +134,12 @@ class Session:
         channel.release(arrival)
         self._send(channel, Key(Kind.BOUND), encode(self._store.bound))
         self._direct_due = False
+        first, self._channels[0] = self._channels[0], channel  # for hosts, as the first one may not be
         if order.wait_s > 0:
-            wire = LayerWire(channel, self._store.staging, order.wait_s)
+            wire = LayerWire(first, self._store.staging, order.wait_s)
             self._device_layers = DeviceLayers(wire, self._store, self._meter, graphs=order.graphs)
-        else:  # hosts send, and the first one may be for kernels
-            self._channels[0].close()
-            self._channels[0] = channel
+        else:
+            first.close()
 
     def check_idle(self) -> None:
         """Raises ChannelError when a replica was lost, ProtocolError if one sends before all have joined."""

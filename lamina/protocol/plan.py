@@ -9,7 +9,7 @@ layer messages behind it have a fixed place and size: Q, KV and O carry tensors 
     BIND    msgpack of Bind, once a view, before any plan, from replica 0;  BOUND answers it
     JOIN    msgpack of Join, once a view, from every other replica and then every prefill worker;  BOUND answers it
     DIRECT  msgpack of Direct, once, first on a channel besides, where BOUND has offered that;  BOUND answers it. Then
-            Q, KV and O travel on that channel, from device to device
+            plans travel on that one, and Q, KV and O on the one of the Bind, from device to device
     CARRY   the tensors of a cut, from one replica to the next
     STORED  nothing; back to a prefill worker: all K and V of a grant are in the store
     REFUSED utf-8 text, in place of BOUND or of the step's first O: nothing of the step was applied
@@ -52,7 +52,7 @@ from .placement import FIRST, Place
 from .sparse_ops import Prune as Prune
 from .sparse_ops import RowOp as RowOp
 
-VERSION = 16
+VERSION = 17
 # Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
 GRANTS_AHEAD = 2
 MOST_PAGES = 64  # of a transfer
@@ -301,8 +301,8 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Direct(msgspec.Struct, frozen=True, kw_only=True):
-    """The channel is for kernels, none of which waits longer than ``wait_s``; 0: for hosts, in place of that of the
-    Bind. ``graphs``: whether rounds of decoding are to be recorded.
+    """The channel is for hosts, in place of that of the Bind, which is for kernels, none of which waits longer than
+    ``wait_s``; 0: it is over. ``graphs``: whether rounds of decoding are to be recorded.
     """
 
     version: int = VERSION
@@ -322,7 +322,7 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     stays: bool = False  # all do, but for stripes on loan
     num_blocks: list[int]  # group -> KV blocks
     backend: str = ""  # attention backend, by its name in the table
-    direct: bool = False  # the device of this side can too, and a channel for it is due
+    direct: bool = False  # the device of this side can too, and a channel for hosts is due
     kv_bytes: int = 0  # of its memory, for KV blocks
 
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from lamina.buffers import bytes_of
-from lamina.netstack import Channel, DeviceChannel
+from lamina.netstack import Channel, DeviceChannel, DeviceSide
 from lamina.netstack.contract.fabric import TAG_BYTES
-from lamina.protocol.plan import Key, ProtocolError
+from lamina.protocol.plan import Key, Kind, ProtocolError
 
 from .staging import Apart, Queue, Staging
 
@@ -33,6 +33,7 @@ _LINE = struct.Struct(f"<2Q{TAG_BYTES}s")  # of a message: one length or two, in
 TAG_AT = 16
 LINE_WORDS = _LINE.size // 8
 _NOTE = struct.Struct(f"<Q{TAG_BYTES}sQ{TAG_BYTES}s")  # length and tag of what came, and of what was due
+BULK = (Kind.KV,)  # by the lane of bulk: Q, on which an O waits, must not queue behind them
 
 
 def can_be_direct(channel: Channel, staging: Staging) -> bool:
@@ -55,23 +56,28 @@ class LayerWire:
         self._wait_ns = int(wait_s * 1e9)
         self._notes = torch.zeros(1 + _NOTE.size // 8, dtype=torch.int64, device=staging.device)  # status, then a note
 
-    def send(self, line: Tensor, first: Tensor, second: Tensor | None = None) -> None:
+    def send(self, kind: Kind, line: Tensor, first: Tensor, second: Tensor | None = None) -> None:
         """Of contiguous tensors, as many bytes as ``line`` says, which is on the device."""
         at, rest = line.data_ptr(), (self._wait_ns, self._notes.data_ptr())
         if second is None:
-            self._side.send(self._stream, first.data_ptr(), at, at + TAG_AT, *rest)
+            self._lane(kind).send(self._stream, first.data_ptr(), at, at + TAG_AT, *rest)
         else:
-            self._side.send_two(self._stream, first.data_ptr(), second.data_ptr(), at, at + TAG_AT, *rest)
+            self._lane(kind).send_two(self._stream, first.data_ptr(), second.data_ptr(), at, at + TAG_AT, *rest)
 
-    def receive(self, line: Tensor, target: Tensor) -> None:
-        """The next message, which must be that of ``line``, into ``target``, contiguous and of its length."""
+    def receive(self, kind: Kind, line: Tensor, target: Tensor) -> None:
+        """The next message of that kind's lane, which must be that of ``line``, into ``target``, contiguous and of its
+        length.
+        """
         at, status = line.data_ptr(), self._notes.data_ptr()
         rest = at, at + TAG_AT, status + 8, self._wait_ns, status
-        self._side.receive_due(self._stream, target.data_ptr(), *rest)
+        self._lane(kind).receive_due(self._stream, target.data_ptr(), *rest)
 
     def launching(self) -> AbstractContextManager[bool]:
         """Around the launch of a graph that holds messages; False: it must not be launched."""
         return self._side.launching()
+
+    def _lane(self, kind: Kind) -> DeviceSide:
+        return self._side.bulk if kind in BULK else self._side
 
     def settle(self) -> None:
         """Wait for the device, and raise what has gone wrong: ChannelError, ProtocolError."""

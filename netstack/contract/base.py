@@ -13,7 +13,9 @@ from .fabric import TAG_BYTES, Arrival, ChannelStats, Region, Slot
 from .terms import Geometry
 
 KEY_BYTES_MIN = 16
-RDMA_DEVICE = "LAMINA_RDMA_DEVICE"  # NAME, NAME:PORT or NAME:PORT:GID INDEX; default: the nearest active port
+RDMA_DEVICE = "LAMINA_RDMA_DEVICE"  # of a host: NAME, NAME:PORT or NAME:PORT:GID INDEX; default: the nearest port
+RDMA_FLAG = "--rdma-device"  # the same for all hosts, before theirs
+NAMED_BY = f"{RDMA_FLAG} or {RDMA_DEVICE}"
 SPIN_S = 50e-6  # about one wake-up of a sleeper on another core; a peer on this core needs it more
 
 
@@ -135,6 +137,11 @@ class BaseFabric:
         if not url.startswith(prefix):
             raise ValueError(f"url {url!r} is not of this transport; it starts with {prefix}")
         return url.removeprefix(prefix)
+
+
+def rdma_device(told: str = "") -> str:
+    """The RDMA device that somebody has named: for all hosts, else for this one; empty: nobody has."""
+    return told or os.environ.get(RDMA_DEVICE, "")
 
 
 def affordable_spin(spin_s: float) -> float:

@@ -172,6 +172,9 @@ class DeviceSide(Protocol):
     5. Failure. ``status`` is the address of an int32 that is 0 at first. A kernel that fails sets it, and later ones
        that are given it do nothing; what they were to fill in is left as it was, so what a failure has spoilt is not
        sent on. ``check`` tells what has happened.
+    6. Lanes. Messages of ``bulk`` are in order among themselves, and so are all others; neither waits for queued ones
+       of the other, nor takes its slots, of which each has as many. A transport without such queues has one lane for
+       both: so both ends name the same one for a message, and receive in the order in which was sent.
     """
 
     @property
@@ -179,6 +182,11 @@ class DeviceSide(Protocol):
         """Whether calls may be captured. Where not, one may first wait up to ``timeout_ns`` for the peer's host to have
         put the kernel that this one needs; then both ends must be used by threads of their own.
         """
+        ...
+
+    @property
+    def bulk(self) -> DeviceSide:
+        """The lane for messages that others must not wait for, from who connects to who listens alone; or this one."""
         ...
 
     def send(self, stream: int, source: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:

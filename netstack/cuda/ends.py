@@ -20,12 +20,16 @@ def inbox_bytes(geometry: Geometry) -> int:
     return native.inbox_bytes(geometry.slots, geometry.slot_bytes)
 
 
-def ends_of(staging: int, inbox: int, abort: int, outbound: Geometry, inbound: Geometry, zero: int) -> dict[str, int]:
+def ends_of(
+    staging: int, inbox: int, abort: int, outbound: Geometry | None, inbound: Geometry | None, zero: int
+) -> dict[str, int]:
     """What a channel without messages begins with, of any kind of link: addresses of the peer's inbox as it is written
-    here, of ours, of the abort word; ``zero``: the epoch's first number.
+    here, of ours, of the abort word; ``zero``: the epoch's first number. A direction without a geometry has no slots.
     """
-    shapes = {"out.count": outbound.slots, "out.bytes": outbound.slot_bytes}
-    shapes |= {"in.count": inbound.slots, "in.bytes": inbound.slot_bytes}
+    shapes = dict[str, int]()
+    for way, geometry in (("out", outbound), ("in", inbound)):
+        if geometry is not None:
+            shapes |= {f"{way}.count": geometry.slots, f"{way}.bytes": geometry.slot_bytes}
     return {"staging": staging, "inbox": inbox, "abort": abort, "zero": zero} | shapes
 
 
@@ -41,5 +45,5 @@ def new_ends(
 def clear_inbox(driver: Driver, address: int, zero: int) -> None:
     """As both sides have to find it before the first message: no signal and no credit of the epoch yet."""
     driver.call("cuMemsetD8_v2", address, 0, native.SLOTS_AT)
-    for at in (native.SIGNAL_AT, native.CREDIT_AT):
+    for at in (native.SIGNAL_AT, native.CREDIT_AT, native.BULK_CREDIT_AT):
         driver.write(address + at, zero.to_bytes(8, "little"))

@@ -14,9 +14,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 
-from lamina.netstack.contract.fabric import ChannelTimeout, NoResource, PeerFault, Slot
+from lamina.netstack.contract.fabric import ChannelTimeout, DeviceSide, NoResource, PeerFault, Slot
 from lamina.netstack.contract.layout import StructLayout
 from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry, Terms
 from lamina.netstack.host.native import ABORTED, FAULT, LINE, OK, TIMEOUT
@@ -35,10 +36,13 @@ KERNELS_OF_VIEW = "send", "send_two", "receive", "receive_due"
 
 @dataclass(frozen=True)
 class LinkKind:
-    """``name``: of its kernels, between lamina_ and what they do; ``layout``: of its channel's struct."""
+    """``name``: of its kernels, between lamina_ and what they do; ``layout``: of a lane's struct; ``has_bulk``: behind
+    that of the first lies that of a second lane.
+    """
 
     name: str
     layout: StructLayout
+    has_bulk: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,11 @@ class DeviceView:
     launching: Callable[[], AbstractContextManager[bool]]
     check: Callable[[int], None]
     recordable: bool = True
+    lane_of_bulk: DeviceSide | None = None  # None: this one
+
+    @property
+    def bulk(self) -> DeviceSide:
+        return self.lane_of_bulk or self
 
     def send(self, stream: int, source: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
         self.launch(stream, "send", source, nbytes, tag, timeout_ns, status)
@@ -72,7 +81,7 @@ class DeviceView:
 class KernelChannel(WatchedChannel):
     """A channel of a ``kind`` of link. Owns ``sock`` and ``parts``, what carries its messages, once this returns.
 
-    ``describe``: the struct of the channel, given the address of the abort word.
+    ``describe``: the structs of its lanes, given the address of the abort word.
     """
 
     def __init__(
@@ -113,7 +122,7 @@ class KernelChannel(WatchedChannel):
             weakref.finalize(self, watch(self._sock, end_waits, self._events()))
             for kernel in KERNELS_OF_VIEW:
                 self._driver.load(f"{self._kind.name}_{kernel}")
-        return DeviceView(self._driver, self._channel, self._launch, self._open, self._check_kernels)
+        return self._view(0, self._view(1, None) if self._kind.has_bulk else None)
 
     def take_back(self) -> None:
         with self._open() as is_open:
@@ -139,7 +148,7 @@ class KernelChannel(WatchedChannel):
         self._pinned.view[0] = 1
 
     def _flush(self) -> None:
-        """Wait until the link needs nothing more of what was put; STALL_NS at most, and not for a peer that left."""
+        """Wait until the link needs nothing more of what was put; STALL_NS a lane at most, not for a peer that left."""
         if self._peer_end is not None:
             return
         with self._open() as is_open, suppress(CudaError), ExitStack() as parts:
@@ -148,7 +157,9 @@ class KernelChannel(WatchedChannel):
             stream = parts.enter_context(closing(CudaStream(self._driver)))
             # The abort word is set; behind it, in its line, are one for this kernel and its status.
             at = self._address(self._pinned.view)
-            self._driver.launch(stream.number, f"{self._kind.name}_flush", self._channel, at + 8, STALL_NS, at + 16)
+            for lane in range(1 + self._kind.has_bulk):
+                rest = self._lane(lane), at + 8, STALL_NS, at + 16
+                self._driver.launch(stream.number, f"{self._kind.name}_flush", *rest)
 
     def _events(self) -> LinkEvents | None:
         """None where the link says nothing of itself."""
@@ -158,19 +169,28 @@ class KernelChannel(WatchedChannel):
         """What the link itself says of a kernel's ``status``."""
         return f"status {status} of csrc/netstack/device.h"
 
-    def _struct(self) -> dict[str, int]:
+    def _lane(self, lane: int) -> int:
+        """The address of its struct."""
+        return self._channel + lane * self._kind.layout.nbytes
+
+    def _view(self, lane: int, bulk: DeviceView | None) -> DeviceView:
+        launch = partial(self._launch, self._lane(lane))
+        check = self._check_kernels
+        return DeviceView(self._driver, self._lane(lane), launch, self._open, check, lane_of_bulk=bulk)
+
+    def _struct(self, lane: int = 0) -> dict[str, int]:
         layout = self._kind.layout
-        return layout.unpack(self._driver.read(self._channel, layout.nbytes))
+        return layout.unpack(self._driver.read(self._lane(lane), layout.nbytes))
 
     @contextmanager
     def _open(self) -> Iterator[bool]:
         with self._launching:
             yield not self._closed
 
-    def _launch(self, stream: int, kernel: str, *arguments: int) -> None:
+    def _launch(self, lane: int, stream: int, kernel: str, *arguments: int) -> None:
         with self._open() as is_open:
             if is_open:
-                self._driver.launch(stream, f"{self._kind.name}_{kernel}", self._channel, *arguments)
+                self._driver.launch(stream, f"{self._kind.name}_{kernel}", lane, *arguments)
 
     def _check_kernels(self, status: int) -> None:
         """Raise the error that a view's ``status`` stands for, or that the channel was closed, after which nothing is

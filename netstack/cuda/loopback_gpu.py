@@ -173,6 +173,10 @@ class OrderedView:
         self._channel = channel
         self._failure: Exception | None = None
 
+    @property
+    def bulk(self) -> OrderedView:
+        return self
+
     def send(self, stream: int, source: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
         self._launch(True, timeout_ns, stream, "memory_send", source, nbytes, tag, NO_NS, status)
 

@@ -6,8 +6,8 @@ one of CUDA's driver; neither has run on a GPU.
 Peers meet as those of ``verbs`` do: over TCP, which stays as the life line, with cards under the session's keys. The
 connector's card names a communicator of the two, which both then make together, with a window that each reaches of the
 other's, by which its NIC, its GID and its queues are NCCL's to choose (NCCL_IB_HCA, NCCL_IB_GID_INDEX). A message is
-one put with a strong signal, so the network may reorder. NCCL's own sockets, and what NICs send, are neither encrypted
-nor authenticated: use a network that strangers cannot write to.
+one put with a strong signal, so the network may reorder. Bulk goes by a context of its own, a queue of NCCL's. NCCL's
+own sockets, and what NICs send, are neither encrypted nor authenticated: use a network that strangers cannot write to.
 
 Making a communicator takes memory of the GPU and may wait for kernels that run on it, which may wait for a peer: so all
 channels are made before the first step, and pools that change meanwhile take another transport (``schemes.AT_START``).
@@ -28,7 +28,7 @@ from time import monotonic
 
 from lamina.netstack.contract.fabric import Channel, Fabric, HandshakeError
 from lamina.netstack.contract.layout import StructLayout
-from lamina.netstack.contract.terms import EPOCH_SHIFT, MESSAGE_MOST
+from lamina.netstack.contract.terms import EPOCH_SHIFT, MESSAGE_MOST, Geometry
 from lamina.netstack.cuda.cuda import DEVICE
 from lamina.netstack.cuda.driver import Driver
 from lamina.netstack.cuda.ends import clear_inbox, ends_of, inbox_bytes
@@ -46,7 +46,7 @@ from lamina.netstack.rdma.verbs import VerbsFabric
 from .compiler import BY_NVCC
 from .nccl import ID_BYTES, Communicator, NcclError, NcclLibrary
 
-GIN = LinkKind("gin", StructLayout(*gin_layout()))
+GIN = LinkKind("gin", StructLayout(*gin_layout()), has_bulk=True)
 CARD = struct.Struct(f"!4sI{ID_BYTES}s")  # magic, version of NCCL, the communicator's name
 MAGIC, MADE = b"NGIN", b"made"
 MAKE_S = HANDSHAKE_S - 1.0  # for both to make a communicator, before the listener takes the connector for silent
@@ -55,13 +55,27 @@ PAGE = 4096
 
 
 @dataclass(frozen=True)
+class WindowLane:
+    """Of a lane in the window: the offset of what this side sends, and of what it receives; without a geometry no
+    message goes that way.
+    """
+
+    to: int
+    origin: int
+    outbound: Geometry | None
+    inbound: Geometry | None
+
+
+@dataclass(frozen=True)
 class GinLink:
-    """``parts``: all of it, to be closed once. ``fields``: of the channel's struct."""
+    """``parts``: all of it, to be closed once. ``base``: the address of the window, which has ``lanes``, the first and
+    that of bulk; ``fields``: of each lane's struct.
+    """
 
     parts: ExitStack
     communicator: Communicator
-    staging: int
-    inbox: int
+    base: int
+    lanes: tuple[WindowLane, WindowLane]
     fields: dict[str, int]
 
 
@@ -84,11 +98,16 @@ class GinChannel(KernelChannel):
     def __init__(
         self, driver: Driver, link: GinLink, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool
     ) -> None:
-        self._communicator = link.communicator
-        shapes, zero = directions(session, listening=listening), session.epoch << EPOCH_SHIFT
+        self._communicator, zero = link.communicator, session.epoch << EPOCH_SHIFT
 
         def describe(abort: int) -> bytes:
-            return GIN.layout.pack(ends_of(link.staging, link.inbox, abort, *shapes, zero) | link.fields)
+            structs = list[bytes]()
+            for context, lane in enumerate(link.lanes):
+                places = link.base + lane.to, link.base + lane.origin
+                ends = ends_of(*places, abort, lane.outbound, lane.inbound, zero)
+                own = {"to": lane.to, "from": lane.origin, "context": context}
+                structs.append(GIN.layout.pack(ends | link.fields | own))
+            return b"".join(structs)
 
         sock.setblocking(False)
         super().__init__(driver, GIN, link.parts, describe, sock, peer, session, listening=listening)
@@ -155,8 +174,7 @@ class GinWay:
     def _link(self, session: PeerSession, name: bytes, given_up: threading.Event, *, listening: bool) -> GinLink:
         """Both sides make it at the same time. Raises NcclError, CudaError."""
         driver, rank, zero = self._driver, int(listening), session.epoch << EPOCH_SHIFT
-        back = -(-inbox_bytes(session.outbound) // PAGE) * PAGE  # where the direction to the connector lies
-        to, origin = (back, 0) if listening else (0, back)
+        lanes, nbytes = places_of(session, listening=listening)
         outbound, inbound = directions(session, listening=listening)
         with ExitStack() as parts:
             deadline = monotonic() + MAKE_S
@@ -165,12 +183,13 @@ class GinWay:
             properties = both.properties()
             if not properties.deviceApiSupport or not properties.ginType:
                 raise NcclError("NCCL finds no NIC that kernels can use: see its words with NCCL_DEBUG=INFO")
-            base, window = both.window(back + inbox_bytes(session.inbound))
-            clear_inbox(driver, base + origin, zero)
+            base, window = both.window(nbytes)
+            for lane in lanes:
+                clear_inbox(driver, base + lane.origin, zero)
             device_side = driver.allocate(both.device_side(2 * outbound.slots + inbound.slots, self._traffic_class))
             parts.callback(driver.free, device_side)
-            fields = {"communicator": device_side, "window": window, "peer": 1 - rank, "to": to, "from": origin}
-            return GinLink(parts.pop_all(), both, base + to, base + origin, fields)
+            fields = {"communicator": device_side, "window": window, "peer": 1 - rank}
+            return GinLink(parts.pop_all(), both, base, lanes, fields)
 
 
 class GinFabric(VerbsFabric):
@@ -184,6 +203,19 @@ class GinFabric(VerbsFabric):
 
     def _connected(self, sock: socket.socket, peer: str, session: PeerSession, deadline: float) -> Channel:
         return super()._connected(sock, peer, session, max(deadline, monotonic() + MAKE_S + 2 * LATE_S))
+
+
+def places_of(session: PeerSession, *, listening: bool) -> tuple[tuple[WindowLane, WindowLane], int]:
+    """The first lane's, and that of bulk, which goes to who listens; and the bytes of the window. In it lie messages to
+    who listens, those back, bulk, and a page in which credits for that come back.
+    """
+    there, back = (-(-inbox_bytes(geometry) // PAGE) * PAGE for geometry in (session.outbound, session.inbound))
+    bulk, credit = there + back, 2 * there + back
+    if listening:
+        first = WindowLane(there, 0, session.inbound, session.outbound)
+        return (first, WindowLane(credit, bulk, None, session.outbound)), credit + PAGE
+    first = WindowLane(0, there, session.outbound, session.inbound)
+    return (first, WindowLane(bulk, credit, session.outbound, None)), credit + PAGE
 
 
 def _made(

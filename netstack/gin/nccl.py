@@ -25,6 +25,7 @@ ID_BYTES = 128
 SUCCESS, IN_PROGRESS = 0, 7
 WINDOW = 1 | 2  # symmetric, strictly ordered
 FULLY_CONNECTED = 1
+CONTEXTS = 2  # queues that kernels put by; NCCL may make others
 AGAIN_S = 1e-3
 END_S = 1.0  # for what a communicator has to end before it is aborted
 
@@ -186,12 +187,12 @@ class Communicator:
         return memory.value or 0, made.value or 0
 
     def device_side(self, requests: int, traffic_class: int) -> bytes:
-        """The ncclDevComm that kernels are given; they make it together. ``requests``: that may be under way at once;
-        ``traffic_class``: 0 = NCCL's own.
+        """The ncclDevComm that kernels are given; they make it together. ``requests``: that may be under way at once,
+        by one context; ``traffic_class``: 0 = NCCL's own.
         """
         made = ctypes.create_string_buffer(self.properties().devCommRuntimeVersionSize)
         wanted = Requirements(ctypes.sizeof(Requirements), MAGIC, self._nccl.version)
-        wanted.ginForceEnable, wanted.ginContextCount, wanted.ginConnectionType = True, 1, FULLY_CONNECTED
+        wanted.ginForceEnable, wanted.ginContextCount, wanted.ginConnectionType = True, CONTEXTS, FULLY_CONNECTED
         wanted.ginQueueDepth, wanted.ginTrafficClass = requests, traffic_class or UNSET
         wanted.ginStrongSignalsRequired = wanted.ginVaSignalsRequired = wanted.useRuntimeVersion = True
         wanted.ginCustomStride = 1

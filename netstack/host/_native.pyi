@@ -162,6 +162,7 @@ FAILED: int
 # Its inbox: bytes of a line, where the newest message's number is, that of the newest released one, and slots begin.
 LINE: int
 SIGNAL_AT: int
+BULK_CREDIT_AT: int
 CREDIT_AT: int
 SLOTS_AT: int
 

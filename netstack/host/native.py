@@ -5,6 +5,7 @@ from __future__ import annotations
 try:
     from ._native import (
         ABORTED,
+        BULK_CREDIT_AT,
         CREDIT_AT,
         FAILED,
         FAULT,
@@ -45,6 +46,7 @@ except ImportError as error:
 
 __all__ = [
     "ABORTED",
+    "BULK_CREDIT_AT",
     "CREDIT_AT",
     "FAILED",
     "FAULT",

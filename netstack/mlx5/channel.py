@@ -1,25 +1,29 @@
-"""A channel whose link is a queue pair of an mlx5 device."""
+"""A channel whose lanes are queue pairs of an mlx5 device."""
 
 from __future__ import annotations
 
+import select
 import socket
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lamina.netstack.contract.layout import StructLayout
-from lamina.netstack.contract.terms import EPOCH_SHIFT, Terms
+from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry, Terms
 from lamina.netstack.cuda.driver import CudaError, Driver
 from lamina.netstack.cuda.ends import ends_of
-from lamina.netstack.cuda.kernel_channel import KernelChannel, LinkKind, directions
+from lamina.netstack.cuda.kernel_channel import KernelChannel, LinkKind
 from lamina.netstack.host.native import FAILED, mlx5_layout
 from lamina.netstack.meeting.lifeline import LinkEvents
-from lamina.netstack.rdma.card import Card
+
+from .card import LanedCard
 
 if TYPE_CHECKING:
     from lamina.netstack.host._native import KernelPair
 
-MLX5 = LinkKind("mlx5", StructLayout(*mlx5_layout()))
+MLX5 = LinkKind("mlx5", StructLayout(*mlx5_layout()), has_bulk=True)
+FIRST, BULK = 1, 2  # Lane of csrc/netstack/mlx5_channel.h
 SYNDROMES = {  # of a failed work request, by the mlx5 manual
     0x01: "local length error",
     0x02: "local queue pair error",
@@ -32,53 +36,66 @@ SYNDROMES = {  # of a failed work request, by the mlx5 manual
 
 
 @dataclass(frozen=True)
-class NicLink:
-    """``queue``: as ``pair`` tells it, with addresses as kernels name them; ``staging``, ``inbox``: their addresses."""
+class NicLane:
+    """``queue``: as ``pair`` tells it, with addresses as kernels name them; ``staging``, ``inbox``: their addresses, of
+    the directions that have slots: those of ``outbound`` and ``inbound``.
+    """
 
     pair: KernelPair
     queue: dict[str, int]
+    outbound: Geometry | None
+    inbound: Geometry | None
     staging: int
     inbox: int
 
 
 class NicEvents:
-    """The events of a queue pair and of its device; ``said``: the first that ends the pair, in libibverbs's words."""
+    """The events of queue pairs and of their devices; ``said``: the first that ends one, in libibverbs's words."""
 
-    def __init__(self, pair: KernelPair) -> None:
-        self._pair, self.said = pair, ""
+    def __init__(self, pairs: Sequence[KernelPair]) -> None:
+        self._pairs, self.said = pairs, ""
+        self._any = select.epoll()
+        for pair in pairs:
+            self._any.register(pair.events_fd(), select.EPOLLIN)
 
     def fileno(self) -> int:
-        return self._pair.events_fd()
+        return self._any.fileno()
 
     def is_over(self) -> bool:
-        if not self.said and (said := self._pair.event()):  # several threads ask: none may lose what another one got
-            self.said = said
+        for pair in self._pairs:
+            if not self.said and (said := pair.event()):  # several threads ask: none may lose what another one got
+                self.said = said
         return bool(self.said)
+
+    def close(self) -> None:
+        self._any.close()
 
 
 class Mlx5Channel(KernelChannel):
-    """Owns ``sock`` and ``parts`` once this returns; ``theirs`` is the card of the peer."""
+    """Owns ``sock`` and ``parts`` once this returns. ``lanes``: the first, and that of bulk; ``theirs``: the peer's."""
 
     def __init__(
-        self, driver: Driver, parts: ExitStack, link: NicLink, theirs: Card, sock: socket.socket, peer: str,
-        session: Terms, *, listening: bool,
+        self, driver: Driver, parts: ExitStack, lanes: tuple[NicLane, NicLane], theirs: LanedCard, sock: socket.socket,
+        peer: str, session: Terms, *, listening: bool,
     ) -> None:  # fmt: skip
-        self._nic = NicEvents(link.pair)
-        facts = dict(link.queue)
-        there = {"source.address": link.staging, "source.key": facts.pop("key")}
-        there |= {"peer.address": theirs.address, "peer.key": theirs.key}
-        there |= {f"queue.{name}": value for name, value in facts.items()}
-        shapes = directions(session, listening=listening)
+        self._nic = parts.enter_context(closing(NicEvents([lane.pair for lane in lanes])))
 
         def describe(abort: int) -> bytes:
-            zero = session.epoch << EPOCH_SHIFT
-            return MLX5.layout.pack(ends_of(link.staging, link.inbox, abort, *shapes, zero) | there)
+            structs = list[bytes]()
+            for number, lane, card in ((FIRST, lanes[0], theirs.first), (BULK, lanes[1], theirs.bulk)):
+                zero, queue = session.epoch << EPOCH_SHIFT, dict(lane.queue)
+                places = lane.staging or lanes[0].staging, lane.inbox or lanes[0].inbox  # never of no memory
+                ends = ends_of(*places, abort, lane.outbound, lane.inbound, zero)
+                ends |= {"source.address": lane.staging, "source.key": queue.pop("key"), "lane": number}
+                ends |= {"peer.address": card.address, "peer.key": card.key}
+                structs.append(MLX5.layout.pack(ends | {f"queue.{name}": value for name, value in queue.items()}))
+            return b"".join(structs)
 
         sock.setblocking(False)
         super().__init__(driver, MLX5, parts, describe, sock, peer, session, listening=listening)
 
     def _finish(self) -> None:
-        """With the queue pair goes what its NIC has not sent."""
+        """With the queue pairs goes what their NIC has not sent."""
         self._flush()
 
     def _events(self) -> LinkEvents:
@@ -93,7 +110,7 @@ class Mlx5Channel(KernelChannel):
         if status != FAILED:
             return super()._broken(status)
         try:
-            syndrome = self._struct()["queue.syndrome"]
+            syndrome = next(filter(None, (self._struct(lane)["queue.syndrome"] for lane in (0, 1))), 0)
         except CudaError as error:
             return str(error)
         why = f"the NIC reports error {syndrome:#x} ({SYNDROMES.get(syndrome, 'see the mlx5 manual')})"

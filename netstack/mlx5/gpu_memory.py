@@ -26,6 +26,7 @@ from lamina.netstack.host.native import LINE, Ringer
 DMA_BUF_FILE = 1  # CUmemRangeHandleType
 OWNER = 100  # CUGPUDirectRDMAWritesOrdering: kernels of this GPU see a NIC's writes in their order
 PAGE = 4096
+NO_PIECE = 0, 0, -1  # as of NicMemory
 NO_DOORBELL = b"\xff" * 8  # kNoDoorbell of csrc/netstack/proxy/proxy.h
 
 

@@ -3,9 +3,11 @@
 HARDWARE-UNVERIFIED. What the kernels do (csrc/netstack/mlx5.h) is proven on CPUs against a software NIC and weak
 memory, and this module runs with the distribution's libmlx5 over a stand-in of its kernel driver, and one of CUDA's.
 
-Peers meet as those of ``verbs`` do: over TCP, which stays as the life line, with cards under the session's keys.
+Peers meet as those of ``verbs`` do: over TCP, which stays as the life line, with cards under the session's keys. Each
+channel has two queue pairs: one for calls and for messages that somebody waits for, both ways, and one for bulk, from
+who connects to who listens, so that the former never wait in the NIC for the latter.
 Inbox and staging are memory of the GPU, which the NIC reaches by dma-buf or nvidia-peermem: the inbox for a peer's
-writes, and nothing else for anything. Ring, completions and records of the queue pair are libmlx5's, in the host's
+writes, and nothing else for anything. Ring, completions and records of a queue pair are libmlx5's, in the host's
 memory, which is mapped for kernels, and so is the page of the doorbell; where the driver does not map that, kernels
 ring in a word of the host's, and a thread next to the NIC rings on. A message is two RDMA writes, the second of
 which is its signal: the network must deliver in order, without adaptive routing, and the GPU has to say that its
@@ -19,8 +21,9 @@ import logging
 import os
 import socket
 from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING
 
-from lamina.netstack.contract.base import RDMA_DEVICE
+from lamina.netstack.contract.base import rdma_device
 from lamina.netstack.contract.fabric import HandshakeError
 from lamina.netstack.contract.terms import EPOCH_SHIFT, MESSAGE_MOST, Geometry
 from lamina.netstack.cuda.cuda import DEVICE
@@ -35,10 +38,13 @@ from lamina.netstack.rdma.card import Card, Route
 from lamina.netstack.rdma.native_way import TRIAL, NativeWay, Place
 from lamina.netstack.rdma.nearest import cores_of
 from lamina.netstack.rdma.verbs import VerbsFabric
-from lamina.netstack.rdma.way import reaching
 
-from .channel import Mlx5Channel, NicLink
-from .gpu_memory import HostPages, Mailbox, NicMemory, doorbell_fault, lack
+from .card import LanedCard, opened_lanes
+from .channel import Mlx5Channel, NicLane
+from .gpu_memory import NO_PIECE, HostPages, Mailbox, NicMemory, doorbell_fault, lack
+
+if TYPE_CHECKING:
+    from lamina.netstack.host._native import KernelPair
 
 log = logging.getLogger(__name__)
 BLOCKS_LEAST = 8
@@ -60,23 +66,23 @@ class KernelWay(NativeWay):
         outbound, inbound = directions(session, listening=listening)
         if (most := max(outbound.slot_bytes, inbound.slot_bytes)) > MESSAGE_MOST:
             raise HandshakeError(f"slot_bytes is at most {MESSAGE_MOST} over {self.scheme}, not {most}")
-        zero = session.epoch << EPOCH_SHIFT
         with ExitStack() as parts:
-            link = self._link(parts, self._place(), outbound, inbound)
-            clear_inbox(self._driver, link.inbox, zero)
-            gid, lid, number, psn, mtu, *inbox = link.pair.card()
-            theirs: list[Card] = []
+            lanes = first, bulk = self._lanes(parts, self._place(), outbound, inbound, listening=listening)
+            for lane in lanes:
+                if lane.inbound is not None:
+                    clear_inbox(self._driver, lane.inbox, session.epoch << EPOCH_SHIFT)
+            ours = LanedCard(card_of(first.pair), card_of(bulk.pair))
+            sizes = inbox_bytes(outbound), 0 if listening else inbox_bytes(outbound)
+            theirs: list[LanedCard] = []
 
-            def connect(card: Card) -> None:
-                r = card.route
-                link.pair.connect(r.gid, r.lid, r.number, r.psn, r.mtu, card.key, card.address)
-                theirs.append(card)
+            def reach(text: bytes) -> None:
+                theirs.append(opened_lanes(text, sizes, our_lid=ours.first.route.lid))
+                connect(first.pair, theirs[0].first)
+                connect(bulk.pair, theirs[0].bulk)
 
-            reach = reaching(inbox_bytes(outbound), lid, connect)
-            card = Card(Route(gid, lid, number, psn, mtu), *inbox).pack()
-            yield from exchanged(sock, swap(session, card, reach, listening=listening))
+            yield from exchanged(sock, swap(session, ours.pack(), reach, listening=listening))
             try:
-                return Mlx5Channel(self._driver, parts, link, theirs[0], sock, peer, session, listening=listening)
+                return Mlx5Channel(self._driver, parts, lanes, theirs[0], sock, peer, session, listening=listening)
             except CudaError as error:
                 raise HandshakeError(str(error)) from error
 
@@ -87,16 +93,32 @@ class KernelWay(NativeWay):
 
     def _try(self, place: Place) -> None:
         with ExitStack() as parts:
-            self._link(parts, place, TRIAL, TRIAL)
+            self._lanes(parts, place, TRIAL, TRIAL, listening=False)
 
-    def _link(self, parts: ExitStack, place: Place, outbound: Geometry, inbound: Geometry) -> NicLink:
-        """What it takes is given back with ``parts``. Raises OSError with what the driver or the device refused."""
+    def _lanes(
+        self, parts: ExitStack, place: Place, outbound: Geometry, inbound: Geometry, *, listening: bool
+    ) -> tuple[NicLane, NicLane]:
+        """The first, and that of bulk. What they take is given back with ``parts``. Raises OSError with what the driver
+        or the device refused.
+        """
+        first = self._lane(parts, place, outbound, inbound, credits=inbound.slots if listening else 0)
+        if listening:
+            return first, self._lane(parts, place, None, inbound)
+        return first, self._lane(parts, place, outbound, None)
+
+    def _lane(
+        self, parts: ExitStack, place: Place, outbound: Geometry | None, inbound: Geometry | None, credits: int = 0
+    ) -> NicLane:
+        """``credits``: of another lane, most that this one has to tell of by themselves."""
         driver = self._driver
         staging, inbox = (
-            parts.enter_context(closing(NicMemory(driver, inbox_bytes(geometry)))) for geometry in (outbound, inbound)
+            parts.enter_context(closing(NicMemory(driver, inbox_bytes(geometry)))) if geometry else None
+            for geometry in (outbound, inbound)
         )
-        blocks = ring_blocks(2 * outbound.slots + inbound.slots)
-        pair = parts.enter_context(closing(open_kernel_pair(*place, blocks, staging.piece, inbox.piece)))
+        requests = sum(n * geometry.slots for n, geometry in ((2, outbound), (1, inbound)) if geometry)
+        pieces = (memory.piece if memory else NO_PIECE for memory in (staging, inbox))
+        pair = open_kernel_pair(*place, ring_blocks(requests + credits), *pieces)
+        parts.enter_context(closing(pair))
         parts.callback(pair.halt)
         queue = pair.queue()
         held = [(queue["ring"], queue["blocks"] * WQE_BYTES), (queue["completions"], queue["cqes"] * CQE_BYTES)]
@@ -105,7 +127,8 @@ class KernelWay(NativeWay):
         for name in ("ring", "completions", "record", "seen"):
             queue[name] = pages.of(queue[name])
         queue |= self._doorbell(parts, queue["doorbell"], queue["alternate"])
-        return NicLink(pair, queue, staging.address, inbox.address)
+        addresses = (memory.address if memory else 0 for memory in (staging, inbox))
+        return NicLane(pair, queue, outbound, inbound, *addresses)
 
     def _doorbell(self, parts: ExitStack, doorbell: int, alternate: int) -> dict[str, int]:
         """The same two as kernels ring."""
@@ -126,13 +149,27 @@ def ring_blocks(requests: int) -> int:
     return max(BLOCKS_LEAST, 1 << (requests - 1).bit_length())
 
 
+def card_of(pair: KernelPair) -> Card:
+    gid, lid, number, psn, mtu, *inbox = pair.card()
+    return Card(Route(gid, lid, number, psn, mtu), *inbox)
+
+
+def connect(pair: KernelPair, card: Card) -> None:
+    """Raises HandshakeError."""
+    r = card.route
+    try:
+        pair.connect(r.gid, r.lid, r.number, r.psn, r.mtu, card.key, card.address)
+    except OSError as error:
+        raise HandshakeError(str(error)) from error
+
+
 class Mlx5Fabric(VerbsFabric):
     """Listens and connects as ``verbs`` does."""
 
     scheme = "mlx5"
 
 
-def open_fabric(key: bytes, *, gpu: int = 0) -> Mlx5Fabric:
+def open_fabric(key: bytes, *, gpu: int = 0, device: str = "") -> Mlx5Fabric:
     """Raises ImportError, with its cause, where there is no GPU or no NIC for it."""
     if fault := mlx5_fault():
         raise ImportError(_unusable(fault))
@@ -143,7 +180,7 @@ def open_fabric(key: bytes, *, gpu: int = 0) -> Mlx5Fabric:
     try:
         if why := lack(driver):
             raise ImportError(_unusable(f"this GPU is none for it: {why}"))
-        return Mlx5Fabric(key, way=KernelWay(os.environ.get(RDMA_DEVICE, ""), driver))
+        return Mlx5Fabric(key, way=KernelWay(rdma_device(device), driver))
     except BaseException:
         driver.close()
         raise

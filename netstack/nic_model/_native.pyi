@@ -8,10 +8,12 @@ ABORTED: int
 FAULT: int  # the peer wrote what no honest peer writes
 FAILED: int  # the NIC reported an error; see Endpoint.syndrome
 
-# Its inbox: bytes of a line, where the newest message's number is, that of the newest released one, and slots begin.
+# Its inbox: bytes of a line, where the newest message's number is, that of the newest released one, of a lane of bulk
+# too, and slots begin.
 LINE: int
 SIGNAL_AT: int
 CREDIT_AT: int
+BULK_CREDIT_AT: int
 SLOTS_AT: int
 
 SIGNALLED: int  # flag of a work request: ask for a completion

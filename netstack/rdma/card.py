@@ -33,7 +33,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Card:
-    """``nbytes``, ``key``, ``address``: the inbox that the peer may write to."""
+    """``nbytes``, ``key``, ``address``: the inbox that the peer may write to; of no bytes: there is none."""
 
     route: Route
     nbytes: int
@@ -84,6 +84,6 @@ def _inbox_lie(nbytes: int, address: int, wanted: int) -> str:
     """Why no inbox of ``wanted`` bytes can lie there; empty if one may."""
     if nbytes != wanted:
         return f"its inbox has {nbytes} bytes where the terms need {wanted}"
-    if not address or address + nbytes > 1 << 64:
+    if nbytes and (not address or address + nbytes > 1 << 64):
         return f"its inbox of {nbytes} bytes cannot lie at {address:#x}"
     return ""

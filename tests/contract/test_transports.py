@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lamina import netstack
-from lamina.netstack import Channel, DeviceChannel, Fabric, Geometry, Listener, Reception, Terms
+from lamina.netstack import Channel, DeviceChannel, DeviceSide, Fabric, Geometry, Listener, Reception, Terms
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S, TAG_BYTES
 from lamina.netstack.contract.terms import EPOCH_SHIFT
 from lamina.netstack.cuda.driver import CudaStream, Driver, Pinned
@@ -728,9 +728,9 @@ class Kernels:
         for part, at in zip(parts, (1024, 2048), strict=False):
             self.view[at : at + len(part)] = part
 
-    def send(self, timeout_s: float = LONG_S) -> int:
+    def send(self, timeout_s: float = LONG_S, *, bulk: bool = False) -> int:
         rest = self._base, self._base + 16, int(timeout_s * 1e9), self._base + 48
-        self.side.send(self._stream.number, self._base + 1024, *rest)
+        self._lane(bulk).send(self._stream.number, self._base + 1024, *rest)
         return self.status()
 
     def send_two(self) -> int:
@@ -738,10 +738,13 @@ class Kernels:
         self.side.send_two(self._stream.number, self._base + 1024, self._base + 2048, *rest)
         return self.status()
 
-    def receive(self, timeout_s: float = LONG_S) -> int:
+    def receive(self, timeout_s: float = LONG_S, *, bulk: bool = False) -> int:
         rest = self._base, self._base + 16, self._base + 64, int(timeout_s * 1e9), self._base + 48
-        self.side.receive_due(self._stream.number, self._base + 1024, *rest)
+        self._lane(bulk).receive_due(self._stream.number, self._base + 1024, *rest)
         return self.status()
+
+    def _lane(self, bulk: bool) -> DeviceSide:
+        return self.side.bulk if bulk else self.side
 
     def status(self) -> int:
         self._stream.synchronize()
@@ -882,6 +885,83 @@ def test_what_a_failed_kernel_should_have_sent_does_not_come(kernels: tuple[Kern
         b.check()
     with pytest.raises(netstack.ChannelError):
         a.check()
+
+
+def test_messages_of_both_lanes_are_in_order_over_many_laps(kernels: tuple[Kernels, Kernels]) -> None:
+    """Both ends name the same lane for a message, and so it does not matter whether there are two; calls go on then."""
+    a, b = kernels
+    rng = random.Random(2)
+    messages = [(rng.random() < 0.5, rng.randbytes(n * 13 % (SMALL.slot_bytes + 1))) for n in range(200)]
+
+    def receive_all() -> None:
+        for n, (bulk, payload) in enumerate(messages):
+            b.due(n.to_bytes(8, "little"), payload)
+            assert b.receive(bulk=bulk) == 0
+            assert b.view[1024 : 1024 + len(payload)] == payload
+
+    receiver = Task(receive_all)
+    for n, (bulk, payload) in enumerate(messages):
+        a.due(n.to_bytes(8, "little"), payload)
+        assert a.send(bulk=bulk) == 0
+    receiver.join()
+    for end in kernels:
+        end.check()
+        end.channel.take_back()
+    for n in range(2 * SMALL.slots):
+        send(a.channel, b"%d" % n)
+        assert receive(b.channel)[2] == b"%d" % n
+
+
+def test_no_message_waits_for_bulk(kernels: tuple[Kernels, Kernels]) -> None:
+    """However much of it nobody takes, nor bulk for others; and all of it comes."""
+    a, b = kernels
+    if a.side.bulk is a.side:
+        pytest.skip("its messages share no queue of a NIC: one lane")
+
+    def hear_of_free_slots() -> None:
+        for end in kernels:
+            end.due(b"", b"back")
+        assert b.send() == 0
+        assert a.receive() == 0
+
+    for held in (True, False):
+        hear_of_free_slots()
+        for n in range(SMALL.slots):
+            a.due(bytes([n]), b"held%d" % n)
+            assert a.send(bulk=held) == 0
+        for n in range(5 * SMALL.slots):
+            for end in kernels:
+                end.due(bytes([n]), b"goes")
+            assert a.send(bulk=not held) == 0
+            assert b.receive(bulk=not held) == 0
+        for n in range(SMALL.slots):
+            b.due(bytes([n]), b"held%d" % n)
+            assert b.receive(bulk=held) == 0
+            assert b.view[1024:1029] == b"held%d" % n
+    hear_of_free_slots()
+    for n in range(SMALL.slots):
+        a.due(bytes([n]), b"full")
+        assert a.send(bulk=True) == 0
+    assert a.send(0.05, bulk=True) != 0
+    with pytest.raises(netstack.ChannelTimeout):
+        a.check()
+
+
+@pytest.mark.parametrize("end", ["peer aborts", "peer closes", "we abort"])
+def test_what_waits_for_bulk_ends_with_the_peer(end: str, kernels: tuple[Kernels, Kernels]) -> None:
+    a, b = kernels
+    b.due(b"", b"x")
+    waits = Task(lambda: b.receive(bulk=True)).until_asleep()
+    if end == "peer aborts":
+        a.channel.abort("no more heads")
+    elif end == "peer closes":
+        a.channel.close()
+    else:
+        b.channel.abort("enough")
+    waits.join(SOON_S)
+    error = netstack.ChannelAborted if end == "we abort" else netstack.PeerFault
+    with pytest.raises(error):
+        b.check()
 
 
 def test_calls_go_on_where_kernels_ended(kernels: tuple[Kernels, Kernels]) -> None:

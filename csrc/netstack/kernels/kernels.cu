@@ -222,16 +222,17 @@ __device__ void rounds(C& c, const u8* sources, u64 kinds, u8* targets, u64 byte
 
 // As lamina_mlx5_flush, but by cycles of the GPU, of which no known one has fewer than one in a nanosecond at work.
 LAMINA_KERNEL lamina_gin_flush(Gin* channel, const u64*, u64 timeout_ns, int* status) {
-  if (threadIdx.x != 0) return;
+  if (threadIdx.x != 0 || *status != kOk) return;
   const lamina::gin::Putter p(*channel);
   const auto found = p.gin.flush(ncclCoopThread{}, cuda::memory_order_acquire, ncclGin_None{}, timeout_ns);
   settle(status, found == ncclSuccess ? kOk : kTimeout);
 }
 #endif
 
-// Wait until the NIC needs nothing any more of what was sent. `abort` is this kernel's own: the channel's waits are over.
+// Wait until the NIC needs nothing any more of what this lane has sent. `abort` is this kernel's own: the channel's waits
+// are over.
 LAMINA_KERNEL lamina_mlx5_flush(Mlx5* channel, const u64* abort, u64 timeout_ns, int* status) {
-  if (threadIdx.x != 0) return;
+  if (threadIdx.x != 0 || *status != kOk) return;
   Bus bus;
   const auto& queue = channel->queue;
   Pace<Bus> pace(bus, abort, timeout_ns);

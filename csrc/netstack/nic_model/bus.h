@@ -2,16 +2,19 @@
 //
 // Stores wait in a buffer and leave it in any order (same address: in order) at any time; only a fence empties it. What
 // leaves it is in this GPU's memory, or, for memory elsewhere, on its way in a second one, which a fence of the system's
-// empties and one of the GPU's does not.
+// empties and one of the GPU's does not; processors of one GPU share the way, on which stores to one address keep their order.
 // Registers are reached past the buffer. A plain load may return what was there before the last acquire, and be done as
 // late as the next fence or release: whoever writes there before ends the program. Between any two accesses the world,
 // NICs that is, may move. So a fence, a release or an acquire too few is a wrong result, sooner or later.
 #pragma once
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <iterator>
 #include <map>
+#include <memory>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -29,7 +32,11 @@ class WeakBus final : public Observer {
 
   // `registers` is where doorbell offset 0 is, as the poster addresses it. No `nic`: doorbells are rung in memory.
   WeakBus(Nic* nic, const void* registers, std::uint64_t seed, std::function<void()> world)
-      : nic_(nic), registers_(static_cast<const std::uint8_t*>(registers)), random_{seed}, world_(std::move(world)) {}
+      : random_{seed}, world_(std::move(world)) {
+    if (nic) reach(nic, registers);
+  }
+  // Another one's.
+  void reach(Nic* nic, const void* registers) { doorbells_[reinterpret_cast<std::uintptr_t>(registers)] = nic; }
 
   template <class T>
   void put(T* to, const T& value) {
@@ -37,11 +44,11 @@ class WeakBus final : public Observer {
     const auto* from = reinterpret_cast<const std::uint8_t*>(&value);
     constexpr std::size_t bytes = sizeof(T) < 8 ? sizeof(T) : 8;
     for (std::size_t at = 0; at < sizeof(T); at += bytes) {
-      Store store{reinterpret_cast<std::uint8_t*>(to) + at, bytes, 0};
+      Store store{reinterpret_cast<std::uint8_t*>(to) + at, bytes, 0, this};
       std::memcpy(&store.value, from + at, bytes);
       buffer_.push_back(store);
       if (random_.once_in(8)) land(taken(buffer_));
-      if (!way_.empty() && random_.once_in(8)) write(taken(way_));
+      if (!way_->empty() && random_.once_in(8)) write(taken(*way_));
     }
     move();
   }
@@ -49,7 +56,17 @@ class WeakBus final : public Observer {
   void fence() {
     ++system_fences;
     fence_near();
-    empty(way_, [this](const Store& store) { write(store); });
+    for (std::uint64_t n = random_.below(4); n && !way_->empty(); --n) {
+      write(taken(*way_));
+      move();
+    }
+    std::vector<Store> others;
+    for (auto store = way_->begin(); store != way_->end(); ++store) {
+      const bool goes =
+          std::any_of(store, way_->end(), [&](const Store& s) { return s.by == this && s.to == store->to; });
+      goes ? write(*store) : others.push_back(*store);
+    }
+    *way_ = others;
     move();
   }
 
@@ -61,17 +78,19 @@ class WeakBus final : public Observer {
 
   void ring(Word* at, Word value) {
     move();
-    if (nic_) {
-      nic_->doorbell(std::uint64_t(reinterpret_cast<std::uint8_t*>(at) - registers_), value);
-    } else {
+    const auto page = doorbells_.upper_bound(reinterpret_cast<std::uintptr_t>(at));
+    if (page == doorbells_.begin()) {
       __atomic_store_n(at, value, __ATOMIC_RELEASE);
+    } else {
+      const auto& [registers, nic] = *std::prev(page);
+      nic->doorbell(reinterpret_cast<std::uintptr_t>(at) - registers, value);
     }
     move();
   }
 
   void release(Word* at, Word value) {
     fence();
-    write({reinterpret_cast<std::uint8_t*>(at), sizeof value, value});
+    write({reinterpret_cast<std::uint8_t*>(at), sizeof value, value, this});
     move();
   }
 
@@ -84,7 +103,7 @@ class WeakBus final : public Observer {
 
   void release_near(Word* at, Word value) {
     fence_near();
-    land({reinterpret_cast<std::uint8_t*>(at), sizeof value, value});
+    land({reinterpret_cast<std::uint8_t*>(at), sizeof value, value, this});
     move();
   }
   Word acquire_near(const Word* at) { return acquire(at); }
@@ -114,6 +133,9 @@ class WeakBus final : public Observer {
   // The processor that reads what this one stores; null: a NIC, which sees memory as it is.
   void tell(Observer* reader) { reader_ = reader; }
 
+  // A processor of the same GPU.
+  void join(const WeakBus& other) { way_ = other.way_; }
+
   // Memory of the GPU of which this is a processor. The struct of a channel always is.
   void own(const void* at, std::uint64_t bytes) { near_[reinterpret_cast<std::uintptr_t>(at) + bytes] = at; }
 
@@ -136,6 +158,7 @@ class WeakBus final : public Observer {
     std::uint8_t* to;
     std::size_t bytes;
     std::uint64_t value;
+    const WeakBus* by;
   };
 
   void write(const Store& store) {
@@ -177,20 +200,20 @@ class WeakBus final : public Observer {
   void land(const Store& store) {
     const auto range = near_.upper_bound(reinterpret_cast<std::uintptr_t>(store.to));
     if (range != near_.end() && range->second <= store.to) return write(store);
-    way_.push_back(store);
-    if (random_.once_in(2)) write(taken(way_));
+    way_->push_back(store);
+    if (random_.once_in(2)) write(taken(*way_));
   }
 
   void move() {
     if (world_ && random_.once_in(4)) world_();
   }
 
-  Nic* nic_;
+  std::map<std::uintptr_t, Nic*> doorbells_;  // by where a NIC's registers begin
   Observer* reader_ = nullptr;
-  const std::uint8_t* registers_;
   Random random_;
   std::function<void()> world_;
-  std::vector<Store> buffer_, way_;
+  std::vector<Store> buffer_;
+  std::shared_ptr<std::vector<Store>> way_ = std::make_shared<std::vector<Store>>();
   std::map<std::uintptr_t, const void*> near_;  // end -> begin
   std::unordered_map<const Word*, Word> old_;
   std::unordered_set<const Word*> reading_;

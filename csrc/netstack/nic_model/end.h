@@ -27,7 +27,8 @@ struct Keys {
 
 // What of an inbox both sides must agree on before the first message.
 inline void open_inbox(std::uint8_t* inbox, std::uint64_t zero) {
-  for (const std::uint64_t at : {mlx5::kSignalAt, mlx5::kCreditAt}) std::memcpy(inbox + at, &zero, sizeof zero);
+  for (const std::uint64_t at : {mlx5::kSignalAt, mlx5::kCreditAt, mlx5::kBulkCreditAt})
+    std::memcpy(inbox + at, &zero, sizeof zero);
 }
 
 // Several processors that read the same memory.
@@ -39,48 +40,81 @@ struct Observers final : Observer {
   }
 };
 
-class End {
+// A queue pair: what its NIC and who posts to it share.
+class QueuePair {
  public:
   static constexpr std::uint32_t kAlternate = 256;
+
+  // `readers` poll its completions.
+  QueuePair(const Shape& shape, Observer* readers, Adversary adversary, std::uint64_t seed)
+      : shape_(shape), ring_(shape.blocks), completions_(shape.cqes), nic(setup(readers), adversary, seed) {
+    for (auto& cqe : completions_) cqe.word[7] = 0xf1ull << 56;  // byte 63: invalid, as after creation
+    seen_[0] = __builtin_bswap32(std::uint32_t(shape.completed) & 0xffffff);
+    record_[1] = __builtin_bswap32(std::uint32_t(shape.index) & 0xffff);
+    for (State to : {State::init, State::rtr, State::rts}) nic.modify(to);
+  }
+  QueuePair(const QueuePair&) = delete;
+
+  mlx5::Queue queue() {
+    const Shape& s = shape_;
+    return {ring_.data(), record_, registers_, completions_.data(), seen_, s.number, s.blocks, s.cqes, kAlternate,
+            s.index,      s.index, s.index,    s.completed,         0,     0,        0,        s.near};
+  }
+  mlx5::u64* registers() { return registers_; }
+
+  // Ring and records are in the GPU of which that is a processor.
+  void lie_near(WeakBus* bus) const {
+    bus->own(ring_.data(), ring_.size() * sizeof ring_[0]);
+    bus->own(record_, sizeof record_);
+    bus->own(seen_, sizeof seen_);
+  }
+
+ private:
+  Setup setup(Observer* readers) {
+    const Shape& s = shape_;
+    return {reinterpret_cast<const std::uint8_t*>(ring_.data()),
+            record_,
+            reinterpret_cast<std::uint8_t*>(completions_.data()),
+            seen_,
+            s.number,
+            s.blocks,
+            s.cqes,
+            kAlternate,
+            s.index,
+            s.completed,
+            readers,
+            s.proxied};
+  }
+
+  const Shape shape_;
+  std::vector<mlx5::Wqe> ring_;
+  std::vector<mlx5::Cqe> completions_;
+  std::uint32_t record_[2] = {}, seen_[2] = {};
+  mlx5::u64 registers_[2 * kAlternate / 8] = {};
+
+ public:
+  Nic nic;
+};
+
+class End {
+ public:
   static constexpr std::uint64_t kStagingAddress = 0x7f0000001000;
 
   // `inbox` and `staging` stay the caller's; `inbox_address` is how the peer's requests name our inbox.
   End(const Shape& shape, std::uint8_t* inbox, std::uint8_t* staging, const mlx5::u64* abort, Adversary adversary,
       std::uint64_t seed, std::function<void()> world)
-      : ring_(shape.blocks), completions_(shape.cqes), nic(setup(shape), adversary, seed),
-        bus(shape.proxied ? nullptr : &nic, registers_, seed + 1, world),
-        receiving(shape.proxied ? nullptr : &nic, registers_, seed + 3, std::move(world)),
-        clerk_(&nic, registers_, seed + 2, nullptr), channel{} {
+      : pair_(shape, &readers, adversary, seed), nic(pair_.nic),
+        bus(shape.proxied ? nullptr : &nic, pair_.registers(), seed + 1, world),
+        receiving(shape.proxied ? nullptr : &nic, pair_.registers(), seed + 3, std::move(world)),
+        clerk_(&nic, pair_.registers(), seed + 2, nullptr), channel{} {
     readers.all = {&bus};
     for (WeakBus* each : {&bus, &receiving}) {
       each->own(staging, shape.out.inbox_bytes());
       each->own(&channel, sizeof channel);
-      if (!shape.near) continue;
-      each->own(ring_.data(), ring_.size() * sizeof ring_[0]);
-      each->own(record_, sizeof record_);
-      each->own(seen_, sizeof seen_);
+      if (shape.near) pair_.lie_near(each);
     }
-    for (auto& cqe : completions_) cqe.word[7] = 0xf1ull << 56;  // byte 63: invalid, as after creation
-    seen_[0] = __builtin_bswap32(std::uint32_t(shape.completed) & 0xffffff);
-    record_[1] = __builtin_bswap32(std::uint32_t(shape.index) & 0xffff);
-    channel.queue = {ring_.data(),
-                     record_,
-                     registers_,
-                     completions_.data(),
-                     seen_,
-                     shape.number,
-                     shape.blocks,
-                     shape.cqes,
-                     kAlternate,
-                     shape.index,
-                     shape.index,
-                     shape.index,
-                     shape.completed,
-                     0,
-                     0,
-                     0,
-                     shape.near};
-    proxy_ = {&mailbox_, registers_, kAlternate, 0, mlx5::kNoDoorbell};
+    channel.queue = pair_.queue();
+    proxy_ = {&mailbox_, pair_.registers(), QueuePair::kAlternate, 0, mlx5::kNoDoorbell};
     if (shape.proxied) {
       channel.queue.doorbell = &mailbox_;
       channel.queue.alternate = 0;
@@ -93,7 +127,6 @@ class End {
     channel.in = shape.in;
     channel.zero = shape.zero;
     nic.local.push_back({keys.staging, kStagingAddress, shape.out.inbox_bytes(), staging, false, nullptr});
-    for (State to : {State::init, State::rtr, State::rts}) nic.modify(to);
   }
   End(const End&) = delete;
 
@@ -101,6 +134,7 @@ class End {
   void split() {
     readers.all = {&bus, &receiving};
     bus.tell(&receiving);
+    receiving.join(bus);
     receiving.tell(&bus);
   }
 
@@ -116,32 +150,18 @@ class End {
   }
 
  private:
-  Setup setup(const Shape& s) {
-    return {reinterpret_cast<const std::uint8_t*>(ring_.data()),
-            record_,
-            reinterpret_cast<std::uint8_t*>(completions_.data()),
-            seen_,
-            s.number,
-            s.blocks,
-            s.cqes,
-            kAlternate,
-            s.index,
-            s.completed,
-            &readers,
-            s.proxied};
-  }
-
-  std::vector<mlx5::Wqe> ring_;
-  std::vector<mlx5::Cqe> completions_;
-  std::uint32_t record_[2] = {}, seen_[2] = {};
-  mlx5::u64 registers_[2 * kAlternate / 8] = {};
   mlx5::u64 mailbox_ = mlx5::kNoDoorbell;
   mlx5::Proxy proxy_;
 
  public:
   Keys keys;
   Observers readers;  // the two below
-  Nic nic;
+
+ private:
+  QueuePair pair_;
+
+ public:
+  Nic& nic;
   WeakBus bus, receiving;  // of who sends, or does all; of who receives beside it
 
  private:

@@ -223,7 +223,7 @@ PyObject* write_word_wqe(PyObject*, PyObject* args) {
   u64 index, to, value;
   unsigned queue, to_key, flags;
   if (!PyArg_ParseTuple(args, "KI(KI)KI", &index, &queue, &to, &to_key, &value, &flags)) return nullptr;
-  const mlx5::Wqe wqe = mlx5::write_word_wqe(index, queue, {to, to_key}, value, flags);
+  const mlx5::Wqe wqe = mlx5::write_words_wqe<1>(index, queue, {to, to_key}, {{value}}, flags);
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&wqe), sizeof wqe);
 }
 

@@ -169,7 +169,7 @@ void Nic::deliver(Flight& flight) {
   }
   const std::uint8_t* from = piece.inlined.empty() ? piece.from : piece.inlined.data();
   if (piece.observer) piece.observer->before_write(piece.to + at, bytes);
-  if (bytes <= 16 && (bytes | reinterpret_cast<std::uintptr_t>(piece.to + at)) % 8 == 0) {
+  if (bytes <= 24 && (bytes | reinterpret_cast<std::uintptr_t>(piece.to + at)) % 8 == 0) {
     for (std::uint64_t done = 0; done < bytes; done += 8) {  // each word at once
       std::uint64_t word;
       std::memcpy(&word, from + at + done, 8);

@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <functional>
 
-#include "netstack/nic_model/credits.h"
+#include "netstack/nic_model/lanes.h"
 #include "netstack/nic_model/memory.h"
 
 using namespace lamina;
@@ -14,6 +14,8 @@ using namespace lamina::nic_model;
 namespace {
 
 constexpr Adversary kHostile{true, true, false};
+
+mlx5::Words<1> word(u64 value) { return {{value}}; }
 
 // A key or address that does not fit: the NIC says so, nothing of the peer's is touched, the queue stays dead.
 void fault(const char* name, u64 seed, std::uint32_t syndrome, const std::function<void(Pair&)>& spoil) {
@@ -30,7 +32,7 @@ void fault(const char* name, u64 seed, std::uint32_t syndrome, const std::functi
   CHECK(std::memcmp(before.data(), pair.inbox_of_b(), before.size()) == 0);
   CHECK(mlx5::wait_message(pair.b.bus, pair.b.channel, 1000) == mlx5::kTimeout);
   for (int i = 0; i < 20; ++i) {  // later posts are flushed, and the first cause is kept
-    const Status status = mlx5::put_word(pair.a.bus, q, {kInboxB, 0xccdd00}, 1);
+    const Status status = mlx5::put_words(pair.a.bus, q, {kInboxB, 0xccdd00}, word(1));
     CHECK(status == mlx5::kOk || (i >= 4 && status == mlx5::kFailed));
     pair.settle();
   }
@@ -214,11 +216,11 @@ void full_ring() {
   Pair pair(shape(2, 64), shape(2, 64), {}, 9);
   auto& q = pair.a.channel.queue;
   WeakBus still(&pair.a.nic, q.doorbell, 1, nullptr);  // the NIC sleeps
-  for (u64 i = 0; i < q.blocks; ++i) CHECK(mlx5::put_word(still, q, {kInboxB + 512, 0xccdd00}, i) == mlx5::kOk);
+  for (u64 i = 0; i < q.blocks; ++i) CHECK(mlx5::put_words(still, q, {kInboxB + 512, 0xccdd00}, word(i)) == mlx5::kOk);
   u64 first = 77;
   for (u64 count : {1, 2, 8}) CHECK(mlx5::reserve(still, q, mlx5::u32(count), &first) == mlx5::kPending);
-  const mlx5::Put put{{kInboxB + 4096, 0xccdd00}, pair.a.channel.source, 64, {kInboxB, 0xccdd00}, 1, 0};
-  CHECK(mlx5::put_word(still, q, put.signal, 1) == mlx5::kPending);
+  const mlx5::Put put{{kInboxB + 4096, 0xccdd00}, pair.a.channel.source, 64, {kInboxB, 0xccdd00}, {{1}}};
+  CHECK(mlx5::put_words(still, q, put.signal, word(1)) == mlx5::kPending);
   CHECK(mlx5::put_signal(still, q, put) == mlx5::kPending);
   CHECK(mlx5::put_signal_fenced(still, q, put, &pair.abort, 1000) == mlx5::kPending);
   CHECK(first == 77 && q.reserved == q.blocks && q.committed == q.blocks && q.doorbells == q.blocks);
@@ -269,7 +271,7 @@ void recorded_doorbell() {
   Pair pair(shape(2, 64), shape(2, 64), {}, 15);
   auto& q = pair.a.channel.queue;
   WeakBus still(&pair.a.nic, q.doorbell, 1, nullptr);
-  const mlx5::Put put{{kInboxB + 4096, 0xccdd00}, pair.a.channel.source, 64, {kInboxB, 0xccdd00}, 1, 0};
+  const mlx5::Put put{{kInboxB + 4096, 0xccdd00}, pair.a.channel.source, 64, {kInboxB, 0xccdd00}, {{1}}};
   CHECK(mlx5::put_signal(still, q, put) == mlx5::kOk);
   CHECK(big32(q.record) == 0 && big32(q.record + 1) == 2);
   const u64 rung = pair.a.nic.last_doorbell();
@@ -331,7 +333,7 @@ void bad_completions() {
     auto& q = pair.a.channel.queue;
     WeakBus still(&pair.a.nic, q.doorbell, 1, nullptr);
     CHECK(mlx5::poll_cq(still, q) == mlx5::kPending);
-    CHECK(mlx5::put_word(still, q, {kInboxB + 512, 0xccdd00}, 1) == mlx5::kOk);
+    CHECK(mlx5::put_words(still, q, {kInboxB + 512, 0xccdd00}, word(1)) == mlx5::kOk);
     CHECK(mlx5::poll_cq(still, q) == mlx5::kPending);
     q.completions[0].word[7] = value;
     CHECK(mlx5::poll_cq(still, q) == mlx5::kFailed);
@@ -348,7 +350,7 @@ u64 overtaken(bool fenced, u64 seed) {
   u64 torn = 0, seen = 0;
   for (u64 n = 1; n <= 200; ++n) {
     for (u64 i = 0; i < 32; ++i) pair.a.bus.put(source + i, n);
-    const mlx5::Put put{{kInboxB + 4096, 0xccdd00}, pair.a.channel.source, 256, {kInboxB, 0xccdd00}, n, 0};
+    const mlx5::Put put{{kInboxB + 4096, 0xccdd00}, pair.a.channel.source, 256, {kInboxB, 0xccdd00}, {{n}}};
     const Status status = fenced ? mlx5::put_signal_fenced(pair.a.bus, q, put, &pair.abort, kLongNs)
                                  : mlx5::put_signal(pair.a.bus, q, put);
     CHECK(status == mlx5::kOk);
@@ -404,6 +406,7 @@ int main(int argc, char** argv) {
   near.proxied = true;
   traffic("rings in the GPU's memory, and a proxy", 2000, near, far, kHostile, seed + 42);
   credits(seed);
+  two_lanes(seed);
   memory_lies();
   for (u64 part = 0; part < 6; ++part)
     for (const bool near : {false, true})

@@ -99,8 +99,8 @@ class End {
   End(const End&) = delete;
   ~End() { close(); }
 
-  // Opens all, up to INIT with every receive posted; `staging` and `inbox` are registered and stay the caller's. False
-  // with the cause in `fault`.
+  // Opens all, up to INIT with every receive posted; `staging` and `inbox` are registered and stay the caller's; one of no
+  // bytes is none. False with the cause in `fault`.
   bool open(const Port& port, const Piece& staging, const Piece& inbox, const Depth& depth) {
     if (*lib_.fault) return fail("load libibverbs: %s", lib_.fault);
     port_ = port;
@@ -203,9 +203,9 @@ class End {
   bool is_open() const { return context_; }
   const Route& route() const { return route_; }
   ibv_qp* pair() const { return pair_; }
-  Inbox inbox() const { return {inbox_->rkey, at_}; }
-  std::uint64_t inbox_bytes() const { return inbox_->length; }
-  std::uint32_t staging_key() const { return staging_->lkey; }
+  Inbox inbox() const { return {inbox_ ? inbox_->rkey : 0, at_}; }
+  std::uint64_t inbox_bytes() const { return inbox_ ? inbox_->length : 0; }
+  std::uint32_t staging_key() const { return staging_ ? staging_->lkey : 0; }
   int events_fd() const { return events_->fd; }
   int async_fd() const { return context_->async_fd; }
   const char* fault() const { return fault_; }
@@ -261,7 +261,7 @@ class End {
     domain_ = lib_.alloc_pd(context_);
     if (!domain_) return fail("make a protection domain on %s: %s", name(), text(errno));
     constexpr int open_to_writes = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
-    return (staging_ = add(staging, 0)) && (inbox_ = add(inbox, open_to_writes));
+    return (!staging.bytes || (staging_ = add(staging, 0))) && (!inbox.bytes || (inbox_ = add(inbox, open_to_writes)));
   }
 
   // Null with the cause in `fault`.

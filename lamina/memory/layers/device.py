@@ -65,10 +65,10 @@ class DeviceLayers:
         ``due``: the lines of the three messages.
         """
         messages, overlap = step.messages(layer), self._store.bind.kv.overlap
-        q = self._receive(due[0], messages.q_bytes)
+        q = self._receive(Kind.Q, due[0], messages.q_bytes)
         if overlap:
             stored = step.attend_stored(layer, q)
-        kv = self._receive(due[1], messages.kv_bytes)
+        kv = self._receive(Kind.KV, due[1], messages.kv_bytes)
         if not overlap:
             stored = step.attend_stored(layer, q)
         rows = step.rows(layer, kv)
@@ -76,15 +76,15 @@ class DeviceLayers:
             cut = messages.partial_bytes
             out = torch.empty(messages.o_bytes, dtype=torch.uint8, device=self._store.device)
             step.finish(layer, stored, q, rows, out[:cut], out[cut:])
-            self.wire.send(due[2], out)
+            self.wire.send(Kind.O, due[2], out)
         step.write(layer, rows)
         step.score(layer, q)
 
-    def _receive(self, line: Tensor, nbytes: int) -> Tensor:
+    def _receive(self, kind: Kind, line: Tensor, nbytes: int) -> Tensor:
         if not nbytes:
             return NOTHING
         target = torch.empty(nbytes, dtype=torch.uint8, device=self._store.device)
-        self.wire.receive(line, target)
+        self.wire.receive(kind, line, target)
         return target
 
     def _lines(self, step: Step) -> Tensor:

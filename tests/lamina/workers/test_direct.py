@@ -82,11 +82,15 @@ def direct_model(
     wait_s: float = WAIT_S,
 ) -> Model:
     """Its attention is a DirectAttention."""
-    there = model(pool, weights, layers, direct=True)
+    bound = model(pool, weights, layers, direct=True)
+    peers, partition, dtype = bound.peers, bound.peers[0].bind.partition, bound.peers[0].bind.dtype
     connects = [partial(connect_to, pool, x.url) for x in pool.doors[-len(weights) :]]
-    links = [MemoryLink(p.channel, n, wait_s) for n, p in enumerate(there.peers)]
-    wires = open_wires(links, connects, [p.bound for p in there.peers], gpu, wait_s, LayerPath.DEVICE, graphs=True)
-    partition, itemsize = there.peers[0].bind.partition, there.dtype.itemsize
+    links = [MemoryLink(p.channel, n, wait_s) for n, p in enumerate(peers)]
+    wires = open_wires(links, connects, [p.bound for p in peers], gpu, wait_s, LayerPath.DEVICE, graphs=True)
+    for peer, link in zip(peers, links, strict=True):
+        peer.channel = link.channel  # for plans
+    there = Model(peers, partition, layers, dtype)
+    itemsize = there.dtype.itemsize
     there.pool = DirectAttention(there.pool, wires, partition, there.layers, itemsize, gpu)  # type: ignore[assignment]
     return there
 
@@ -242,6 +246,54 @@ def test_over_other_transports_and_on_other_devices_hosts_send(
         here.close()
 
 
+def test_plans_go_by_a_channel_for_hosts(gpu: Make, scheme: str) -> None:
+    """Not by one that was made for kernels, as a transport that chooses may have a nearer way for hosts."""
+    with workers(scheme) as pool:
+        bound = model(pool, (1.0,), LAYERS, direct=True)
+        (peer,), asked = bound.peers, list[bool]()
+
+        def connect(*, kernels: bool) -> Channel:
+            asked.append(kernels)
+            return connect_to(pool, pool.doors[0].url, kernels=kernels)
+
+        link, path = MemoryLink(peer.channel, 0, WAIT_S), LayerPath.DEVICE
+        (wire,) = open_wires([link], [connect], [peer.bound], gpu(), WAIT_S, path, graphs=True)
+        assert asked == [False]
+        assert wire.channel is peer.channel
+        assert link.channel is not peer.channel
+
+
+class Lanes:
+    """Stands in for a DeviceSide whose calls are told by the lane's name."""
+
+    recordable = True
+
+    def __init__(self, calls: list[tuple[str, str]], name: str = "first") -> None:
+        self._calls, self._name = calls, name
+
+    @property
+    def bulk(self) -> Lanes:
+        return Lanes(self._calls, "bulk")
+
+    def __getattr__(self, call: str) -> Any:
+        return lambda *_: self._calls.append((self._name, call))
+
+
+def test_k_and_v_go_by_the_lane_of_bulk_and_nothing_else(gpu: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both sides, in one order: what comes on either is counted there."""
+    calls = list[tuple[str, str]]()
+    with two_wires(gpu, "cuda") as (wire, _, here):
+        monkeypatch.setattr(wire, "_side", Lanes(calls))
+        line, tensor = here.up(lines(here, [(Key(Kind.Q), 4, 0)]))[0], torch.zeros(4)
+        for kind in (Kind.Q, Kind.KV, Kind.O):
+            wire.send(kind, line, tensor)
+            wire.receive(kind, line, tensor)
+        wire.send(Kind.KV, line, tensor, tensor)
+        monkeypatch.undo()
+    lanes = ["first"] * 2 + ["bulk"] * 2 + ["first"] * 2
+    assert calls == [*zip(lanes, ["send", "receive_due"] * 3, strict=True), ("bulk", "send_two")]
+
+
 def test_where_one_memory_worker_cannot_hosts_send_to_all(
     gpu: Make, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,11 +418,11 @@ def test_another_message_than_the_one_that_is_due_goes_nowhere(gpu: Make, scheme
         keys, target = [Key(Kind.O, step=n) for n in range(3)], torch.zeros(4)
         going = here.up(lines(here, [(key, 16, 0) for key in keys]))
         for n in range(3):
-            a.send(going[n], torch.full((4,), n + 1.0))
-        b.receive(going[0], target)
+            a.send(Kind.O, going[n], torch.full((4,), n + 1.0))
+        b.receive(Kind.O, going[0], target)
         b.settle()
-        b.receive(going[2], target)
-        b.receive(going[1], target)  # too late
+        b.receive(Kind.O, going[2], target)
+        b.receive(Kind.O, going[1], target)  # too late
         assert (target == 1).all()
         with pytest.raises(ProtocolError, match=r"step=1.* of 16 bytes in place of .*step=2.* of 16 bytes"):
             b.settle()
@@ -378,6 +430,6 @@ def test_another_message_than_the_one_that_is_due_goes_nowhere(gpu: Make, scheme
 
 def test_a_kernel_waits_no_longer_than_it_may(gpu: Make, scheme: str) -> None:
     with two_wires(gpu, scheme, wait_s=0.05) as (_, b, _here):
-        b.receive(torch.zeros(6, dtype=torch.int64), torch.zeros(4))
+        b.receive(Kind.Q, torch.zeros(6, dtype=torch.int64), torch.zeros(4))
         with pytest.raises(ChannelTimeout, match="within its time"):
             b.settle()

@@ -40,7 +40,7 @@ static inline T __ldcg(const T* at) {
 #define LAMINA_GIN
 #include "netstack/kernels/kernels.cu"
 
-static_assert(sizeof(Memory) == 15 * 8 && sizeof(Mlx5) == 256 && sizeof(Gin) == 19 * 8);
+static_assert(sizeof(Memory) == 15 * 8 && sizeof(Mlx5) == 33 * 8 && sizeof(Gin) == 20 * 8);
 
 #if defined(WITH_CUDA_H)
 #define uint4 cuda_uint4

@@ -152,6 +152,7 @@ std::atomic<long> live{0};
 std::atomic<int> next_id{1}, failure{0}, slow{0};
 std::atomic<long> misused{0};  // calls that the library answers with a crash or with nothing
 std::atomic<bool> still{false};
+std::atomic<int> held{-1};
 std::map<void*, std::pair<int, std::size_t>> memories;  // file and bytes
 std::set<void*> in_windows;  // those that a communicator still has
 std::mutex memories_mutex;
@@ -162,7 +163,7 @@ struct ncclComm {
   std::string name;
   int ranks, rank;
   Meeting* meeting;
-  fake_nccl::Network network;
+  fake_nccl::Network networks[2];  // of each context
   std::function<int()> pending;  // kInProgress until the others have come
   std::set<void*> windows;  // memories
   long parts;  // windows and device sides
@@ -220,6 +221,8 @@ void fake_nccl_slow(int looks) { slow = looks; }
 long fake_nccl_misused() { return misused; }
 // Nothing that is put moves.
 void fake_nccl_stop(bool on) { still = on; }
+// Nothing that is put by this context moves, of communicators that are made from here on; -1: all does.
+void fake_nccl_hold(int context) { held = context; }
 
 ncclResult_t ncclGetVersion(int* version) {
   *version = std::getenv("FAKE_NCCL_VERSION") ? std::atoi(std::getenv("FAKE_NCCL_VERSION")) : 23203;
@@ -241,7 +244,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* made, int ranks, ncclUniqueId id
   void* at = mmap(nullptr, sizeof(Meeting), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   close(fd);
   auto* comm = new ncclComm{id.internal, ranks, rank, static_cast<Meeting*>(at), {}, {}, {}, 0};
-  comm->network.stands_still = still;
+  for (int context : {0, 1}) comm->networks[context].stands_still = still || context == held;
   *made = comm;
   ++live;
   if (unsupported("FAKE_NCCL_MEETS_NOBODY") && ranks > 1) {
@@ -318,7 +321,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* at, std::size_t bytes
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
   if (busy(comm)) return kInvalidUsage;
   return ending(comm, [comm, window] {
-    comm->network.drop();
+    for (auto& network : comm->networks) network.drop();
     munmap(window->of_rank[1 - comm->rank], window->bytes);
     forget(window->of_rank[comm->rank]);
     comm->windows.erase(window->of_rank[comm->rank]);
@@ -328,7 +331,7 @@ ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
   });
 }
 ncclResult_t ncclDevCommCreate(ncclComm_t comm, const ncclDevCommRequirements_t* wanted, ncclDevComm_t* made) {
-  const bool suits = wanted->magic == kMagic && wanted->forced && wanted->contexts == 1 && wanted->connection == 1 &&
+  const bool suits = wanted->magic == kMagic && wanted->forced && wanted->contexts == 2 && wanted->connection == 1 &&
                      wanted->depth > 0 && wanted->strong && wanted->va && wanted->runtime;
   if (!suits || busy(comm)) return kInvalidUsage;
   comm->meeting->made[comm->rank] = 1;
@@ -337,7 +340,8 @@ ncclResult_t ncclDevCommCreate(ncclComm_t comm, const ncclDevCommRequirements_t*
   comm->pending = [comm, made] {
     if (unsupported("FAKE_NCCL_MAKES_NO_DEVICE_SIDE")) return kInProgress;
     if (!comm->both(comm->meeting->made)) return kInProgress;
-    *made = {kMagic, 23203, comm->rank, comm->ranks, &comm->network};
+    const unsigned contexts = unsupported("FAKE_NCCL_HAS_ONE_CONTEXT") ? 1 : 2;
+    *made = {kMagic, 23203, comm->rank, comm->ranks, contexts, {&comm->networks[0], &comm->networks[1]}};
     return 0;
   };
   return kInProgress;

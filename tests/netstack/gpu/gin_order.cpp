@@ -80,7 +80,7 @@ int main(int, char** arguments) {
   ncclDevComm communicators[2];
   Side sides[2];
   for (int rank = 0; rank < 2; ++rank) {
-    communicators[rank] = {0, 0, rank, 2, &networks[rank]};
+    communicators[rank] = {0, 0, rank, 2, 1, {&networks[rank]}};
     const u64 to = rank ? back : 0, from = rank ? 0 : back;
     Gin& c = sides[rank].channel;
     c = {};

@@ -28,7 +28,7 @@ from lamina import netstack
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
 from lamina.netstack.cuda.driver import CudaStream, Pinned
 from lamina.netstack.gin import compiler, gin, nccl
-from lamina.netstack.host.native import ABORTED
+from lamina.netstack.host.native import ABORTED, OK, TIMEOUT
 from lamina.netstack.host.tcp import TcpFabric
 from lamina.netstack.meeting import handshake
 from lamina.netstack.meeting.handshake import Hello
@@ -248,6 +248,44 @@ def test_a_peer_that_leaves_meanwhile_is_given_up_at_once(
                 listener.accept(timeout_s=0.05)
         left.result()
     assert listener._refusal == "ncclCommInitRankConfig: the peer did not come to it in time"
+
+
+@pytest.mark.parametrize("contexts", [2, 1])
+def test_bulk_has_a_context_of_its_own_where_nccl_makes_two(
+    contexts: int, library: ctypes.CDLL, fabric: netstack.Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first, messages come though that of bulk stands still; where there is one, it carries both."""
+    if contexts == 1:
+        monkeypatch.setenv("FAKE_NCCL_HAS_ONE_CONTEXT", "1")
+    library.fake_nccl_hold(1)
+    try:
+        a, b = connect(fabric, geometry=SMALL)
+    finally:
+        library.fake_nccl_hold(-1)
+    assert isinstance(a, gin.GinChannel)
+    assert isinstance(b, gin.GinChannel)
+    mail, streams = Pinned(a._driver, 4096), [CudaStream(a._driver) for _ in range(2)]
+    sides, at = (a.lend(), b.lend()), mail.address
+    mail.view[:8] = (5).to_bytes(8, "little")
+    for sends, takes in zip((sides[0].bulk, sides[0]), (sides[1].bulk, sides[1]), strict=True):
+        mail.view[512:517] = b"bulk!" if sends is sides[0].bulk else b"first"
+        sends.send(streams[0].number, at + 512, at, at + 16, int(1e9 * SOON_S), at + 48)
+        streams[0].synchronize()
+        if sends is sides[0]:
+            takes.receive_due(streams[1].number, at + 1024, at, at + 16, at + 64, int(1e9 * SOON_S), at + 52)
+            streams[1].synchronize()
+            assert bytes(mail.view[48:56]) == bytes(8)
+            assert mail.view[1024:1029] == b"first"
+    rest = at + 2048, at, at + 16, at + 64, int(1e9 * (SOON_S if contexts == 1 else 0.05)), at + 56
+    sides[1].bulk.receive_due(streams[1].number, *rest)
+    streams[1].synchronize()
+    assert int.from_bytes(mail.view[56:60], "little") == (OK if contexts == 1 else TIMEOUT)
+    assert mail.view[2048:2053] == (b"bulk!" if contexts == 1 else bytes(5))
+    monkeypatch.setattr("lamina.netstack.cuda.kernel_channel.STALL_NS", 10**4)
+    for end in (a, b):
+        end.close()
+    for part in (*streams, mail):
+        part.close()
 
 
 def test_gin_answers_no_trials(fabric: netstack.Fabric) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from mlx5_without_nic import FAKE
@@ -21,7 +24,9 @@ from lamina.netstack.contract.fabric import DEATH_NOTICED_S
 from lamina.netstack.cuda import kernel_channel
 from lamina.netstack.cuda.driver import CudaStream, Driver, Pinned
 from lamina.netstack.cuda.ends import inbox_bytes
-from lamina.netstack.host.native import ABORTED
+from lamina.netstack.host.native import ABORTED, FAILED
+from lamina.netstack.meeting.listener import StreamListener
+from lamina.netstack.mlx5.card import FENCED, LanedCard
 from lamina.netstack.mlx5.channel import MLX5, Mlx5Channel
 from lamina.netstack.mlx5.gpu_memory import joined
 from lamina.netstack.mlx5.mlx5 import KernelWay, Mlx5Fabric
@@ -48,8 +53,8 @@ def ends() -> tuple[netstack.Fabric, Mlx5Channel, Mlx5Channel]:
     return fabric, a, b
 
 
-def number_of(end: Mlx5Channel) -> int:
-    return end._struct()["queue.number"]
+def number_of(end: Mlx5Channel, lane: int = 0) -> int:
+    return end._struct(lane)["queue.number"]
 
 
 def talk(a: netstack.Channel, b: netstack.Channel) -> None:
@@ -72,8 +77,9 @@ def test_mlx5_posts_what_its_own_nic_executes() -> None:
 
 
 def test_mlx5_credits_of_kernels_ride_on_messages() -> None:
-    """A layer takes six work requests, two for each of Q, K and V, and O. To a peer that gets no message credits go by
-    themselves, one for three messages of four slots; who takes the channel back tells the rest.
+    """A layer takes six work requests, two for each of Q, K and V, and O, by two queue pairs. To a peer that gets no
+    message credits go by themselves, by the first, one for three messages of four slots; who takes the channel back
+    tells the rest.
     """
     fabric = netstack.open("mlx5", key=KEY)
     a, b = connect(fabric, geometry=Geometry(slots=4, slot_bytes=200))
@@ -84,9 +90,10 @@ def test_mlx5_credits_of_kernels_ride_on_messages() -> None:
     mail.view[:8] = (5).to_bytes(8, "little")
     at = mail.address
 
-    def move(sender: Mlx5Channel, receiver: Mlx5Channel, messages: int) -> None:
+    def move(sender: Mlx5Channel, receiver: Mlx5Channel, messages: int, *, bulk: bool = False) -> None:
         for stream, end in zip(streams, (sender, receiver), strict=True):
             side, rest = end.lend(), (at, at + 16, at + 64, int(SOON_S * 1e9), at + 48)
+            side = side.bulk if bulk else side
             for _ in range(messages):
                 if end is sender:
                     side.send(stream.number, at + 512, at, at + 16, int(SOON_S * 1e9), at + 52)
@@ -96,29 +103,36 @@ def test_mlx5_credits_of_kernels_ride_on_messages() -> None:
             stream.synchronize()
         assert bytes(mail.view[48:56]) == bytes(8)
 
+    def requests() -> list[int]:
+        return [requests_of(end, lane) for end in (a, b) for lane in (0, 1)]
+
     for _ in range(20):
-        move(a, b, 2)
+        move(a, b, 1)
+        move(a, b, 1, bulk=True)
         move(b, a, 1)
-    assert (requests_of(a), requests_of(b)) == (4 * 20, 2 * 20)
+    assert requests() == [40, 40, 40, 0]
     move(a, b, 30)
-    assert (requests_of(a), requests_of(b)) == (4 * 20 + 60, 2 * 20 + 10)
-    assert [end._struct()["credits"] for end in (a, b)] == [0, 10]
+    assert requests() == [40 + 60, 40, 40 + 10, 0]
+    move(a, b, 30, bulk=True)
+    assert requests() == [100, 40 + 60, 50 + 10, 0]
+    assert [end._struct(lane)["credits"] for end in (a, b) for lane in (0, 1)] == [0, 0, 20, 0]
     move(a, b, 2)
+    move(a, b, 2, bulk=True)
     for end in (a, b):
         end.take_back()
-    assert requests_of(b) == 2 * 20 + 11
+    assert requests()[2:] == [60 + 1, 0], "one for both lanes"
     for _ in range(4):
         a.reserve(1, timeout_s=SOON_S)
     for part in (*streams, mail, fabric, driver):
         part.close()
 
 
-def requests_of(end: Mlx5Channel) -> int:
+def requests_of(end: Mlx5Channel, lane: int = 0) -> int:
     """That its NIC has executed, once it has nothing to do any more."""
     counts, deadline = (ctypes.c_uint64 * 5)(), time.monotonic() + SOON_S
     while time.monotonic() < deadline:
-        FAKE.fake_mlx5_counters(number_of(end), counts)
-        if counts[0] == end._struct()["queue.committed"]:
+        FAKE.fake_mlx5_counters(number_of(end, lane), counts)
+        if counts[0] == end._struct(lane)["queue.committed"]:
             break
     return counts[0]
 
@@ -159,8 +173,8 @@ def test_mlx5_a_thread_rings_where_the_gpu_may_not(
 
 @pytest.mark.parametrize("variable", ["", "FAKE_CUDA_EXPORTS_NOTHING", "FAKE_MLX5_TAKES_NO_EXPORT"])
 def test_mlx5_registers_inbox_and_staging_and_no_more(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By dma-buf; by address, as nvidia-peermem knows it, where the GPU's driver exports nothing, or the NIC's takes
-    nothing of it.
+    """Of the first lane both at each end, of bulk the staging of who connects and the inbox of who listens. By dma-buf;
+    by address, as nvidia-peermem knows it, where the GPU's driver exports nothing, or the NIC's takes nothing of it.
     """
     FAKE.fake_mlx5_bytes.restype = ctypes.c_uint64
     if variable:
@@ -170,9 +184,9 @@ def test_mlx5_registers_inbox_and_staging_and_no_more(variable: str, monkeypatch
     a, b = connect(fabric, geometry=SMALL)
     send(a, b"hello")
     assert b.wait_signal(timeout_s=SOON_S).data == b"hello"
-    assert FAKE.fake_mlx5_memories() == before[0] + 4
-    assert FAKE.fake_mlx5_bytes() == before[2] + 4 * inbox_bytes(SMALL), "staging is as large as the inbox of the peer"
-    assert FAKE.fake_mlx5_exported() == (0 if variable else 4)
+    assert FAKE.fake_mlx5_memories() == before[0] + 6
+    assert FAKE.fake_mlx5_bytes() == before[2] + 6 * inbox_bytes(SMALL), "staging is as large as the inbox of the peer"
+    assert FAKE.fake_mlx5_exported() == (0 if variable else 6)
     fabric.close()
 
 
@@ -186,9 +200,11 @@ def test_mlx5_a_peer_whose_nic_is_silent_is_named_on_both_sides() -> None:
     fabric.close()
 
 
-def test_mlx5_an_event_of_the_device_ends_a_wait() -> None:
+@pytest.mark.parametrize("lane", [0, 1])
+def test_mlx5_an_event_of_the_device_ends_a_wait(lane: int) -> None:
+    """Of either queue pair."""
     fabric, a, b = ends()
-    FAKE.fake_mlx5_event(number_of(a), 1)  # IBV_EVENT_QP_FATAL
+    FAKE.fake_mlx5_event(number_of(a, lane), 1)  # IBV_EVENT_QP_FATAL
     start = time.monotonic()
     assert "our NIC reports: local work queue catastrophic error" in fault_of(a)
     assert "the peer aborted: our NIC reports" in fault_of(b)
@@ -221,6 +237,70 @@ def test_mlx5_kernels_that_wait_hear_of_their_device() -> None:
         side.check(status)
     for part in (stream, mail, fabric, driver):
         part.close()
+
+
+def test_mlx5_kernels_that_wait_for_an_o_hear_of_bulk_that_was_lost() -> None:
+    """K and V were sent by a queue pair that died: nobody answers them, and the other one is well."""
+    fabric, a, b = ends()
+    driver = Driver()
+    side, mail, stream = a.lend(), Pinned(driver, 4096), CudaStream(driver)
+    b.lend()
+    FAKE.fake_mlx5_silence(number_of(a, 1))
+    mail.view[:8], at = (5).to_bytes(8, "little"), mail.address
+    start = time.monotonic()
+    side.bulk.send(stream.number, at + 512, at, at + 16, int(SOON_S * 1e9), at + 48)
+    side.receive_due(stream.number, at + 1024, at, at + 16, at + 64, int(SOON_S * 1e9), at + 48)
+    stream.synchronize()
+    status = int.from_bytes(mail.view[48:52], "little")
+    assert status == FAILED
+    with pytest.raises(netstack.PeerFault, match=r"error 0x15 \(the peer's NIC does not answer\)"):
+        side.check(status)
+    assert time.monotonic() - start < SOON_S / 2
+    assert "the peer aborted: the NIC reports error 0x15" in fault_of(b)
+    for part in (stream, mail, fabric, driver):
+        part.close()
+
+
+LIES = {
+    "its two queue pairs are one": lambda card: replace(card, bulk=replace(card.bulk, route=card.first.route)),
+    "sees a NIC's writes in any order.*take --transport gin or verbs": lambda card: replace(card, ordering=FENCED),
+    "names an order of a NIC's writes, 7, that": lambda card: replace(card, ordering=7),
+    "has 4096 bytes where the terms need": lambda card: replace(card, bulk=replace(card.bulk, nbytes=4096)),
+}
+
+
+@pytest.mark.parametrize("liar", ["connector", "listener"])
+@pytest.mark.parametrize("words", LIES)
+def test_mlx5_a_peer_that_lies_about_its_lanes_is_refused_in_one_line(
+    words: str, liar: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fabric = netstack.open("mlx5", key=KEY)
+    honest, lie, lied = LanedCard.pack, LIES[words], list[LanedCard]()
+
+    def pack(card: LanedCard) -> bytes:
+        if (card.bulk.nbytes == 0) == (liar == "connector"):
+            lied.append(lie(card))
+            return honest(lied[-1])
+        return honest(card)
+
+    monkeypatch.setattr(LanedCard, "pack", pack)
+    listener = fabric.listen()
+    assert isinstance(listener, StreamListener)
+    with ThreadPoolExecutor(1) as threads:
+        accepted = threads.submit(listener.accept, timeout_s=SOON_S)
+        with pytest.raises(netstack.ChannelError) as refused:
+            fabric.connect(listener.url, netstack.Terms(outbound=SMALL, inbound=SMALL), timeout_s=SOON_S)
+        deadline = time.monotonic() + SOON_S
+        while not listener._refusal and time.monotonic() < deadline:
+            time.sleep(0.01)
+        listener.close()
+        with pytest.raises(netstack.ChannelAborted):
+            accepted.result(SOON_S)
+    said = listener._refusal if liar == "connector" else str(refused.value)
+    assert re.search(words, said)
+    assert "\n" not in said
+    assert len(lied) == 1
+    fabric.close()
 
 
 def test_mlx5_an_abort_waits_for_no_nic(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,12 +47,18 @@ bool check_requests(nic_model::Random& random) {
   Reference word(index, queue, to, flags);
   reinterpret_cast<mlx5_wqe_inl_data_seg*>(word.bytes + 32)->byte_count = htobe32(8 | MLX5_INLINE_SEG);
   std::memcpy(word.bytes + 36, &value, 8);
-  Reference pair(index, queue, to, flags, 4);
-  reinterpret_cast<mlx5_wqe_inl_data_seg*>(pair.bytes + 32)->byte_count = htobe32(16 | MLX5_INLINE_SEG);
-  std::memcpy(pair.bytes + 36, &value, 8), std::memcpy(pair.bytes + 44, &other, 8);
+  const u64 words[] = {value, other, random.next()};
+  const auto of_words = [&](u32 count) {
+    Reference inlined(index, queue, to, flags, 4);
+    auto* head = reinterpret_cast<mlx5_wqe_inl_data_seg*>(inlined.bytes + 32);
+    head->byte_count = htobe32(8 * count | MLX5_INLINE_SEG);
+    std::memcpy(inlined.bytes + 36, words, 8 * count);
+    return inlined;
+  };
   return equal(mlx5::write_wqe(index, queue, to, from, bytes, flags), data) &&
-         equal(mlx5::write_word_wqe(index, queue, to, value, flags), word) &&
-         equal(mlx5::write_pair_wqe(index, queue, to, value, other, flags), pair);
+         equal(mlx5::write_words_wqe<1>(index, queue, to, {{value}}, flags), word) &&
+         equal(mlx5::write_words_wqe<2>(index, queue, to, {{value, other}}, flags), of_words(2)) &&
+         equal(mlx5::write_words_wqe<3>(index, queue, to, {{value, other, words[2]}}, flags), of_words(3));
 }
 
 bool check_completion(nic_model::Random& random) {

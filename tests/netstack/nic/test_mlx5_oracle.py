@@ -16,8 +16,8 @@ SOURCE = Path(__file__).with_name("mlx5_oracle.cpp")
 # (function, what its line begins with, what is made of it): errors that the software NIC could share with our code.
 WRONG = [
     ("write_head", "wqe.word[1]", "queue >> 8"),
-    ("write_word_wqe", "wqe.word[9]", ""),
-    ("write_pair_wqe", "wqe.word[11]", ""),
+    ("write_words_wqe", "wqe.word[9 + 2 * i]", ""),
+    ("write_words_wqe", "wqe.word[10 + 2 * i]", ""),
     ("commit", "bus.put(q.record", ", (u32("),
     ("poll_cq", "bus.put(q.seen", ""),
 ]

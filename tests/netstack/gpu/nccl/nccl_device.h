@@ -32,7 +32,8 @@ using ncclWindow_t = ncclWindow_vidmem*;
 struct ncclDevComm {
   unsigned magic, version;
   int rank, nRanks;
-  fake_nccl::Network* network;
+  unsigned ginContextCount;
+  fake_nccl::Network* networks[2];  // of each context
 };
 
 struct ncclTeam {
@@ -56,8 +57,8 @@ enum memory_order { memory_order_acquire };
 }
 
 struct ncclGin {
-  ncclGin(const ncclDevComm& comm, int context, ncclGinResourceSharingMode) : network(comm.network) {
-    if (context) __builtin_trap();  // one was asked for
+  ncclGin(const ncclDevComm& comm, int context, ncclGinResourceSharingMode) : network(comm.networks[context]) {
+    if (context < 0 || unsigned(context) >= comm.ginContextCount) __builtin_trap();
   }
 
   template <class Signal>

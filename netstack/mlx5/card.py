@@ -1,0 +1,52 @@
+"""The card of a channel of two lanes: a Card of each, and in which order its kernels see a NIC's writes. As with Card,
+nothing of it is trusted.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from lamina.netstack.contract.fabric import HandshakeError
+from lamina.netstack.rdma.card import WIRE, Card, opened
+
+MAGIC = b"MLX5"
+HEAD = struct.Struct("!4sI")  # magic, ordering
+STRICT = 1  # in the order in which they came: a message's signal may be written right behind its data
+FENCED = 2  # in any: a signal may be written once its data was read back
+NEEDS = "take --transport gin or verbs"
+
+
+@dataclass(frozen=True)
+class LanedCard:
+    """``first``, ``bulk``: of its lanes. That of bulk has an inbox at who listens alone."""
+
+    first: Card
+    bulk: Card
+    ordering: int = STRICT
+
+    def pack(self) -> bytes:
+        return HEAD.pack(MAGIC, self.ordering) + self.first.pack() + self.bulk.pack()
+
+
+def opened_lanes(text: bytes, sizes: tuple[int, int], *, our_lid: int) -> LanedCard:
+    """The card that a peer sent, whose inboxes have ``sizes`` in bytes by the terms; ``our_lid``: 0 on Ethernet.
+
+    Raises HandshakeError, which names what no honest peer can have said, or what this side cannot do for it.
+    """
+    if len(text) != HEAD.size + 2 * WIRE.size:
+        raise HandshakeError(f"its card has {len(text)} bytes, not {HEAD.size + 2 * WIRE.size}")
+    magic, ordering = HEAD.unpack_from(text)
+    if magic != MAGIC:
+        raise HandshakeError(f"its card begins with {magic!r}, not {MAGIC!r}")
+    if ordering == FENCED:
+        raise HandshakeError(f"its GPU sees a NIC's writes in any order, ours sends as to a strict one: {NEEDS}")
+    if ordering != STRICT:
+        raise HandshakeError(f"its card names an order of a NIC's writes, {ordering}, that there is not")
+    parts = text[HEAD.size : HEAD.size + WIRE.size], text[HEAD.size + WIRE.size :]
+    first, bulk = (opened(t, inbox_bytes=n, our_lid=our_lid) for t, n in zip(parts, sizes, strict=True))
+    if (first.route.gid, first.route.lid) != (bulk.route.gid, bulk.route.lid):
+        raise HandshakeError("its two queue pairs are of different ports")
+    if first.route.number == bulk.route.number:
+        raise HandshakeError(f"its two queue pairs are one, {bulk.route.number:#x}")
+    return LanedCard(first, bulk, ordering)
