@@ -23,7 +23,7 @@ VARIABLES = {
     "LAMINA_MLX5_MODEL": "what LAMINA_NIC_MODEL was called before: it opens nothing, a refusal names the new one",
     "LAMINA_EMULATE": "times of other devices, for compute workers and the attention `emulate`; see lamina.emulate",
     "LAMINA_EMULATE_MEDIUM": "delays and faults of host memory beside the pool; see lamina.kv.media.emulated",
-    "LAMINA_RDMA_DEVICE": "the RDMA device of transports verbs and mlx5: NAME, NAME:PORT or NAME:PORT:GID_INDEX",
+    "LAMINA_RDMA_DEVICE": "this host's RDMA device, where hosts have different ones; as --rdma-device",
     "LAMINA_RDMA_TRAFFIC_CLASS": "the traffic class of RoCE packets, 0 to 255: DSCP * 4 + ECN; default: 0",
     "LAMINA_RDMA_SERVICE_LEVEL": "the service level of InfiniBand packets, of RoCE the priority, 0 to 15; default: 0",
     "LAMINA_RDMA_PARTITION": "the key of an InfiniBand partition, such as 0x8001; default: the first of the port",

@@ -21,7 +21,17 @@ from .contract.fabric import (
     Slot,
 )
 from .contract.terms import Geometry, Reception, Terms
-from .schemes import HERE, SCHEMES, beyond_host, check_scheme, in_process, made_at_start, open, within_process
+from .schemes import (
+    HERE,
+    SCHEMES,
+    beyond_host,
+    check_rdma_device,
+    check_scheme,
+    in_process,
+    made_at_start,
+    open,
+    within_process,
+)
 
 __all__ = [
     "HERE",
@@ -45,6 +55,7 @@ __all__ = [
     "Slot",
     "Terms",
     "beyond_host",
+    "check_rdma_device",
     "check_scheme",
     "in_process",
     "made_at_start",

@@ -4,22 +4,22 @@ The listener has two doors: an IP address, where TCP is spoken and RDMA may be, 
 socket whose name contains that address. A connector goes each way that it has itself; where nobody answers, another
 user does, or the listener lacks that way, it is the next one's turn.
 
-RDMA is a way only where both sides name a device for it: NICs do not authenticate what they send, so somebody has to
-say that the fabric is isolated. It is taken once messages of a trial have gone there and back over it. ``mlx5`` is for
-channels whose messages kernels send, where both sides compute on a GPU. ``cuda`` is no way: processes of one host.
+RDMA is a way only where a device is named for both sides, for all or by each host: NICs do not authenticate what they
+send, so somebody has to say that the fabric is isolated. It is taken once messages of a trial have gone there and back
+over it. ``mlx5`` is for channels whose messages kernels send, where both sides compute on a GPU. ``cuda`` is no way:
+processes of one host.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
-from .contract.base import RDMA_DEVICE, BaseFabric
+from .contract.base import NAMED_BY, RDMA_FLAG, BaseFabric, rdma_device
 from .contract.fabric import CONNECT_S, Channel, ChannelError, ChannelTimeout, Fabric, Region
 from .contract.terms import RECEPTION, Reception, Terms
 from .host.shm import ShmFabric
@@ -53,21 +53,29 @@ WAYS = (
 
 
 class AutoFabric(BaseFabric):
-    """``reason``: what the last connect took, and why. It is logged too. ``gpu``: that which the caller computes on."""
+    """``reason``: what the last connect took, and why. It is logged too. ``gpu``: that which the caller computes on;
+    ``device``: of RDMA, which must be there, as somebody counts on it. Raises ImportError where it is not.
+    """
 
     scheme = "auto"
 
-    def __init__(self, key: bytes, gpu: int | None = None) -> None:
+    def __init__(self, key: bytes, gpu: int | None = None, device: str = "") -> None:
         super().__init__(key)
         self._shm, self._tcp = ShmFabric(key), TcpFabric(key)
         self._lacks: dict[str, str] = {}
         self._rdma: dict[str, VerbsFabric] = {}
-        opened: dict[str, Callable[[], VerbsFabric]] = {"mlx5": partial(_mlx5, key, gpu), "verbs": partial(_verbs, key)}
+        opened: dict[str, Callable[[], VerbsFabric]] = {
+            "mlx5": partial(_mlx5, key, gpu, device),
+            "verbs": partial(_verbs, key, device),
+        }
         for scheme, open_way in opened.items():
             try:
                 self._rdma[scheme] = open_way()
             except ImportError as error:
                 self._lacks[scheme] = str(error)
+        if device and "verbs" not in self._rdma:
+            self.close()
+            raise ImportError(f"{RDMA_FLAG} {device}: {self._lacks['verbs']}")
         self._tried: dict[str, tuple[float, str]] = {}  # by URL: until when, and why messages do not pass
         self.reason = ""
 
@@ -142,26 +150,26 @@ def _not_within(beyond: list[str]) -> str:
     return f"the listener is not within reach of {', nor of '.join(beyond)}" if beyond else ""
 
 
-def _named() -> str:
+def _named(told: str) -> str:
     """Raises ImportError, as the next two do where this side lacks a way."""
-    device = os.environ.get(RDMA_DEVICE, "")
+    device = rdma_device(told)
     if not device:
-        raise ImportError(f"{RDMA_DEVICE} names no device here")
+        raise ImportError(f"{NAMED_BY} names no device here")
     return device
 
 
-def _verbs(key: bytes) -> VerbsFabric:
-    return VerbsFabric(key, device=_named())
+def _verbs(key: bytes, device: str) -> VerbsFabric:
+    return VerbsFabric(key, device=_named(device))
 
 
-def _mlx5(key: bytes, gpu: int | None) -> VerbsFabric:
+def _mlx5(key: bytes, gpu: int | None, device: str) -> VerbsFabric:
     if gpu is None:
         raise ImportError("no GPU computes here")
-    _named()
+    named = _named(device)
     from .mlx5.mlx5 import open_fabric
 
-    return open_fabric(key, gpu=gpu)
+    return open_fabric(key, gpu=gpu, device=named)
 
 
-def open_fabric(key: bytes, *, gpu: int | None = None) -> Fabric:
-    return AutoFabric(key, gpu)
+def open_fabric(key: bytes, *, gpu: int | None = None, device: str = "") -> Fabric:
+    return AutoFabric(key, gpu, device)

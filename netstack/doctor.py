@@ -17,14 +17,15 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
-from .contract.base import RDMA_DEVICE
+from .contract.base import NAMED_BY
+from .contract.base import rdma_device as named_device
 from .cuda.driver import NVRTC_SIGNATURES, load, nvrtc_names
 from .gin.compiler import lack_of_compiler
 from .gin.nccl import NcclLibrary
 from .host.native import mlx5_fault
 from .rdma.nearest import gpus, nearest_first
 from .rdma.ports import CLASS, NONE, Wanted, lack, named, ports
-from .schemes import RENAMED, SCHEMES, check_scheme, open
+from .schemes import BY_RDMA, RENAMED, SCHEMES, check_scheme, open
 
 MEMLOCK_LEAST = 1 << 30
 MELLANOX = "0x15b3"
@@ -38,7 +39,7 @@ class Machine:
     root: Path = Path("/")
     kernel: str = platform.release()
     uid: int = os.geteuid()
-    wanted: str = field(default_factory=lambda: os.environ.get(RDMA_DEVICE, ""))  # the RDMA device
+    wanted: str = field(default_factory=named_device)
 
     def text(self, path: str) -> str:
         """A file's text; empty if it cannot be read."""
@@ -90,7 +91,7 @@ def compiler(_: Machine) -> Verdict:
 
 
 def rdma_device(machine: Machine) -> Verdict:
-    """A port for queue pairs; that which LAMINA_RDMA_DEVICE names, if it names one."""
+    """A port for queue pairs; the one that was named, if one was."""
     there = ports(machine.root)
     if not there:
         why, _, fix = NONE.partition("; ")
@@ -119,13 +120,13 @@ def gpu_ports(machine: Machine) -> Verdict:
     try:
         wanted = Wanted.parse(machine.wanted)
     except ValueError as error:
-        return False, str(error), f"correct {RDMA_DEVICE}"
+        return False, str(error), f"correct {NAMED_BY}"
     fitting = [port for port in ports(machine.root) if port.fits(wanted)]
     there = gpus(machine.root)
     if not (fitting and there):
         return False, f"{len(there)} NVIDIA GPUs, {len(fitting)} ports for queue pairs", "see the other checks"
     chosen = (f"{gpu}: {(p := nearest_first(fitting, gpu, machine.root)[0]).device}:{p.number}" for gpu in there)
-    return None, ", ".join(chosen), f"compare with `nvidia-smi topo -m`; {RDMA_DEVICE} names another one"
+    return None, ", ".join(chosen), f"compare with `nvidia-smi topo -m`; {NAMED_BY} names another one"
 
 
 def verbs_nodes(machine: Machine) -> Verdict:
@@ -250,7 +251,7 @@ def packet_size(machine: Machine) -> Verdict:
     try:
         wanted = Wanted.parse(machine.wanted)
     except ValueError as error:
-        return False, str(error), f"correct {RDMA_DEVICE}"
+        return False, str(error), f"correct {NAMED_BY}"
     there, least = [], PACKETS[-1]
     for port in (port for port in ports(machine.root) if port.fits(wanted)):
         name, folder = f"{port.device}:{port.number}", f"{CLASS}/{port.device}/ports/{port.number}/gid_attrs/ndevs"
@@ -304,10 +305,10 @@ CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
 ]
 
 
-def opens(scheme: str) -> Verdict:
-    """Does the transport open, here and now? The cause names the fix."""
+def opens(scheme: str, device: str = "") -> Verdict:
+    """Does the transport open, here and now? The cause names the fix. ``device``: of RDMA."""
     try:
-        open(scheme, key=secrets.token_bytes(32)).close()
+        open(scheme, key=secrets.token_bytes(32), device=device).close()
     except (ImportError, OSError, ValueError) as error:
         return False, " ".join(str(error).split()), ""
     return True, "yes", ""
@@ -330,4 +331,5 @@ def findings(machine: Machine, schemes: Sequence[str] = ()) -> list[Finding]:
         concerned = tuple(s for s in needed_by if s in wanted)
         if concerned:
             answers.append(Finding(name, concerned, *check(machine)))
-    return answers + [Finding("opens", (s,), *opens(s)) for s in SCHEMES if s in wanted]
+    devices = {scheme: machine.wanted if scheme in BY_RDMA else "" for scheme in SCHEMES if scheme in wanted}
+    return answers + [Finding("opens", (scheme,), *opens(scheme, device)) for scheme, device in devices.items()]

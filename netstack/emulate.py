@@ -222,8 +222,10 @@ def _without_trailer(geometry: Geometry) -> Geometry:
     return Geometry(slots=geometry.slots, slot_bytes=geometry.slot_bytes - TRAILER_BYTES)
 
 
-def open_fabric(key: bytes, other: str = "shm") -> Fabric:
-    """``other``: the transport to wrap, and behind ``?`` the fields of EmulatedLink. Raises ValueError for others."""
+def open_fabric(key: bytes, other: str = "shm", *, device: str = "") -> Fabric:
+    """``other``: the transport to wrap, and behind ``?`` the fields of EmulatedLink; ``device``: for that one. Raises
+    ValueError for others.
+    """
     scheme, _, query = other.partition("?")
     link = EmulatedLink.parse(query)
-    return EmulatedFabric(key, open_transport(scheme, key=key), link)
+    return EmulatedFabric(key, open_transport(scheme, key=key, device=device), link)

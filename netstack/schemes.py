@@ -5,10 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from inspect import signature
 
+from .contract.base import RDMA_FLAG
 from .contract.fabric import Fabric
+from .contract.rdma_name import Wanted
 
 # scheme -> module, whose file bears its name, with a function open_fabric(key: bytes) -> Fabric; imported when first
-# used. One that has an argument ``gpu`` is told which GPU the caller computes on.
+# used. One that has an argument ``gpu`` is told which GPU the caller computes on; one that has ``device``, the RDMA
+# device that was named for all hosts.
 SCHEMES: dict[str, str] = {
     "loopback": "loopback",
     "shm": "host.shm",
@@ -27,22 +30,27 @@ THREADS = ("loopback",)  # whose peers are threads of one process
 NEAR = {"shm": "auto"}  # within one host only -> what is the same there, and goes on beyond it
 HERE = "shm"  # between processes of this machine, where nobody has chosen
 WITHIN = {"": "loopback", "auto": "loopback"}  # no choice, or the nearest -> what is nearest within one process
+BY_RDMA = ("verbs", "mlx5", "auto")  # who takes the RDMA device that somebody names
 AT_START = ("gin",)  # whose channels are all made before the first message: for pools that stay as they are
 WRAPPERS = ("emulate",)  # used as NAME+OTHER; their open_fabric takes what is behind the plus, too
 
 
-def open(scheme: str, *, key: bytes, gpu: int | None = None) -> Fabric:
+def open(scheme: str, *, key: bytes, gpu: int | None = None, device: str = "") -> Fabric:
     """Open the transport ``scheme`` for peers that hold ``key``; see ``check_scheme`` for its forms.
 
-    ``gpu``: the one that the caller computes on, for a transport that uses one; None = it computes on none.
+    ``gpu``: the one that the caller computes on, for a transport that uses one; None = it computes on none. ``device``:
+    of RDMA, as ``check_rdma_device`` takes it; empty = the one of this host's environment, else the nearest.
     Raises ValueError for an unknown scheme (it lists the known ones) and ImportError, with its cause, when the
-    transport's own needs (a native module, a driver) are missing.
+    transport's own needs (a native module, a driver, that device) are missing.
     """
     check_scheme(scheme)
+    check_rdma_device(scheme, device)
     name, _, other = scheme.partition("+")
     open_fabric = import_module(f"{__package__}.{SCHEMES[name]}").open_fabric
-    more = {"gpu": gpu} if gpu is not None and "gpu" in signature(open_fabric).parameters else {}
-    fabric: Fabric = open_fabric(key, other) if other else open_fabric(key, **more)
+    told: dict[str, int | str | None] = {"gpu": gpu, "device": device or None}
+    taken = signature(open_fabric).parameters
+    more = {name: value for name, value in told.items() if value is not None and name in taken}
+    fabric: Fabric = open_fabric(key, other, **more) if other else open_fabric(key, **more)
     return fabric
 
 
@@ -60,6 +68,17 @@ def check_scheme(scheme: str) -> None:
         raise ValueError(f"unknown transport {scheme!r}; choose one of {', '.join(SCHEMES)}")
     if plus:
         check_scheme(other.partition("?")[0])
+
+
+def check_rdma_device(scheme: str, device: str) -> None:
+    """Raises ValueError, naming the flag, where ``device`` is no RDMA device's name (rdma_name.FORM), or ``scheme``
+    takes none; empty: nobody has named one.
+    """
+    name = scheme.rpartition("+")[2].partition("?")[0]
+    if device and name not in BY_RDMA:
+        takers = ", ".join(BY_RDMA)
+        raise ValueError(f"{RDMA_FLAG} {device} is for --transport {takers}: leave it out with --transport {name}")
+    Wanted.parse(device)
 
 
 def in_process(scheme: str) -> bool:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from textwrap import wrap
 
+from lamina.netstack.contract.base import rdma_device
 from lamina.netstack.doctor import CHECKS, Finding, Machine, findings
 
 COLUMNS, INDENT = 100, 38
@@ -15,6 +16,9 @@ WORDS = {True: "ok", False: "missing", None: "unknown"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transport", action="append", default=[], help="check for this one only; may be repeated")
+    parser.add_argument(
+        "--rdma-device", default="", metavar="NAME", help="as of `serve`; default: LAMINA_RDMA_DEVICE, else the nearest"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON list on stdout")
     parser.add_argument("--dry-run", action="store_true", help="name the checks and run none")
 
@@ -24,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(*(f"{name} ({', '.join(transports)})" for name, transports, _ in CHECKS), sep="\n")
         return 0
-    report = findings(Machine(), args.transport)
+    report = findings(Machine(wanted=rdma_device(args.rdma_device)), args.transport)
     if args.json:
         print(json.dumps([dataclasses.asdict(f) for f in report], indent=2))
     else:

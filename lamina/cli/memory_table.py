@@ -97,7 +97,8 @@ def _memory_runtime(config: EngineConfig) -> Iterator[Measured]:
         return Resident(*answer["resident"])
 
     try:
-        worker.sock.sendall(json.dumps([config.kv.attention, config.launching.scheme]).encode() + b"\n")
+        opened = [config.kv.attention, config.launching.scheme, config.devices.rdma_device]
+        worker.sock.sendall(json.dumps(opened).encode() + b"\n")
         yield measured
     finally:
         worker.sock.close()

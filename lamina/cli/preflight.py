@@ -32,7 +32,7 @@ def check(model: str, config: EngineConfig) -> int:
     if elsewhere:
         netstack.check_scheme(config.launching.scheme)
     else:
-        netstack.open(config.launching.scheme, key=cluster_key()).close()
+        netstack.open(config.launching.scheme, key=cluster_key(), device=config.devices.rdma_device).close()
     directory = find_checkpoint(model, trust_remote_code=config.model.trust_remote_code, weights=not elsewhere)
     model_config = read_config(directory, trust_remote_code=config.model.trust_remote_code)
     limit = check_model(config, _facts(model_config, max_model_len(model_config)))

@@ -5,8 +5,8 @@ the driver goes.
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -30,6 +30,7 @@ from lamina.protocol.control import (
     ComputeReady,
     Connect,
     ControlLink,
+    Failed,
     Halt,
     Halted,
     LinkClosedError,
@@ -47,6 +48,7 @@ from lamina.protocol.plan import Bound, LayerShape, ProtocolError
 from lamina.protocol.step_parts import parted
 from lamina.workers.devices import CPU, gpu_of, linear, pick
 from lamina.workers.service import WorkerService
+from lamina.workers.stage_times import StageTimes
 from lamina.workers.staging import Staging, open_staging
 from lamina.workers.surroundings import HERE, Surroundings
 from lamina.workers.view import ViewFabric
@@ -105,8 +107,8 @@ class ModelServer:
         self.start = start
         self.module = module
         self.around = around
-        gpu = gpu_of(start.devices.compute_device, start.device_number)
-        self.fabric = around.open_fabric(start.scheme, key=start.key or cluster_key(), gpu=gpu)
+        gpu, device = gpu_of(start.devices.compute_device, start.device_number), start.devices.rdma_device
+        self.fabric = around.open_fabric(start.scheme, key=start.key or cluster_key(), gpu=gpu, device=device)
         self.trace = recorder(start.trace)
         self.clock = StageTimes()
         self.staging: Staging = open_staging(CPU)  # until the device is picked
@@ -365,8 +367,15 @@ def serve(server: type[ModelServer], sock: socket.socket, module: Any) -> None:
         start = link.recv()
     except LinkClosedError:
         return
-    if isinstance(start, StartCompute):
-        server(link, start, module).run()
+    if not isinstance(start, StartCompute):
+        return
+    try:
+        made = server(link, start, module)
+    except (ValueError, ImportError, ChannelError) as e:  # this host lacks what the transport needs
+        with suppress(LinkClosedError):
+            link.send(Failed(text=f"{server.role}: {e}", user_error=True))
+        return
+    made.run()
 
 
 def _summary(cut: CutModel) -> dict[str, Any]:
@@ -380,21 +389,3 @@ def _summary(cut: CutModel) -> dict[str, Any]:
         "kv_bytes": [s.kv_heads * (s.qk_dim + s.v_dim) * size for s in layers],
         "o_bytes": [s.q_heads * s.v_dim * size for s in layers],
     }
-
-
-class StageTimes:
-    """Seconds of each stage of a start, by its name."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def skip(self) -> None:
-        """Begin a new stage; the time since the last one counts for none."""
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        """A stage has ended."""
-        now = time.perf_counter()
-        self.laps[name] = now - self._last
-        self._last = now

@@ -31,7 +31,7 @@ def nearest(config: EngineConfig) -> tuple[EngineConfig, str]:
     (gpu,) = gpus
     why = f"all workers compute on GPU {gpu}, which processes would have by turns"
     log.info("--transport: %s, for %s", scheme, why)
-    return changed(config, {"transport": scheme}), why
+    return changed(config, {"transport": scheme, "rdma_device": ""}), why
 
 
 def _gpus(config: EngineConfig) -> set[int | None]:

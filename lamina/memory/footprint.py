@@ -41,7 +41,7 @@ def own(total: Resident) -> Resident:
 def serve_footprint(sock: socket.socket) -> None:
     """Import and open what a memory worker does, and tell what is resident then.
 
-    A line of JSON comes, [backend, scheme], and one goes, {resident: [private, files, shared]} or {error}.
+    A line of JSON comes, [backend, scheme, RDMA device], and one goes, {resident: [private, files, shared]} or {error}.
     """
     with sock, sock.makefile("rw") as lines:
         try:
@@ -51,7 +51,7 @@ def serve_footprint(sock: socket.socket) -> None:
         lines.write(json.dumps(answer) + "\n")
 
 
-def _open_all(backend: str, scheme: str) -> Resident:
+def _open_all(backend: str, scheme: str, device: str) -> Resident:
     import torch
 
     from lamina import attention, netstack
@@ -60,7 +60,7 @@ def _open_all(backend: str, scheme: str) -> Resident:
     from . import main as memory_main
     from . import worker as memory
 
-    fabric = netstack.open(scheme, key=cluster_key())
+    fabric = netstack.open(scheme, key=cluster_key(), device=device)
     worker = memory.MemoryWorker()
     attention.get(backend, torch.device("cpu"), torch.float32)
     footprint = own(resident())

@@ -153,7 +153,8 @@ class MemoryServer:
             check_within("--memory-device", self._start.devices.memory_device != "cpu")
             gpu = None if self._start.devices.memory_device == "cpu" else self._pick_gpu()
             key = self._start.key or cluster_key()
-            self._fabric = self._around.open_fabric(self._start.scheme, key=key, gpu=gpu)
+            device = self._start.devices.rdma_device
+            self._fabric = self._around.open_fabric(self._start.scheme, key=key, gpu=gpu, device=device)
             return self._fabric.listen(self._start.address, reception(self._start.name))
         except (ValueError, ImportError, ChannelError) as e:
             self._service.fail(f"memory worker: {e}", user_error=True)

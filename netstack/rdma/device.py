@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lamina.netstack.contract.base import RDMA_DEVICE
+from lamina.netstack.contract.base import NAMED_BY
 
 from .card import Route
 from .ports import Port, Wanted, partition_index
@@ -97,7 +97,7 @@ class RdmaDevice:
                     tried.append(f"{candidate}: messages of at most {self.message_bytes} bytes")
                 except (OSError, ValueError, PyverbsError) as error:
                     tried.append(f"{candidate}: {error}")
-        which = f"named {wanted!r} ({RDMA_DEVICE}) " if wanted else ""
+        which = f"named {wanted!r} ({NAMED_BY}) " if wanted else ""
         why = "; ".join(tried) or "rdma-core lists none; see `rdma link` and `ibv_devices`"
         raise ImportError(f"transport 'verbs' finds no RDMA device {which}with an active port: {why}")
 

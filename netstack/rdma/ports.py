@@ -10,37 +10,17 @@ from dataclasses import dataclass, field
 from ipaddress import IPv6Address
 from pathlib import Path
 
-from lamina.netstack.contract.base import RDMA_DEVICE
+from lamina.netstack.contract.base import NAMED_BY
+from lamina.netstack.contract.rdma_name import Wanted as Wanted
 
 from .quality import MEMBERS, PARTITION
 
 Gids = dict[int, tuple[str, str]]  # by index, the address and its kind
 CLASS = "sys/class/infiniband"
 NONE = f"none in /{CLASS}; load the NIC's driver (mlx5_ib), or rdma_rxe for Soft-RoCE"
-FORM = f"{RDMA_DEVICE} is NAME, NAME:PORT or NAME:PORT:GID_INDEX, as in mlx5_0:1:3"
 ROUTABLE = "RoCE v2"  # whose packets are UDP
 KINDS = {0: "IB/RoCE v1", 1: "IB/RoCE v1", 2: ROUTABLE}  # the kernel's names, by ibv_gid_type
 MOST_NAMED = 8  # GIDs in one line; a ConnectX has room for 256
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The device that ``LAMINA_RDMA_DEVICE`` names. ``name`` empty: any; ``port``, ``gid_index`` None: the best."""
-
-    name: str = ""
-    port: int | None = None
-    gid_index: int | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Wanted:
-        """Raises ValueError, one line with the form."""
-        name, *numbers = text.split(":")
-        if len(numbers) > 2 or not all(n == "" or (n.isascii() and n.isdigit()) for n in numbers):
-            raise ValueError(f"{FORM}, not {text!r}")
-        port, gid_index = (int(n) if n else None for n in (*numbers, "", "")[:2])
-        if port == 0:
-            raise ValueError(f"{FORM}, not {text!r}: ports count from 1")
-        return cls(name, port, gid_index)
 
 
 @dataclass(frozen=True)
@@ -123,7 +103,7 @@ def partition_index(port: Port, key: int | None, root: Path = Path("/")) -> int:
 
 
 def lack(local_ports: list[Port], text: str) -> str:
-    """Why no port serves ``text`` (of LAMINA_RDMA_DEVICE; empty: any), with the fix behind "; "; empty if one does."""
+    """Why no port serves ``text`` (of --rdma-device; empty: any), with the fix behind "; "; empty if one does."""
     try:
         wanted = Wanted.parse(text)
     except ValueError as error:
@@ -131,10 +111,10 @@ def lack(local_ports: list[Port], text: str) -> str:
     of_name = [p for p in local_ports if wanted.name in ("", p.device)]
     if not of_name:
         there = ", ".join(sorted({p.device for p in local_ports})) or "none"
-        return f"{RDMA_DEVICE} names {wanted.name!r}, which is not here; choose of {there}"
+        return f"{NAMED_BY} names {wanted.name!r}, which is not here; choose of {there}"
     matching = [p for p in of_name if wanted.port in (None, p.number)]
     if not matching:
-        return f"{RDMA_DEVICE} names port {wanted.port}, which is not here; choose of {', '.join(map(str, of_name))}"
+        return f"{NAMED_BY} names port {wanted.port}, which is not here; choose of {', '.join(map(str, of_name))}"
     lacks = [p.lack(wanted) for p in matching]
     return "" if "" in lacks else lacks[0]
 

@@ -12,7 +12,7 @@ from .verbs_channel import COPY_BYTES, WRITE_BYTES, VerbsChannel
 
 
 class PyverbsWay:
-    """``wanted``: of LAMINA_RDMA_DEVICE."""
+    """``wanted``: of --rdma-device."""
 
     def __init__(self, wanted: str, spin_s: float) -> None:
         self._spin_s = spin_s

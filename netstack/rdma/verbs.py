@@ -25,12 +25,11 @@ use to another.
 
 from __future__ import annotations
 
-import os
 import socket
 from contextlib import closing
 from threading import BoundedSemaphore, Thread
 
-from lamina.netstack.contract.base import RDMA_DEVICE, SPIN_S, affordable_spin
+from lamina.netstack.contract.base import SPIN_S, affordable_spin, rdma_device
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric, HandshakeError, Region
 from lamina.netstack.contract.terms import Terms
 from lamina.netstack.host.native import verbs_fault
@@ -47,7 +46,7 @@ TRIALS_AT_ONCE = 16  # of a listener; each has a thread, and TRIAL_S
 
 
 class VerbsFabric(TcpFabric):
-    """Listens and connects as ``tcp`` does, then leaves the wire to the NIC. ``device``: of ``LAMINA_RDMA_DEVICE``;
+    """Listens and connects as ``tcp`` does, then leaves the wire to the NIC. ``device``: of ``--rdma-device``;
     ``way``: to another one than the best.
     """
 
@@ -148,5 +147,5 @@ def open_way(device: str, spin_s: float) -> NicWay:
         raise ImportError(f"{error}; nor is there a native way: {fault}") from error
 
 
-def open_fabric(key: bytes) -> Fabric:
-    return VerbsFabric(key, device=os.environ.get(RDMA_DEVICE, ""))
+def open_fabric(key: bytes, *, device: str = "") -> Fabric:
+    return VerbsFabric(key, device=rdma_device(device))

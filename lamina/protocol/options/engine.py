@@ -143,6 +143,11 @@ class DeviceOptions(Options, frozen=True, kw_only=True):
         Meta(ge=0),
         "multiprocessors of its GPU that a memory worker may use, so that compute workers have the others; 0 = all",
     ] = 0
+    rdma_device: Annotated[
+        str,
+        "with --transport verbs, mlx5 or auto: the RDMA device of each worker, NAME, NAME:PORT or NAME:PORT:GID_INDEX; "
+        "empty = on each host the one of its LAMINA_RDMA_DEVICE, else the nearest",
+    ] = ""
     kv_memory: Annotated[
         str, ReadText(size_text), "memory for KV blocks on each memory worker, such as 512MiB or 4GiB"
     ] = "auto"

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Collection
 from typing import NamedTuple
 
-from lamina.netstack import beyond_host, check_scheme, in_process, made_at_start
+from lamina.netstack import beyond_host, check_rdma_device, check_scheme, in_process, made_at_start
 from lamina.protocol.partition import PARTITIONS, Partition
 
 from .declare import flag
@@ -33,6 +33,7 @@ def check_together(config: EngineConfig) -> None:
     _check_prefixes(config)
     _check_sparsity(config)
     _check_devices(config)
+    check_rdma_device(config.launching.scheme, config.devices.rdma_device)
     _check_made_at_start(config)
     _check_spares(config)
     _check_loans(config)

@@ -127,7 +127,7 @@ class SimProcess:
         """One of its threads."""
         self._host.baton.start(work, f"{name} of pid {self.pid}", self)
 
-    def open(self, scheme: str, *, key: bytes, gpu: int | None = None) -> SimFabric:
+    def open(self, scheme: str, *, key: bytes, gpu: int | None = None, device: str = "") -> SimFabric:
         """Its network, whatever the scheme."""
         self.fabric = SimFabric(key, self._host.baton, self._host.delay_s, self)
         return self.fabric

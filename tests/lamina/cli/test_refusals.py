@@ -72,6 +72,18 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
         {"compute_device": "cuda:1", "tensor_parallel_size": 2},
         "--compute-device cuda:1 is one GPU, and --tensor-parallel-size 2 takes one for each rank: use --compute-device cuda",
     ),
+    (
+        {"rdma_device": "mlx5_0"},
+        "--rdma-device mlx5_0 is for --transport verbs, mlx5, auto: leave it out with --transport shm",
+    ),
+    (
+        {"rdma_device": "mlx5_0", "transport": "gin"},
+        "--rdma-device mlx5_0 is for --transport verbs, mlx5, auto: leave it out with --transport gin",
+    ),
+    (
+        {"rdma_device": "mlx5_0:x", "transport": "verbs"},
+        "--rdma-device or LAMINA_RDMA_DEVICE is NAME, NAME:PORT or NAME:PORT:GID_INDEX, as in mlx5_0:1:3, not 'mlx5_0:x'",
+    ),
     ({"memory_sms": 8}, "--memory-sms 8 is for memory workers on a GPU: leave it out with --memory-device cpu"),
     (
         {"memory_sms": 8, "memory_device": "cpu"},

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from lamina import netstack
 from lamina.compute.links import RefusedError
@@ -199,3 +200,16 @@ def test_a_view_that_is_none_ends_the_link(driver: Any) -> None:
     driver.link.send(Connect(view=1 << 16))
     with pytest.raises(Exception, match="the other end is gone"):
         driver.link.recv(WAIT_S)
+
+
+def test_a_compute_worker_opens_the_rdma_device_that_was_named() -> None:
+    ours, theirs = socket.socketpair()
+    thread = threading.Thread(target=serve, args=(Server, theirs, None), daemon=True)
+    thread.start()
+    link = ControlLink(ours, Loaded | Failed)
+    link.send(structs.replace(START, scheme="tcp", devices=DeviceOptions(rdma_device="mlx5_7")))
+    answer = link.recv(WAIT_S)
+    assert isinstance(answer, Failed)
+    assert "--rdma-device mlx5_7 is for --transport verbs, mlx5, auto" in answer.text
+    link.close()
+    thread.join(WAIT_S)

@@ -20,7 +20,7 @@ from lamina.fleet.choose_transport import nearest
 from lamina.memory import store as memory_store
 from lamina.memory.main import serve_memory
 from lamina.memory.store import _kv_bytes
-from lamina.protocol.control import ControlLink, MemoryReady, StartMemory
+from lamina.protocol.control import ControlLink, Failed, MemoryReady, StartMemory
 from lamina.protocol.options.engine import DeviceOptions, EngineConfig
 from lamina.server.link import engine_process
 from lamina.server.link.messages import Start
@@ -154,6 +154,19 @@ def test_the_thread_that_serves_is_the_one_that_is_limited(gpus: int, monkeypatc
             assert isinstance(ControlLink(here, MemoryReady).recv(), MemoryReady)
         serving.join(60)
     assert taken == [("cuda:1", 8, "serves")]
+
+
+def test_a_memory_worker_opens_the_rdma_device_that_was_named() -> None:
+    here, there = socket.socketpair()
+    named = DeviceOptions(rdma_device="mlx5_7")
+    with here, there:
+        ControlLink(here, Failed).send(StartMemory(scheme="tcp", address="", key=bytes(32), threads=1, devices=named))
+        serving = threading.Thread(target=serve_memory, args=(there,), daemon=True)
+        serving.start()
+        answer = ControlLink(here, Failed).recv(60)
+        assert "--rdma-device mlx5_7 is for --transport verbs, mlx5, auto" in answer.text
+        assert answer.user_error
+    serving.join(60)
 
 
 def test_without_a_gpu_auto_is_the_cpu() -> None:

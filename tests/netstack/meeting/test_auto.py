@@ -268,6 +268,14 @@ def test_memory_goes_before_rdma() -> None:
     fabric.close()
 
 
+def test_the_device_of_all_hosts_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody counts on it; a host's own word may be of another day."""
+    monkeypatch.delenv(RDMA_DEVICE, raising=False)
+    with pytest.raises(ImportError, match="^--rdma-device no-such-device: transport 'verbs'") as refusal:
+        netstack.open("auto", key=KEY, device="no-such-device")
+    assert "\n" not in str(refusal.value)
+
+
 def test_a_named_device_that_cannot_be_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RDMA_DEVICE, "no such device")
     fabric = AutoFabric(KEY)

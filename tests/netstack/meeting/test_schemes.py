@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from inspect import signature
+
 import pytest
 
 from lamina import netstack
 from lamina.netstack import schemes
+from lamina.netstack.contract.base import RDMA_DEVICE, rdma_device
+from lamina.netstack.host.loopback_host import LoopbackFabric
+from lamina.netstack.rdma import verbs
 
 NAMES = [name for name in schemes.SCHEMES if name not in schemes.WRAPPERS]
 
@@ -43,6 +49,44 @@ def test_a_name_that_is_none_is_refused_with_those_there_are() -> None:
     for scheme in ("carrier-pigeon", "shm+tcp", "emulate+carrier-pigeon"):
         with pytest.raises(ValueError, match=r"unknown transport .*choose one of loopback, .*verbs"):
             netstack.in_process(scheme)
+
+
+def test_an_rdma_device_is_for_those_who_take_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches them, behind a wrapper too; each transport that takes one is in the table, and no other."""
+    told = list[str]()
+
+    def open_rdma(key: bytes, *, device: str = "") -> LoopbackFabric:
+        told.append(device)
+        return LoopbackFabric(key)
+
+    taken = set()
+    for name, place in schemes.SCHEMES.items():
+        try:
+            parameters = signature(import_module(f"lamina.netstack.{place}").open_fabric).parameters
+        except ImportError:
+            continue
+        if "device" in parameters:
+            taken.add(name)
+    assert taken - set(schemes.WRAPPERS) == set(schemes.BY_RDMA)
+    monkeypatch.setattr(verbs, "open_fabric", open_rdma)
+    for scheme in ("verbs", "emulate+verbs?latency_ms=1"):
+        netstack.open(scheme, key=bytes(32), device="mlx5_1:2:3").close()
+        netstack.open(scheme, key=bytes(32)).close()
+    assert told == ["mlx5_1:2:3", ""] * 2
+    for name in set(NAMES) - set(schemes.BY_RDMA):
+        with pytest.raises(ValueError, match=f"--rdma-device mlx5_1 is for .*: leave it out with --transport {name}$"):
+            netstack.open(name, key=bytes(32), device="mlx5_1")
+    with pytest.raises(ValueError, match="mlx5_0:1:3, not 'mlx5_1:x'"):
+        netstack.open("auto", key=bytes(32), device="mlx5_1:x")
+
+
+def test_the_device_of_all_hosts_goes_before_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RDMA_DEVICE, raising=False)
+    assert rdma_device() == ""
+    assert rdma_device("mlx5_1") == "mlx5_1"
+    monkeypatch.setenv(RDMA_DEVICE, "mlx5_0")
+    assert rdma_device() == "mlx5_0"
+    assert rdma_device("mlx5_1") == "mlx5_1"
 
 
 @pytest.mark.usefixtures("closed")

@@ -68,6 +68,9 @@ LACKS = {
 }  # fmt: skip
 
 
+NAMED = Lack("names 'mlx5_1', which is not here", "choose of mlx5_0", {"LAMINA_RDMA_DEVICE": "mlx5_0"})
+
+
 def launch(arguments: Sequence[str], lack: Lack | None, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = mlx5_stand_in.environment(folder) | {"PYTHONPATH": PATH}
     environment.pop("LAMINA_RDMA_DEVICE", None)
@@ -97,6 +100,16 @@ def test_doctor_says_in_one_line_what_is_missing(name: str, tmp_path: Path) -> N
     assert lack.words in said
     assert lack.fix in said
     assert said.endswith("you can use: none of these")
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["serve", MODEL, "--dry-run"]])
+def test_the_flag_names_the_device_of_all_hosts(command: list[str], tmp_path: Path) -> None:
+    """Before that of this host, which is there."""
+    done = launch([*command, "--rdma-device", "mlx5_1"], NAMED, tmp_path)
+    assert done.returncode != 0
+    said = " ".join((done.stdout + done.stderr).split())
+    assert f"--rdma-device or LAMINA_RDMA_DEVICE {NAMED.words}" in said
+    assert NAMED.fix in said
 
 
 @pytest.mark.parametrize("name", LACKS)
