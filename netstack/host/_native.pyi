@@ -90,8 +90,8 @@ class KernelPair:
     def queue(self) -> dict[str, int]:
         """What a Queue of csrc/netstack/mlx5.h begins with, and ``key``, that of the memory that is sent from."""
 
-    def events_fd(self) -> int:
-        """Readable where the device has said something of the queue pair or of itself."""
+    def events_fds(self) -> tuple[int, ...]:
+        """One is readable where the device has said something of the queue pair or of itself."""
 
     def event(self) -> str | None:
         """What the device has said that ends the queue pair, in libibverbs's words."""
@@ -112,6 +112,7 @@ def open_kernel_pair(
     blocks: int,
     staging: tuple[int, int, int],
     inbox: tuple[int, int, int],
+    rings: tuple[int, int, int],
     /,
 ) -> KernelPair:
     """For at most ``blocks`` work requests of one block that are under way, a power of two from 8 on. Memory: address,
@@ -138,6 +139,9 @@ class Ringer:
 
     def close(self) -> None:
         """Ends the thread. Idempotent."""
+
+def rings_bytes(blocks: int, /) -> int:
+    """Of memory for the rings of a KernelPair of so many blocks."""
 
 def mlx5_fault() -> str:
     """Why there is no KernelPair: built without libibverbs's headers, or libmlx5 does not load; empty: there is."""

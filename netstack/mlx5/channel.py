@@ -55,8 +55,8 @@ class NicEvents:
     def __init__(self, pairs: Sequence[KernelPair]) -> None:
         self._pairs, self.said = pairs, ""
         self._any = select.epoll()
-        for pair in pairs:
-            self._any.register(pair.events_fd(), select.EPOLLIN)
+        for fd in (fd for pair in pairs for fd in pair.events_fds()):
+            self._any.register(fd, select.EPOLLIN)
 
     def fileno(self) -> int:
         return self._any.fileno()

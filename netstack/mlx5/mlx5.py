@@ -7,8 +7,9 @@ Peers meet as those of ``verbs`` do: over TCP, which stays as the life line, wit
 channel has two queue pairs: one for calls and for messages that somebody waits for, both ways, and one for bulk, from
 who connects to who listens, so that the former never wait in the NIC for the latter.
 Inbox and staging are memory of the GPU, which the NIC reaches by dma-buf or nvidia-peermem: the inbox for a peer's
-writes, and nothing else for anything. Ring, completions and records of a queue pair are libmlx5's, in the host's
-memory, which is mapped for kernels, and so is the page of the doorbell; where the driver does not map that, kernels
+writes, and nothing else for anything. Ring, completions and records of a queue pair lie in the GPU's memory too, where
+the NIC's firmware may be told so (DEVX, by dma-buf); else they are libmlx5's, in the host's memory, which is mapped for
+kernels. So is the page of the doorbell; where the driver does not map that, kernels
 ring in a word of the host's, and a thread next to the NIC rings on. A message is two RDMA writes, the second of
 which is its signal: the network must deliver in order, without adaptive routing, and the GPU has to say that its
 kernels see the writes of a NIC in their order. What NICs send is neither encrypted nor authenticated: use a network
@@ -27,10 +28,10 @@ from lamina.netstack.contract.base import rdma_device
 from lamina.netstack.contract.fabric import HandshakeError
 from lamina.netstack.contract.terms import EPOCH_SHIFT, MESSAGE_MOST, Geometry
 from lamina.netstack.cuda.cuda import DEVICE
-from lamina.netstack.cuda.driver import CudaError, Driver
+from lamina.netstack.cuda.driver import DMA_BUF, CudaError, Driver
 from lamina.netstack.cuda.ends import clear_inbox, inbox_bytes
 from lamina.netstack.cuda.kernel_channel import directions
-from lamina.netstack.host.native import Ringer, mlx5_fault, open_kernel_pair
+from lamina.netstack.host.native import Ringer, mlx5_fault, open_kernel_pair, rings_bytes
 from lamina.netstack.meeting.handshake import PeerSession, exchanged
 from lamina.netstack.meeting.listener import Meeting
 from lamina.netstack.meeting.swap import swap
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 BLOCKS_LEAST = 8
 WQE_BYTES = CQE_BYTES = 64
 RECORD_BYTES = REGISTER_BYTES = 8
+NO_COMPLETION = bytes(CQE_BYTES - 1) + b"\xf1"  # as the NIC finds what it may write
 
 
 class KernelWay(NativeWay):
@@ -60,6 +62,7 @@ class KernelWay(NativeWay):
     def __init__(self, wanted: str, driver: Driver) -> None:
         self._driver = driver
         self._ringer: Ringer | None = None  # where the GPU may not ring
+        self._has_rings = False  # whether rings of queue pairs are to lie in the GPU's memory
         super().__init__(wanted, spin_s=0.0, gpu=driver.pci_address)
 
     def meeting(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Meeting:
@@ -92,8 +95,17 @@ class KernelWay(NativeWay):
         self._driver.close()
 
     def _try(self, place: Place) -> None:
-        with ExitStack() as parts:
-            self._lanes(parts, place, TRIAL, TRIAL, listening=False)
+        self._has_rings = bool(self._driver.attribute(DMA_BUF))
+        try:
+            with ExitStack() as parts:
+                self._lanes(parts, place, TRIAL, TRIAL, listening=False)
+        except OSError as error:
+            if not self._has_rings:
+                raise
+            log.info("rings of queue pairs lie in the host's memory, not in the GPU's: %s", error)
+            self._has_rings = False
+            with ExitStack() as parts:
+                self._lanes(parts, place, TRIAL, TRIAL, listening=False)
 
     def _lanes(
         self, parts: ExitStack, place: Place, outbound: Geometry, inbound: Geometry, *, listening: bool
@@ -116,16 +128,22 @@ class KernelWay(NativeWay):
             for geometry in (outbound, inbound)
         )
         requests = sum(n * geometry.slots for n, geometry in ((2, outbound), (1, inbound)) if geometry)
-        pieces = (memory.piece if memory else NO_PIECE for memory in (staging, inbox))
-        pair = open_kernel_pair(*place, ring_blocks(requests + credits), *pieces)
+        blocks = ring_blocks(requests + credits)
+        rings = parts.enter_context(closing(NicMemory(driver, rings_bytes(blocks)))) if self._has_rings else None
+        if rings is not None:
+            driver.call("cuMemsetD8_v2", rings.address, 0, rings_bytes(blocks))
+        pieces = (memory.piece if memory else NO_PIECE for memory in (staging, inbox, rings))
+        pair = open_kernel_pair(*place, blocks, *pieces)
         parts.enter_context(closing(pair))
         parts.callback(pair.halt)
         queue = pair.queue()
-        held = [(queue["ring"], queue["blocks"] * WQE_BYTES), (queue["completions"], queue["cqes"] * CQE_BYTES)]
-        held += [(queue[record], RECORD_BYTES) for record in ("record", "seen")]
-        pages = parts.enter_context(closing(HostPages(driver, held)))
-        for name in ("ring", "completions", "record", "seen"):
-            queue[name] = pages.of(queue[name])
+        if rings is not None:
+            driver.write(queue["completions"], NO_COMPLETION * queue["cqes"])
+        else:
+            held = [(queue["ring"], queue["blocks"] * WQE_BYTES), (queue["completions"], queue["cqes"] * CQE_BYTES)]
+            held += [(queue[record], RECORD_BYTES) for record in ("record", "seen")]
+            pages = parts.enter_context(closing(HostPages(driver, held)))
+            queue |= {name: pages.of(queue[name]) for name in ("ring", "completions", "record", "seen")}
         queue |= self._doorbell(parts, queue["doorbell"], queue["alternate"])
         addresses = (memory.address if memory else 0 for memory in (staging, inbox))
         return NicLane(pair, queue, outbound, inbound, *addresses)

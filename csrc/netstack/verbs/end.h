@@ -97,19 +97,16 @@ class End {
  public:
   End() = default;
   End(const End&) = delete;
-  ~End() { close(); }
+  virtual ~End() { End::close(); }
 
   // Opens all, up to INIT with every receive posted; `staging` and `inbox` are registered and stay the caller's; one of no
   // bytes is none. False with the cause in `fault`.
   bool open(const Port& port, const Piece& staging, const Piece& inbox, const Depth& depth) {
-    if (*lib_.fault) return fail("load libibverbs: %s", lib_.fault);
-    port_ = port;
-    at_ = reinterpret_cast<std::uintptr_t>(inbox.address);
-    return open_device() && open_port() && open_memory(staging, inbox) && open_queue(depth) && open_pair(depth);
+    return open_domain(port, staging, inbox) && open_queue(depth) && open_pair(depth);
   }
 
   // From here on both directions work, as soon as the peer has done the same. False with the cause in `fault`.
-  bool connect(const Route& peer, const Inbox& inbox) {
+  virtual bool connect(const Route& peer, const Inbox& inbox) {
     ibv_qp_attr attr{};
     attr.qp_state = IBV_QPS_RTR;
     attr.path_mtu = static_cast<ibv_mtu>(std::min(route_.mtu, peer.mtu));
@@ -172,7 +169,7 @@ class End {
     return any;
   }
   // The next asynchronous event of this pair's, its queue's, its port's or the device's; false where there is none.
-  bool event(ibv_event_type* type) {
+  virtual bool event(ibv_event_type* type) {
     ibv_async_event event;
     if (lib_.get_async_event(context_, &event)) return false;
     *type = event.event_type;
@@ -182,13 +179,13 @@ class End {
   const char* words(ibv_event_type type) const { return lib_.event_type_str(type); }
 
   // Nothing is sent or written here any more; all that is under way completes with an error.
-  void halt() {
+  virtual void halt() {
     ibv_qp_attr attr{};
     attr.qp_state = IBV_QPS_ERR;
     lib_.modify_qp(pair_, &attr, IBV_QP_STATE);
   }
 
-  void close() {
+  virtual void close() {
     if (pair_) lib_.destroy_qp(pair_);
     if (queue_) lib_.destroy_cq(queue_);
     if (events_) lib_.destroy_comp_channel(events_);
@@ -208,9 +205,18 @@ class End {
   std::uint32_t staging_key() const { return staging_ ? staging_->lkey : 0; }
   int events_fd() const { return events_->fd; }
   int async_fd() const { return context_->async_fd; }
+  virtual int more_events_fd() const { return -1; }
   const char* fault() const { return fault_; }
 
- private:
+ protected:
+  // Device, port and memory; no queues.
+  bool open_domain(const Port& port, const Piece& staging, const Piece& inbox) {
+    if (*lib_.fault) return fail("load libibverbs: %s", lib_.fault);
+    port_ = port;
+    at_ = reinterpret_cast<std::uintptr_t>(inbox.address);
+    return open_device() && open_port() && open_memory(staging, inbox);
+  }
+
   const char* name() const { return port_.device.c_str(); }
   // With what helps, where one thing does.
   static const char* text(int error) {
@@ -227,6 +233,14 @@ class End {
     return false;
   }
 
+  const Library& lib_ = Library::get();
+  Port port_{};
+  Route route_{};
+  bool is_ethernet_ = false;
+  ibv_context* context_ = nullptr;
+  ibv_pd* domain_ = nullptr;
+
+ private:
   bool open_device() {
     context_ = lib_.open(name());
     if (!context_ && errno == ENODEV)
@@ -250,6 +264,7 @@ class End {
     if (port_.gid_index > 255 || lib_.query_gid(context_, port_.number, port_.gid_index, &gid))
       return fail("use GID %d of port %u of %s: it has none", port_.gid_index, port_.number, name());
     std::memcpy(route_.gid, gid.raw, sizeof route_.gid);
+    is_ethernet_ = attr.link_layer == IBV_LINK_LAYER_ETHERNET;
     route_.lid = attr.lid;
     route_.mtu = attr.active_mtu;
     route_.psn = std::random_device{}() & 0xffffff;
@@ -328,13 +343,8 @@ class End {
     return ibv_post_send(pair_, &work, &bad);
   }
 
-  const Library& lib_ = Library::get();
-  Port port_{};
-  Route route_{};
   Inbox theirs_{};
   std::uint64_t at_ = 0;  // our inbox
-  ibv_context* context_ = nullptr;
-  ibv_pd* domain_ = nullptr;
   ibv_mr *staging_ = nullptr, *inbox_ = nullptr;
   ibv_comp_channel* events_ = nullptr;
   ibv_cq* queue_ = nullptr;

@@ -42,6 +42,8 @@ struct Library {
   decltype(&::ibv_get_async_event) get_async_event;
   decltype(&::ibv_ack_async_event) ack_async_event;
   decltype(&::ibv_event_type_str) event_type_str;
+  decltype(&::ibv_create_ah) create_ah;
+  decltype(&::ibv_destroy_ah) destroy_ah;
   // Null before rdma-core 34.
   ibv_mr* (*reg_dmabuf_mr)(ibv_pd*, std::uint64_t offset, std::size_t, std::uint64_t address, int fd, int access);
   // Null before rdma-core 33.
@@ -96,6 +98,8 @@ struct Library {
     file.find("ibv_get_async_event", &library.get_async_event);
     file.find("ibv_ack_async_event", &library.ack_async_event);
     file.find("ibv_event_type_str", &library.event_type_str);
+    file.find_newer("ibv_create_ah", &library.create_ah);
+    file.find_newer("ibv_destroy_ah", &library.destroy_ah);
     file.find_newer("ibv_reg_dmabuf_mr", &library.reg_dmabuf_mr);
     file.find_newer("_ibv_query_gid_table", &library.query_gid_table);
     file.explain(library.fault, "it is not rdma-core's");

@@ -6,7 +6,7 @@
 #include <memory>
 #include <new>
 
-#include "objects.h"
+#include "firmware.h"
 #include "pair.h"
 
 namespace lamina {
@@ -46,13 +46,17 @@ PyObject* pair_queue(PyObject* object, PyObject*) {
   if (!is_open(self)) return nullptr;
   const verbs::Layout& q = self->layout;
   const auto at = [](const void* place) { return Number(reinterpret_cast<std::uintptr_t>(place)); };
-  return Py_BuildValue("{sKsKsKsKsKsIsIsIsIsI}", "ring", at(q.ring), "record", at(q.record), "doorbell", at(q.doorbell),
-                       "completions", at(q.completions), "seen", at(q.seen), "number", q.number, "blocks", q.blocks,
-                       "cqes", q.cqes, "alternate", q.alternate, "key", self->end->staging_key());
+  return Py_BuildValue("{sKsKsKsKsKsIsIsIsIsIsI}", "ring", at(q.ring), "record", at(q.record), "doorbell",
+                       at(q.doorbell), "completions", at(q.completions), "seen", at(q.seen), "number", q.number,
+                       "blocks", q.blocks, "cqes", q.cqes, "alternate", q.alternate, "near", q.near, "key",
+                       self->end->staging_key());
 }
 
-PyObject* pair_events_fd(PyObject* object, PyObject*) {
-  return is_open(pair_of(object)) ? PyLong_FromLong(pair_of(object)->end->async_fd()) : nullptr;
+PyObject* pair_events_fds(PyObject* object, PyObject*) {
+  if (!is_open(pair_of(object))) return nullptr;
+  const End& end = *pair_of(object)->end;
+  return end.more_events_fd() < 0 ? Py_BuildValue("(i)", end.async_fd())
+                                  : Py_BuildValue("(ii)", end.async_fd(), end.more_events_fd());
 }
 
 PyObject* pair_event(PyObject* object, PyObject*) {
@@ -75,7 +79,7 @@ PyObject* pair_close(PyObject* object, PyObject*) {
 
 PyMethodDef pair_methods[] = {
     {"card", pair_card, METH_NOARGS, nullptr},   {"connect", pair_connect, METH_VARARGS, nullptr},
-    {"queue", pair_queue, METH_NOARGS, nullptr}, {"events_fd", pair_events_fd, METH_NOARGS, nullptr},
+    {"queue", pair_queue, METH_NOARGS, nullptr}, {"events_fds", pair_events_fds, METH_NOARGS, nullptr},
     {"event", pair_event, METH_NOARGS, nullptr}, {"halt", pair_halt, METH_NOARGS, nullptr},
     {"close", pair_close, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyType_Slot pair_slots[] = {{Py_tp_dealloc, slot(pair_dealloc)}, {Py_tp_methods, pair_methods}, {0, nullptr}};
@@ -89,16 +93,19 @@ PyObject* open_kernel_pair(PyObject* module, PyObject* args) {
   const char* device;
   verbs::Port port{};
   unsigned blocks;
-  Number places[2], bytes[2];
-  int files[2];
-  if (!PyArg_ParseTuple(args, "sbiHbbI(KKi)(KKi)", &device, &port.number, &port.gid_index, &port.pkey_index,
+  Number places[3], bytes[3];
+  int files[3];
+  if (!PyArg_ParseTuple(args, "sbiHbbI(KKi)(KKi)(KKi)", &device, &port.number, &port.gid_index, &port.pkey_index,
                         &port.service_level, &port.traffic_class, &blocks, &places[0], &bytes[0], &files[0], &places[1],
-                        &bytes[1], &files[1]))
+                        &bytes[1], &files[1], &places[2], &bytes[2], &files[2]))
     return nullptr;
+  if (bytes[2] && bytes[2] != verbs::rings_bytes(blocks))
+    return PyErr_Format(PyExc_ValueError, "rings of %u blocks have %llu bytes", blocks, verbs::rings_bytes(blocks));
   auto* self = allocate<KernelPair>(state->kernel_pair_type);
   if (!self) return nullptr;
   auto* object = reinterpret_cast<PyObject*>(self);
-  new (&self->end) std::unique_ptr<End>(new (std::nothrow) End);
+  auto* const firmware = bytes[2] ? new (std::nothrow) verbs::FirmwareEnd : nullptr;
+  new (&self->end) std::unique_ptr<End>(firmware || bytes[2] ? firmware : new (std::nothrow) End);
   if (!self->end) return Py_DECREF(object), PyErr_NoMemory();
   port.device = device;
   const auto piece = [&](int i) {
@@ -107,14 +114,21 @@ PyObject* open_kernel_pair(PyObject* module, PyObject* args) {
   bool opened;
   std::string fault;
   Py_BEGIN_ALLOW_THREADS;
-  opened = self->end->open(port, piece(0), piece(1), verbs::depth_of(blocks));
+  opened = firmware ? firmware->open(port, piece(0), piece(1), piece(2), blocks)
+                    : self->end->open(port, piece(0), piece(1), verbs::depth_of(blocks));
   if (!opened) fault = self->end->fault();
-  opened = opened && verbs::lay_out(self->end->pair(), &self->layout, &fault);
+  if (opened && firmware) self->layout = firmware->layout();
+  opened = opened && (firmware || verbs::lay_out(self->end->pair(), &self->layout, &fault));
   Py_END_ALLOW_THREADS;
   if (opened) return object;
   PyErr_Format(PyExc_OSError, "cannot %s", fault.c_str());
   Py_DECREF(object);
   return nullptr;
+}
+
+PyObject* rings_bytes(PyObject*, PyObject* blocks) {
+  const unsigned long count = PyLong_AsUnsignedLong(blocks);
+  return PyErr_Occurred() ? nullptr : PyLong_FromUnsignedLongLong(verbs::rings_bytes(std::uint32_t(count)));
 }
 
 PyObject* mlx5_fault(PyObject*, PyObject*) {
@@ -134,6 +148,7 @@ bool add_kernel_pair(State* state, PyObject* module) {
 namespace lamina {
 
 PyObject* open_kernel_pair(PyObject*, PyObject*) { return PyErr_Format(PyExc_OSError, "%s", kUnbuilt); }
+PyObject* rings_bytes(PyObject*, PyObject*) { return PyErr_Format(PyExc_OSError, "%s", kUnbuilt); }
 PyObject* mlx5_fault(PyObject*, PyObject*) { return PyUnicode_FromString(kUnbuilt); }
 bool add_kernel_pair(State*, PyObject*) { return true; }
 

@@ -14,19 +14,43 @@ namespace lamina::verbs {
 
 constexpr std::uint32_t kBlockBytes = 64;  // of a ring; of completions too
 
-// As a Queue of mlx5.h begins.
+// As a Queue of mlx5.h begins; `near`: in memory of the GPU that posts.
 struct Layout {
   void *ring, *record, *doorbell, *completions, *seen;
-  std::uint32_t number, blocks, cqes, alternate;
+  std::uint32_t number, blocks, cqes, alternate, near = 0;
 };
 
 // What to ask verbs for so that libmlx5 makes a ring of so many blocks, a power of two from 8 on: it counts requests of
 // three blocks each, as those for atomics and memory windows would be, and rounds up. Ours have one.
 inline Depth depth_of(std::uint32_t blocks) { return {blocks / 4, 0, blocks}; }
 
+// As mlx5dv_devx_umem_in, which has its file since rdma-core 43; an older one refuses it by its mask.
+struct RingsIn {
+  void* address;
+  std::size_t bytes;
+  std::uint32_t access;
+  std::uint64_t page_sizes, mask;
+  int file;
+};
+constexpr std::uint64_t kOfFile = 1;  // in its mask
+constexpr std::uint32_t kPlainPage = 1;  // of doorbells, which does not combine writes
+
 // libmlx5 (rdma-core), loaded when it is first asked for.
 struct Provider {
   decltype(&::mlx5dv_init_obj) init_obj;
+  // Commands to the NIC's firmware; the first is null before rdma-core 35.
+  mlx5dv_devx_umem* (*register_rings)(ibv_context*, RingsIn*);
+  decltype(&::mlx5dv_devx_umem_dereg) forget_rings;
+  decltype(&::mlx5dv_devx_alloc_uar) take_page;
+  decltype(&::mlx5dv_devx_free_uar) free_page;
+  decltype(&::mlx5dv_devx_query_eqn) query_events;
+  decltype(&::mlx5dv_devx_obj_create) create;
+  decltype(&::mlx5dv_devx_obj_modify) modify;
+  decltype(&::mlx5dv_devx_obj_destroy) destroy;
+  decltype(&::mlx5dv_devx_create_event_channel) open_events;
+  decltype(&::mlx5dv_devx_destroy_event_channel) close_events;
+  decltype(&::mlx5dv_devx_subscribe_devx_event) subscribe;
+  decltype(&::mlx5dv_devx_get_event) get_event;
   char fault[256];  // why it cannot be used; empty: it can
 
   static const Provider& get() {  // of this process
@@ -39,6 +63,18 @@ struct Provider {
     Provider provider{};
     DynamicLibrary file({"libmlx5.so.1"});
     file.find("mlx5dv_init_obj", &provider.init_obj);
+    file.find_newer("mlx5dv_devx_umem_reg_ex", &provider.register_rings);
+    file.find_newer("mlx5dv_devx_umem_dereg", &provider.forget_rings);
+    file.find_newer("mlx5dv_devx_alloc_uar", &provider.take_page);
+    file.find_newer("mlx5dv_devx_free_uar", &provider.free_page);
+    file.find_newer("mlx5dv_devx_query_eqn", &provider.query_events);
+    file.find_newer("mlx5dv_devx_obj_create", &provider.create);
+    file.find_newer("mlx5dv_devx_obj_modify", &provider.modify);
+    file.find_newer("mlx5dv_devx_obj_destroy", &provider.destroy);
+    file.find_newer("mlx5dv_devx_create_event_channel", &provider.open_events);
+    file.find_newer("mlx5dv_devx_destroy_event_channel", &provider.close_events);
+    file.find_newer("mlx5dv_devx_subscribe_devx_event", &provider.subscribe);
+    file.find_newer("mlx5dv_devx_get_event", &provider.get_event);
     file.explain(provider.fault, "it is not rdma-core's");
     return provider;
   }

@@ -3,15 +3,17 @@
 // and libmlx5 build rings, records and completion queues, map doorbells, post and poll, without a card.
 //
 // What a host keeps in files is in the folder that SYSFS_PATH names, and who looks for it in /sys finds it there. Every
-// ioctl but one is answered as a kernel without it answers, and libibverbs goes on with writes. Queue pairs of this process
-// are each other's peers; those of other processes are too, where their memory was exported. The functions behind
-// `fake_mlx5_` let a test move the NICs and spoil what they do; with FAKE_MLX5_SERVES set they move by themselves.
+// ioctl but one is answered as a kernel without it answers, and libibverbs goes on with writes; with FAKE_MLX5_HAS_FIRMWARE
+// set, those are answered too by which a process commands the NIC's firmware (DEVX). Queue pairs of this process are each
+// other's peers; those of other processes are too, where their memory was exported. The functions behind `fake_mlx5_` let
+// a test move the NICs and spoil what they do; with FAKE_MLX5_SERVES set they move by themselves.
 #include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <rdma/ib_user_ioctl_cmds.h>
 #include <rdma/ib_user_verbs.h>
 #include <rdma/mlx5-abi.h>
+#include <rdma/mlx5_user_ioctl_cmds.h>
 #include <rdma/rdma_user_ioctl_cmds.h>
 #include <sys/eventfd.h>
 #include <sys/ioctl.h>
@@ -43,7 +45,7 @@ namespace {
 constexpr const char* kNode = "/dev/infiniband/uverbs0";
 constexpr const char* kBehind = "/dev/zero";  // a character device whose shared mappings are plain memory
 constexpr std::uint32_t kPage = 4096, kRegisters = 0x800, kRegisterBytes = 512, kBanks = 16;
-constexpr std::uint32_t kAccessRemoteWrite = 2;
+constexpr std::uint32_t kAccessRemoteWrite = 2, kEvents = 7;  // the number of the queue of events
 enum { kInit = 1, kReadyToReceive, kReadyToSend, kError = 6 };  // of ib_qp_state
 
 struct CompletionQueue {
@@ -52,11 +54,14 @@ struct CompletionQueue {
   std::uint32_t entries;
 };
 
+constexpr std::uint32_t kFirstPage = 0x40;  // of doorbells that are asked for one by one
+constexpr std::uint8_t kStation[6] = {2, 0, 0, 0, 0, 1};  // the Ethernet address of every peer
+
 // An open file of the device.
 struct Node {
   int events = -1;  // the process's end of their pipe
   std::map<std::uint32_t, std::uint8_t*> pages;  // of doorbells, by number
-  std::uint32_t next_bank = 1;
+  std::uint32_t next_bank = 1, next_page = kFirstPage;
 };
 
 struct Registered {
@@ -73,6 +78,7 @@ struct Pair {
   const std::uint8_t* registers;
   std::vector<MemoryRegion> beyond;  // what a peer of another process has open
   std::uint64_t rung[2] = {};
+  std::map<std::uint32_t, std::pair<int, std::uint64_t>> wanted;  // event of the firmware -> where to tell it, as what
   Setup setup;
   std::unique_ptr<Nic> nic;
 };
@@ -88,11 +94,14 @@ std::uint32_t next_handle = 1;
 Adversary adversary{};
 bool is_deaf = false;
 std::map<int, std::uint64_t> buffers;  // where the memory behind a dma-buf begins
+std::map<std::uint32_t, std::uint64_t> ring_memories;  // that the firmware knows, by number
 
 template <class T>
 T* at(std::uint64_t address) {
   return reinterpret_cast<T*>(std::uintptr_t(address));
 }
+
+bool has_firmware() { return std::getenv("FAKE_MLX5_HAS_FIRMWARE"); }
 
 // A command as it was written: what follows its header, and where its answer goes.
 struct Command {
@@ -130,7 +139,8 @@ int get_context(const Command& c) {
   mlx5_ib_alloc_ucontext_resp mine{};
   mine.qp_tab_size = 1 << 17;
   mine.bf_reg_size = kRegisterBytes;
-  mine.tot_bfregs = kBanks;
+  mine.tot_bfregs = has_firmware() ? 0 : kBanks;
+  mine.cmds_supp_uhw = has_firmware() ? MLX5_USER_CMDS_SUPP_UHW_CREATE_AH : 0;
   mine.cache_line_size = 64;
   mine.max_sq_desc_sz = mine.max_rq_desc_sz = 1024;
   mine.max_send_wqebb = mine.max_recv_wr = mine.max_srq_recv_wr = 1 << 15;
@@ -235,7 +245,10 @@ int create_pair(const Command& c) {
   pair->domain = asked.pd_handle;
   pair->events = events.at(node.events);
   pair->user_handle = asked.user_handle;
-  pair->registers = node.pages.at(bank / 4) + kRegisters + bank % 4 * kRegisterBytes;
+  if (mine.flags & MLX5_QP_FLAG_UAR_PAGE_INDEX)
+    pair->registers = node.pages.at(mine.bfreg_index) + kRegisters;
+  else
+    pair->registers = node.pages.at(bank / 4) + kRegisters + bank % 4 * kRegisterBytes;
   // The receive queue lies first.
   const auto* ring = at<std::uint8_t>(mine.buf_addr) + (std::uint64_t(mine.rq_wqe_count) << mine.rq_wqe_shift);
   pair->setup = {ring,
@@ -266,14 +279,22 @@ int create_pair(const Command& c) {
   return 0;
 }
 
+int move_pair(std::uint32_t number, std::uint32_t state, std::uint32_t peer) {
+  Pair& pair = *pairs.at(number);
+  if (state == kInit) tell_others(number, pair.domain);
+  if (state == kReadyToReceive) pair.peer = peer;
+  if (state == kReadyToReceive && !pairs.count(pair.peer)) pair.beyond = heard_of_others(pair.peer);
+  return pair.nic->modify(state == kError ? State::error : State(state)) ? 0 : EINVAL;
+}
+
 int modify_pair(const Command& c) {
   const auto& asked = c.as<ib_uverbs_modify_qp>();
-  Pair& pair = *pairs.at(asked.qp_handle);
-  if (asked.qp_state == kInit) tell_others(asked.qp_handle, pair.domain);
-  if (asked.qp_state == kReadyToReceive) pair.peer = asked.dest_qp_num;
-  if (asked.qp_state == kReadyToReceive && !pairs.count(pair.peer)) pair.beyond = heard_of_others(pair.peer);
-  const State to = asked.qp_state == kError ? State::error : State(asked.qp_state);
-  return pair.nic->modify(to) ? 0 : EINVAL;
+  return move_pair(asked.qp_handle, asked.qp_state, asked.dest_qp_num);
+}
+
+void forget_pair(std::uint32_t number) {
+  for (const MemoryRegion& m : pairs.at(number)->beyond) munmap(m.at, m.bytes);
+  pairs.erase(number);
 }
 
 // 0, or an error number.
@@ -317,12 +338,20 @@ int answer(std::uint32_t command, bool is_extended, const Command& c) {
     case IB_USER_VERBS_CMD_CREATE_QP: return create_pair(c);
     case IB_USER_VERBS_CMD_MODIFY_QP: return modify_pair(c);
     case IB_USER_VERBS_CMD_DESTROY_QP: {
-      const auto pair = pairs.find(c.as<ib_uverbs_destroy_qp>().qp_handle);
-      c.put(ib_uverbs_destroy_qp_resp{pair->second->told});
-      for (const MemoryRegion& m : pair->second->beyond) munmap(m.at, m.bytes);
-      pairs.erase(pair);
+      const std::uint32_t number = c.as<ib_uverbs_destroy_qp>().qp_handle;
+      c.put(ib_uverbs_destroy_qp_resp{pairs.at(number)->told});
+      forget_pair(number);
       return 0;
     }
+    case IB_USER_VERBS_CMD_CREATE_AH: {
+      mlx5_ib_create_ah_resp there{};
+      there.response_length = sizeof there;
+      std::memcpy(there.dmac, kStation, sizeof kStation);
+      c.put(ib_uverbs_create_ah_resp{next_handle++});
+      c.put(there, sizeof(ib_uverbs_create_ah_resp));
+      return 0;
+    }
+    case IB_USER_VERBS_CMD_DESTROY_AH: return 0;
     default: return EOPNOTSUPP;
   }
 }
@@ -343,10 +372,147 @@ int take_command(int node, const void* text, std::size_t bytes) {
                 {node, body, at<std::uint8_t>(to), room});
 }
 
-// The one ioctl: memory that another driver has exported.
-int register_exported(ib_uverbs_ioctl_hdr* header) {
+// What an ioctl brings, by name.
+std::map<int, ib_uverbs_attr*> attributes(ib_uverbs_ioctl_hdr* header) {
   std::map<int, ib_uverbs_attr*> attrs;
   for (int i = 0; i < header->num_attrs; ++i) attrs[header->attrs[i].attr_id] = &header->attrs[i];
+  return attrs;
+}
+
+// The firmware, by the manual's layout of its commands: so many bits from there on.
+std::uint64_t bits(const std::uint8_t* command, unsigned from, unsigned count) {
+  std::uint64_t value = 0;
+  for (unsigned i = from; i < from + count; ++i) value = value << 1 | (command[i / 8] >> (7 - i % 8) & 1);
+  return value;
+}
+
+void answer_with(std::uint8_t* to, std::uint32_t number) {
+  for (int i = 0; i < 4; ++i) to[8 + i] = std::uint8_t(number >> (24 - 8 * i));
+}
+
+// CREATE_CQ or CREATE_QP; the handle, 0 if it refuses.
+std::uint32_t firmware_makes(int node, const std::uint8_t* c) {
+  const bool is_queue = bits(c, 0, 16) == 0x400;
+  const auto memory = ring_memories.find(std::uint32_t(is_queue ? bits(c, 704, 32) : bits(c, 2112, 32)));
+  if (memory == ring_memories.end() || bits(c, 16, 48)) return 0;
+  auto* const base = at<std::uint8_t>(memory->second);
+  const std::uint32_t handle = next_handle++;
+  if (is_queue) {
+    if (!bits(c, 736, 1) || !bits(c, 134, 1) || bits(c, 160, 32) != memory->first || bits(c, 312, 8) != kEvents)
+      return 0;
+    queues[handle] = {base + bits(c, 640, 64), reinterpret_cast<std::uint32_t*>(base + bits(c, 576, 64)),
+                      1u << bits(c, 227, 5)};
+    return handle;
+  }
+  const auto queue = queues.find(std::uint32_t(bits(c, 1192, 24)));
+  const bool is_sound = bits(c, 0, 16) == 0x500 && bits(c, 200, 8) == 0 && bits(c, 211, 2) == 3 && bits(c, 2144, 1) &&
+                        bits(c, 1859, 1) && bits(c, 2016, 32) == memory->first && bits(c, 1573, 3) == 3 &&
+                        bits(c, 1448, 24) == bits(c, 1192, 24) && queue != queues.end();
+  if (!is_sound) return 0;
+  const std::uint32_t number = number_of(handle, 24);
+  auto pair = std::make_unique<Pair>();
+  Node& file = nodes.at(node);
+  pair->domain = std::uint32_t(bits(c, 232, 24));
+  pair->events = events.at(file.events);
+  pair->user_handle = 0;
+  pair->registers = file.pages.at(std::uint32_t(bits(c, 296, 24))) + kRegisters;
+  pair->setup = {base + bits(c, 2048, 64),
+                 reinterpret_cast<std::uint32_t*>(base + bits(c, 1472, 64)),
+                 queue->second.ring,
+                 queue->second.seen,
+                 number,
+                 1u << bits(c, 273, 4),
+                 queue->second.entries,
+                 0,
+                 0,
+                 0,
+                 nullptr,
+                 true,
+                 0};
+  pair->nic = std::make_unique<Nic>(pair->setup, adversary, number);
+  pair->nic->peer_gone = is_deaf;
+  pairs[number] = std::move(pair);
+  return number;
+}
+
+// A change of state, of a path that leads to a peer.
+int firmware_changes(const std::uint8_t* c) {
+  const std::uint32_t number = std::uint32_t(bits(c, 72, 24));
+  if (!pairs.count(number)) return EINVAL;
+  switch (bits(c, 0, 16)) {
+    case 0x502: return bits(c, 1361, 1) && bits(c, 680, 8) == 1 ? move_pair(number, kInit, 0) : EREMOTEIO;
+    case 0x503: {
+      const bool leads = !std::memcmp(c + 688 / 8, kStation, sizeof kStation) && bits(c, 656, 16) >= 0xc000 &&
+                         bits(c, 680, 8) == 1 && bits(c, 472, 8) && bits(c, 256, 3) && bits(c, 512, 8) == 0xfe;
+      return leads ? move_pair(number, kReadyToReceive, std::uint32_t(bits(c, 360, 24))) : EREMOTEIO;
+    }
+    case 0x504: return bits(c, 448, 5) && bits(c, 1101, 3) ? move_pair(number, kReadyToSend, 0) : EREMOTEIO;
+    case 0x507: return move_pair(number, kError, 0);
+    default: return EINVAL;
+  }
+}
+
+int firmware_call(int node, ib_uverbs_ioctl_hdr* header) {
+  const auto attrs = attributes(header);
+  const auto number = [&](int name) { return std::uint64_t(attrs.at(name)->data); };
+  const auto put = [&](int name, std::uint64_t value) {
+    std::memcpy(at<void>(number(name)), &value, std::min<std::size_t>(attrs.at(name)->len, sizeof value));
+  };
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto is = [&](int object, int method) { return header->object_id == object && header->method_id == method; };
+  if (is(MLX5_IB_OBJECT_UAR, MLX5_IB_METHOD_UAR_OBJ_ALLOC)) {
+    const std::uint32_t page = nodes.at(node).next_page++;
+    put(MLX5_IB_ATTR_UAR_OBJ_ALLOC_MMAP_OFFSET, page * std::uint64_t(kPage));
+    put(MLX5_IB_ATTR_UAR_OBJ_ALLOC_MMAP_LENGTH, kPage);
+    put(MLX5_IB_ATTR_UAR_OBJ_ALLOC_PAGE_ID, page);
+    attrs.at(MLX5_IB_ATTR_UAR_OBJ_ALLOC_HANDLE)->data = page;
+    return 0;
+  }
+  if (is(MLX5_IB_OBJECT_UAR, MLX5_IB_METHOD_UAR_OBJ_DESTROY)) return 0;
+  if (is(MLX5_IB_OBJECT_DEVX, MLX5_IB_METHOD_DEVX_QUERY_EQN))
+    return put(MLX5_IB_ATTR_DEVX_QUERY_EQN_DEV_EQN, kEvents), 0;
+  if (is(MLX5_IB_OBJECT_DEVX_UMEM, MLX5_IB_METHOD_DEVX_UMEM_REG)) {
+    const auto buffer = buffers.find(int(number(MLX5_IB_ATTR_DEVX_UMEM_REG_DMABUF_FD)));
+    if (std::getenv("FAKE_MLX5_TAKES_NO_EXPORT") || number(MLX5_IB_ATTR_DEVX_UMEM_REG_ADDR)) return EOPNOTSUPP;
+    if (buffer == buffers.end()) return EBADF;
+    const std::uint32_t handle = next_handle++;
+    ring_memories[handle] = buffer->second;
+    put(MLX5_IB_ATTR_DEVX_UMEM_REG_OUT_ID, handle);
+    attrs.at(MLX5_IB_ATTR_DEVX_UMEM_REG_HANDLE)->data = handle;
+    return 0;
+  }
+  if (is(MLX5_IB_OBJECT_DEVX_UMEM, MLX5_IB_METHOD_DEVX_UMEM_DEREG))
+    return ring_memories.erase(std::uint32_t(number(MLX5_IB_ATTR_DEVX_UMEM_DEREG_HANDLE))) ? 0 : EINVAL;
+  if (is(MLX5_IB_OBJECT_DEVX_OBJ, MLX5_IB_METHOD_DEVX_OBJ_CREATE)) {
+    if (std::getenv("FAKE_MLX5_LOCKS_NOTHING")) return ENOMEM;
+    const std::uint32_t handle = firmware_makes(node, at<std::uint8_t>(number(MLX5_IB_ATTR_DEVX_OBJ_CREATE_CMD_IN)));
+    if (!handle) return EREMOTEIO;
+    answer_with(at<std::uint8_t>(number(MLX5_IB_ATTR_DEVX_OBJ_CREATE_CMD_OUT)), handle);
+    attrs.at(MLX5_IB_ATTR_DEVX_OBJ_CREATE_HANDLE)->data = handle;
+    return 0;
+  }
+  if (is(MLX5_IB_OBJECT_DEVX_OBJ, MLX5_IB_METHOD_DEVX_OBJ_MODIFY))
+    return firmware_changes(at<std::uint8_t>(number(MLX5_IB_ATTR_DEVX_OBJ_MODIFY_CMD_IN)));
+  if (is(MLX5_IB_OBJECT_DEVX_OBJ, MLX5_IB_METHOD_DEVX_OBJ_DESTROY)) {
+    const auto handle = std::uint32_t(number(MLX5_IB_ATTR_DEVX_OBJ_DESTROY_HANDLE));
+    if (pairs.count(handle)) return forget_pair(handle), 0;
+    return queues.erase(handle) ? 0 : EINVAL;
+  }
+  if (is(MLX5_IB_OBJECT_DEVX_ASYNC_EVENT_FD, MLX5_IB_METHOD_DEVX_ASYNC_EVENT_FD_ALLOC))
+    return attrs.at(MLX5_IB_ATTR_DEVX_ASYNC_EVENT_FD_ALLOC_HANDLE)->data = std::uint64_t(make_events()), 0;
+  if (is(MLX5_IB_OBJECT_DEVX, MLX5_IB_METHOD_DEVX_SUBSCRIBE_EVENT)) {
+    const auto pair = pairs.find(std::uint32_t(number(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_OBJ_HANDLE)));
+    const int there = events.at(int(number(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_FD_HANDLE)));
+    const auto type = std::uint16_t(number(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_TYPE_NUM_LIST));
+    if (pair != pairs.end()) pair->second->wanted[type] = {there, number(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_COOKIE)};
+    return 0;
+  }
+  return ENOTTY;
+}
+
+// The one ioctl: memory that another driver has exported.
+int register_exported(ib_uverbs_ioctl_hdr* header) {
+  const auto attrs = attributes(header);
   const auto number = [&](int name) { return std::uint64_t(attrs.at(name)->data); };
   if (std::getenv("FAKE_MLX5_TAKES_NO_EXPORT")) return EOPNOTSUPP;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -460,6 +626,8 @@ int ioctl(int fd, unsigned long request, ...) {
   errno = ENOTTY;
   if (header->object_id == UVERBS_OBJECT_MR && header->method_id == UVERBS_METHOD_REG_DMABUF_MR)
     errno = register_exported(header);
+  else if (has_firmware())
+    errno = firmware_call(fd, header);
   return errno ? -1 : 0;
 }
 void* mmap(void* place, std::size_t bytes, int access, int flags, int fd, off_t offset) {
@@ -511,6 +679,12 @@ void fake_mlx5_deafen(bool on) {
 void fake_mlx5_event(std::uint32_t number, std::uint32_t type) {
   const std::lock_guard<std::mutex> lock(mutex);
   Pair& pair = *pairs.at(number);
+  const std::map<std::uint32_t, std::uint32_t> by_firmware = {{1, 0x05}, {2, 0x10}, {3, 0x11}};
+  if (const auto its = by_firmware.find(type); its != by_firmware.end() && pair.wanted.count(its->second)) {
+    const auto& [there, cookie] = pair.wanted.at(its->second);
+    if (syscall(SYS_write, there, &cookie, sizeof cookie) < 0) std::abort();
+    return;
+  }
   const ib_uverbs_async_event_desc event{pair.user_handle, type, 0};
   if (syscall(SYS_write, pair.events, &event, sizeof event) < 0) std::abort();
   pair.told += type >= 1 && type <= 3;  // of a queue pair; others are of its port or device
@@ -519,6 +693,11 @@ void fake_mlx5_event(std::uint32_t number, std::uint32_t type) {
 int fake_mlx5_memories() {
   const std::lock_guard<std::mutex> lock(mutex);
   return int(memories.size());
+}
+// Memories that the firmware knows for rings.
+int fake_mlx5_rings() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return int(ring_memories.size());
 }
 unsigned long long fake_mlx5_bytes() {
   const std::lock_guard<std::mutex> lock(mutex);

@@ -35,14 +35,17 @@ from lamina.netstack.mlx5.mlx5 import KernelWay, Mlx5Fabric
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     library = ctypes.CDLL(os.environ["LAMINA_LIBCUDA"])
-    before, memories = library.fake_cuda_live(), FAKE.fake_mlx5_memories()
+    before, memories = library.fake_cuda_live(), (FAKE.fake_mlx5_memories(), FAKE.fake_mlx5_rings())
     yield
     gc.collect()
     deadline = time.monotonic() + SOON_S  # a trial that failed is given back by its thread
-    while (library.fake_cuda_live(), FAKE.fake_mlx5_memories()) != (before, memories) and time.monotonic() < deadline:
+
+    def after() -> tuple[int, tuple[int, int]]:
+        return library.fake_cuda_live(), (FAKE.fake_mlx5_memories(), FAKE.fake_mlx5_rings())
+
+    while after() != (before, memories) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert library.fake_cuda_live() == before
-    assert FAKE.fake_mlx5_memories() == memories
+    assert after() == (before, memories)
 
 
 def ends() -> tuple[netstack.Fabric, Mlx5Channel, Mlx5Channel]:
@@ -197,6 +200,38 @@ def test_mlx5_a_peer_whose_nic_is_silent_is_named_on_both_sides() -> None:
     send(a, b"nobody hears this")
     assert "the NIC reports error 0x15 (the peer's NIC does not answer)" in fault_of(a)
     assert "the peer aborted: the NIC reports error 0x15" in fault_of(b)
+    fabric.close()
+
+
+def test_mlx5_rings_lie_where_the_nic_s_firmware_takes_them() -> None:
+    """In the GPU's memory, for which its kernels' fences suffice, else libmlx5's in the host's; both talk to both."""
+    firmware = os.environ.get("FAKE_MLX5_HAS_FIRMWARE")
+    fabric, a, b = ends()
+    assert FAKE.fake_mlx5_rings() == (4 if firmware else 0), "two queue pairs at each end"
+    for end in (a, b):
+        for lane in (0, 1):
+            struct = end._struct(lane)
+            assert struct["queue.near"] == bool(firmware)
+            assert (struct["queue.alternate"] == 0) == bool(firmware)
+    talk(a, b)
+    talk(b, a)
+    fabric.close()
+
+
+@pytest.mark.parametrize("variable", ["FAKE_CUDA_EXPORTS_NOTHING", "FAKE_MLX5_TAKES_NO_EXPORT"])
+def test_mlx5_rings_are_the_host_s_where_the_gpu_s_cannot_be(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "1")
+    hosts = netstack.open("mlx5", key=KEY)
+    monkeypatch.delenv(variable)
+    fabric = netstack.open("mlx5", key=KEY)
+    a, b = connect(hosts, fabric.listen(), geometry=SMALL)
+    assert isinstance(a, Mlx5Channel)
+    assert isinstance(b, Mlx5Channel)
+    assert not a._struct()["queue.near"]
+    for _ in range(20):
+        talk(a, b)
+        talk(b, a)
+    hosts.close()
     fabric.close()
 
 

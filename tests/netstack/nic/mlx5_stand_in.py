@@ -70,5 +70,6 @@ def environment(folder: Path) -> dict[str, str]:
         "SYSFS_PATH": str(files(folder)),
         "MLX5_SHUT_UP_BF": "1",
         "FAKE_MLX5_SERVES": "1",
+        "FAKE_MLX5_HAS_FIRMWARE": "1",
     }
     return os.environ | places | cuda_stand_in.environment()

@@ -7,11 +7,17 @@
 
 #include "netstack/nic_model/nic.h"
 #include "netstack/verbs/formats.h"
+#include "netstack/verbs/objects.h"
 
 using namespace lamina;
 using mlx5::u32;
 using mlx5::u64;
 
+static_assert(sizeof(verbs::RingsIn) == sizeof(mlx5dv_devx_umem_in) &&
+              offsetof(verbs::RingsIn, page_sizes) == offsetof(mlx5dv_devx_umem_in, pgsz_bitmap) &&
+              offsetof(verbs::RingsIn, mask) == offsetof(mlx5dv_devx_umem_in, comp_mask) &&
+              offsetof(verbs::RingsIn, file) == offsetof(mlx5dv_devx_umem_in, dmabuf_fd) &&
+              verbs::kOfFile == MLX5DV_UMEM_MASK_DMABUF && verbs::kPlainPage == MLX5DV_UAR_ALLOC_TYPE_NC);
 static_assert(int(nic_model::kLocalLength) == MLX5_CQE_SYNDROME_LOCAL_LENGTH_ERR);
 static_assert(int(nic_model::kLocalOperation) == MLX5_CQE_SYNDROME_LOCAL_QP_OP_ERR);
 static_assert(int(nic_model::kLocalProtection) == MLX5_CQE_SYNDROME_LOCAL_PROT_ERR);

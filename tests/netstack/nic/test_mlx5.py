@@ -20,11 +20,13 @@ CONTRACT = [str(HERE / "mlx5_checks.py"), "tests/contract/test_transports.py"]
 TOKENS = ["tests/e2e/devices/test_direct_tokens.py"]
 
 
-def passed(tests: list[str], expression: str, folder: Path) -> int:
-    """How many tests pass on such a machine; none fails, and none is skipped."""
+def passed(tests: list[str], expression: str, folder: Path, *, firmware: bool = True) -> int:
+    """How many tests pass on such a machine; none fails, and none is skipped. ``firmware``: it takes commands."""
     command = [sys.executable, "-m", "pytest", "-p", "mlx5_without_nic", "-p", "no:cacheprovider", "-m", "not slow"]
     paths = os.pathsep.join([str(HERE), str(HERE.with_name("rdma")), str(ROOT / "tests"), PATH])
     environment = mlx5_stand_in.environment(folder) | {"PYTHONPATH": paths}
+    if not firmware:
+        del environment["FAKE_MLX5_HAS_FIRMWARE"]
     done = subprocess.run(
         [*command, "-k", expression, *tests], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
         check=False,
@@ -39,6 +41,11 @@ def passed(tests: list[str], expression: str, folder: Path) -> int:
 @pytest.mark.timeout(320)
 def test_the_contract_and_faults_hold_over_libmlx5(tmp_path: Path) -> None:
     assert passed(CONTRACT, "mlx5", tmp_path) > 70
+
+
+@pytest.mark.timeout(320)
+def test_the_faults_hold_on_rings_of_libmlx5_in_the_host_s_memory(tmp_path: Path) -> None:
+    assert passed(CONTRACT[:1], "mlx5", tmp_path, firmware=False) > 25
 
 
 @pytest.mark.slow
