@@ -1,7 +1,8 @@
 """Decode speed of Lamina against transformers' generate, on the same model and the same cores.
 
 All competitors are prefilled first and then take turns of a few steps each, so that noise of the machine hits them
-alike. Prints one JSON line; --write appends it to perf/results/bench_decode.jsonl.
+alike; the prompts were read one competitor after the other. Prints one JSON line; --write appends it to
+perf/results/bench_decode.jsonl.
 
     python perf/bench_decode.py --batch 8 --prompt 512 --tokens 64 --dtype bfloat16 --write
 
@@ -267,6 +268,7 @@ def _rounds(players: dict[str, Any], rounds: int, batch: int) -> dict[str, Any]:
         "cost_of_deterministic": deterministic and deterministic / shm - 1.0,
         "cost_of_sampling": greedy and shm / greedy - 1.0,
         "seconds_by_role": _difference(split.stats(), before),
+        "prompts_s": {name: p.prompts_s for name, p in players.items() if not isinstance(p, Generate)},
         "convert_s": split.engine.info.summary["convert_s"],
         "cpu_pressure_avg10": pressure,
     }

@@ -26,6 +26,9 @@ GIB = 1 << 30
 CHUNK = 512  # of prompts, that every peer reads in a step at least
 
 
+Step = Callable[[], None]  # decodes one token of every sequence
+
+
 class PeerRun:
     """What both sides of a peer know: its settings, the tokens that it has generated, by sequence, and how it differs
     from what was asked for.
@@ -42,9 +45,14 @@ class PeerRun:
         self.kv_gib: int = 1 + settings["kv_bytes"] // GIB
         self.generated: list[list[int]] = [[] for _ in self.prompts]
         self.note = ""
+        self.begun = 0.0  # when it was told of the prompts
+        self.prompts_s = 0.0  # behind which all sequences decode
 
-
-Step = Callable[[], None]  # decodes one token of every sequence
+    def read_all(self, step: Step) -> None:
+        """Step until the prompts have been read."""
+        while not all(self.generated):
+            step()
+        self.prompts_s = time.perf_counter() - self.begun
 
 
 class DecodePeer:
@@ -70,6 +78,11 @@ class DecodePeer:
         tokens: list[list[int]] = self._child.ask(steps=0)["tokens"]
         return tokens
 
+    @property
+    def prompts_s(self) -> float:
+        """Seconds from its first prompt until all sequences decode."""
+        return float(self._child.ask(steps=0)["prompts_s"])
+
     def note(self) -> str:
         """How it differs from what was asked for; empty if it does not."""
         return str(self._child.ask(steps=0)["note"])
@@ -94,6 +107,7 @@ def vllm(run: PeerRun) -> Step:
     )
     engine = LLMEngine.from_engine_args(arguments)
     params = SamplingParams(max_tokens=run.total, ignore_eos=True, detokenize=False, **run.sampling)
+    run.begun = time.perf_counter()
     for i, prompt in enumerate(run.prompts):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
 
@@ -101,8 +115,7 @@ def vllm(run: PeerRun) -> Step:
         for output in engine.step():
             run.generated[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
 
-    while not all(run.generated):
-        step()
+    run.read_all(step)
     return step
 
 
@@ -130,6 +143,7 @@ def openvino(run: PeerRun) -> Step:
     def begin(precision: str) -> tuple[Any, list[Any]]:
         properties = {"KV_CACHE_PRECISION": precision, "INFERENCE_NUM_THREADS": run.threads}
         pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
+        run.begun = time.perf_counter()
         rows = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in run.prompts]
         handles = [pipeline.add_request(i, row, config) for i, row in enumerate(rows)]
         pipeline.step()
@@ -148,8 +162,7 @@ def openvino(run: PeerRun) -> Step:
             while handle.can_read():
                 generated += next(iter(handle.read().values())).generated_ids
 
-    while not all(run.generated):
-        step()
+    run.read_all(step)
     return step
 
 
@@ -200,10 +213,12 @@ def llama_cpp(run: PeerRun) -> Step:
             if sampled:
                 run.generated[sequence].append(pick(i))
 
+    run.begun = time.perf_counter()
     for sequence, prompt in enumerate(run.prompts):
         rows = [(sequence, at, token, at + 1 == len(prompt)) for at, token in enumerate(prompt)]
         for start in range(0, len(rows), most):
             decode(rows[start : start + most])
+    run.prompts_s = time.perf_counter() - run.begun
     begin = len(run.prompts[0]) - 1
     return lambda: decode([(s, begin + len(done), done[-1], True) for s, done in enumerate(run.generated)])
 
@@ -285,7 +300,8 @@ def _begin(peer: str, file: str) -> Callable[[Fields], Fields]:
         grown = {len(tokens) - n for tokens, n in zip(run.generated, before, strict=True)}
         if grown != {question["steps"]}:
             raise RuntimeError(f"{peer}: {question['steps']} steps gave sequences {sorted(grown)} tokens")
-        return {"seconds": seconds, "note": run.note, "tokens": [] if question["steps"] else run.generated}
+        told = {"seconds": seconds, "note": run.note, "prompts_s": run.prompts_s}
+        return told | {"tokens": [] if question["steps"] else run.generated}
 
     return reply
 

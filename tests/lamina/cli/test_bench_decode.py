@@ -52,7 +52,7 @@ class Steady:
     """A player that is as fast as it is told."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self._seconds, self.prompts_s = seconds, 9.0 * seconds
         self.llm = SimpleNamespace(
             stats=dict[str, dict[str, float]],
             engine=SimpleNamespace(info=SimpleNamespace(summary={"convert_s": 0.0})),
@@ -67,6 +67,7 @@ def test_whoever_else_is_left_out_the_rest_is_compared(bench: ModuleType, monkey
     players = {"lamina shm": Steady(1.0), "vllm": Steady(2.0)}
     found = bench._rounds(players, 1, 4)
     assert found["speed_of_lamina_shm"] == {"vllm": 2.0}
+    assert found["prompts_s"] == {"lamina shm": 9.0, "vllm": 18.0}
     assert found["disaggregation_tax"] is found["cost_of_deterministic"] is None
     players["lamina loopback"] = Steady(0.5)
     assert bench._rounds(players, 1, 4)["disaggregation_tax"] == 1.0
