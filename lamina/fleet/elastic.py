@@ -219,7 +219,7 @@ class Elastic:
         after = seated(before, self._going, list(self._coming), size)
         stay = [before.index(m) for m in after if m not in self._coming]
         self._cohort.may_have(len(after), stay if len(after) != len(before) else ())
-        seats = before if len(after) == len(before) else after if self._exits is not None else []
+        seats = after if self._exits is not None else before if self._going and len(after) == len(before) else []
         self.stays = {i: seats[::size].index(m) for i, m in enumerate(before[::size]) if m in seats}
         self._exits, self._cohort.moving = None, self._config.moves_stripes
         partitions = [bind.partition for bind in self._cohort.binds]
