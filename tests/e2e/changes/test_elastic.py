@@ -273,7 +273,8 @@ def test_what_is_damaged_before_it_goes_is_seen_before_anybody_attends_it(
 
     def move(self: Elastic, keep: Sequence[Keep]) -> bool:
         if self._moves and not done:
-            store = next(w._store for w in workers if w._store is not None)
+            stores = (w._store for w in workers if w._store is not None)
+            store = next(store for store in stores if store.bind.worker == 0)  # who stays: who goes ends, and no more
             (block, *_) = store.tables.table(0, keep[0].sequence)[1]
             store.layers[0][0].kv.k.numpy()[block] += 1.0
             done.append(int(block))
