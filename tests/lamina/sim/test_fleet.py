@@ -193,7 +193,7 @@ MISTAKES: dict[str, tuple[Mistake, int]] = {
     "the last tokens are kept": (OF_THE_ENGINE["num_drawing"], 1),
     "no truncation": (replacing(Store, "reconcile", lambda self, keep: None), 0),
     "a block is used twice": (OF_THE_ENGINE["shared blocks"], 13),
-    "a delta twice": (OF_THE_ENGINE["a delta twice"], 2),
+    "a delta twice": (OF_THE_ENGINE["a delta twice"], 12),
     "a Halt is ignored": (replacing(MemoryServer, "_heed", deaf_to_halts), 0),
     "steps are sent again": (steps_sent_again, 0),
 }

@@ -42,6 +42,7 @@ void show_all(const mlx5::Channel& c) {
   SHOW(queue.committed), SHOW(queue.completed), SHOW(queue.polled), SHOW(queue.doorbells), SHOW(queue.syndrome);
   SHOW(queue.held), SHOW(queue.near);
   SHOW(peer.address), SHOW(peer.key), SHOW(source.address), SHOW(source.key), SHOW(credits);
+  SHOW(lane);
 }
 
 template <class Channel>
