@@ -6,6 +6,8 @@ import asyncio
 import os
 import re
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -50,11 +52,22 @@ def test_a_signal_lets_streams_finish_and_takes_no_more(tmp_path: Path) -> None:
         server.kill()
 
 
-def test_who_tells_all_processes_to_end_at_once_has_streams_finish_too(tmp_path: Path) -> None:
-    """As systemd does, to all of a service: the server's own process drains, and the others are its to end."""
-    server = Running(tmp_path / "log", "--shutdown-timeout=60", "--prefill-workers=1")
+@contextmanager
+def ended_all(log: Path, *flags: str) -> Iterator[tuple[Running, list[int]]]:
+    """A server and its processes, of which none is left behind."""
+    server = Running(log, *flags)
     pids = server.descendants()
     try:
+        yield server, pids
+    finally:
+        server.kill()
+        for pid in alive(pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_who_tells_all_processes_to_end_at_once_has_streams_finish_too(tmp_path: Path) -> None:
+    """As systemd does, to all of a service: the server's own process drains, and the others are its to end."""
+    with ended_all(tmp_path / "log", "--shutdown-timeout=60", "--prefill-workers=1") as (server, pids):
         body = {**COUNTED, "max_tokens": 600}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
             lines = response.iter_lines()
@@ -68,10 +81,6 @@ def test_who_tells_all_processes_to_end_at_once_has_streams_finish_too(tmp_path:
         assert "takes its place" not in said
         assert "is replaced" not in said
         assert eventually(lambda: not alive(pids), 30), alive(pids)
-    finally:
-        server.kill()
-        for pid in alive(pids):
-            os.kill(pid, signal.SIGKILL)
 
 
 def silence_s(http: httpx.Client) -> float:
@@ -83,9 +92,7 @@ def silence_s(http: httpx.Client) -> float:
 def test_ill_while_a_worker_hangs_and_ends_when_one_is_lost(tmp_path: Path) -> None:
     """Over a Unix socket, so that this is tried too."""
     place = tmp_path / "socket"
-    server = Running(tmp_path / "log", f"--uds={place}", "--health-timeout-s=2", "--max-recoveries=0")
-    pids = server.descendants()
-    try:
+    with ended_all(tmp_path / "log", f"--uds={place}", "--health-timeout-s=2", "--max-recoveries=0") as (server, pids):
         assert len(pids) >= 4, "the engine, a compute worker, two memory workers"
         workers = [p for p in pids if b"lamina.memory.main:" in Path(f"/proc/{p}/cmdline").read_bytes()]
         transport = httpx.HTTPTransport(uds=str(place))
@@ -104,19 +111,13 @@ def test_ill_while_a_worker_hangs_and_ends_when_one_is_lost(tmp_path: Path) -> N
             assert (health.status_code, "was killed by SIGKILL" in health.text) == (503, True)
         assert server.wait(15) == 1, "a supervisor must see that it failed"
         assert eventually(lambda: not alive(pids), 30), alive(pids)
-    finally:
-        server.kill()
-        for pid in alive(pids):
-            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGKILL,)])
 def test_a_second_signal_or_kill_9_ends_a_busy_server_at_once(
     signals: tuple[signal.Signals, ...], tmp_path: Path
 ) -> None:
-    server = Running(tmp_path / "log", "--shutdown-timeout=60")
-    pids = server.descendants()
-    try:
+    with ended_all(tmp_path / "log", "--shutdown-timeout=60") as (server, pids):
         body = {**BODY, "max_tokens": 1900}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
             lines = response.iter_lines()
@@ -132,10 +133,6 @@ def test_a_second_signal_or_kill_9_ends_a_busy_server_at_once(
                 rest = []
             assert not [x for x in rest if '"finish_reason":"length"' in x], "it has waited for the end of the stream"
         assert eventually(lambda: not alive(pids), 20), alive(pids)
-    finally:
-        server.kill()
-        for pid in alive(pids):
-            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@
 namespace lamina::nic_model {
 
 // Receives what must be there soon, and gives it back as kernels do.
-template <class E>
-void receive_due(Pair& pair, E& end) {
+template <class P, class E>
+void receive_due(P& pair, E&& end) {
   for (u64 tries = 0; !receive(end); ++tries) {
     CHECK(tries < 10'000);
     pair.move();
@@ -18,7 +18,8 @@ void receive_due(Pair& pair, E& end) {
   CHECK(status == mlx5::kOk);
 }
 
-inline void send_due(Pair& pair, End& end) {
+template <class P, class E>
+void send_due(P& pair, E&& end) {
   for (u64 tries = 0; !send(end); ++tries) {
     CHECK(tries < 10'000);
     pair.move();

@@ -118,23 +118,6 @@ class LanedPair {
   LanedEnd a, b;
 };
 
-inline void sent_due(LanedPair& pair, Half half) {
-  for (u64 tries = 0; !send(half); ++tries) {
-    CHECK(tries < 10'000);
-    pair.move();
-  }
-}
-
-inline void received_due(LanedPair& pair, Half half) {
-  for (u64 tries = 0; !receive(half); ++tries) {
-    CHECK(tries < 10'000);
-    pair.move();
-  }
-  Status status;
-  while ((status = report_due(half.bus, half.channel)) == mlx5::kPending) pair.move();
-  CHECK(status == mlx5::kOk);
-}
-
 inline void check_clean(const LanedEnd& end, u64 first) {
   for (const u64 lane : {0, 1}) {
     const Counters& n = end.pairs[lane].nic.count;
@@ -151,15 +134,15 @@ inline void laned_steps(u64 batches, u64 layers, Shape x, u64 seed) {
   LanedPair pair(x, x, {x.out.count, 40}, {true, true, false}, seed);
   for (u64 layer = 0; layer < layers; ++layer) {
     for (u64 n = 0; n < batches; ++n) {
-      sent_due(pair, pair.a.sends(kUrgent));
-      sent_due(pair, pair.a.sends(kOfBulk));
+      send_due(pair, pair.a.sends(kUrgent));
+      send_due(pair, pair.a.sends(kOfBulk));
     }
     for (u64 n = 0; n < batches; ++n) {
-      received_due(pair, pair.b.receives(kUrgent));
-      received_due(pair, pair.b.receives(kOfBulk));
+      receive_due(pair, pair.b.receives(kUrgent));
+      receive_due(pair, pair.b.receives(kOfBulk));
     }
-    for (u64 n = 0; n < batches; ++n) sent_due(pair, pair.b.sends(kUrgent));
-    for (u64 n = 0; n < batches; ++n) received_due(pair, pair.a.receives(kUrgent));
+    for (u64 n = 0; n < batches; ++n) send_due(pair, pair.b.sends(kUrgent));
+    for (u64 n = 0; n < batches; ++n) receive_due(pair, pair.a.receives(kUrgent));
   }
   pair.settle();
   const u64 each = 2 * batches * layers;
@@ -180,12 +163,12 @@ inline void lane_held_up(u64 still, u64 seed) {
   for (int n = 0; n < 3; ++n) CHECK(can_send(pair.a.sends(still)));
   CHECK(!can_send(pair.a.sends(still)));
   for (int n = 0; n < 40; ++n) {
-    sent_due(pair, pair.a.sends(1 - still));
-    received_due(pair, pair.b.receives(1 - still));
+    send_due(pair, pair.a.sends(1 - still));
+    receive_due(pair, pair.b.receives(1 - still));
     CHECK(!can_receive(pair.b.receives(still)));
   }
   pair.still = nullptr;
-  for (int n = 0; n < 3; ++n) received_due(pair, pair.b.receives(still));
+  for (int n = 0; n < 3; ++n) receive_due(pair, pair.b.receives(still));
   CHECK(!can_receive(pair.b.receives(still)));
 }
 
@@ -199,11 +182,11 @@ inline void bulk_alone(u64 slots, u64 seed) {
     for (u64 tries = 0; !can_send(pair.a.sends(kOfBulk)); ++tries) {
       CHECK(tries < 10'000);
       pair.move();
-      if (bulk->received < n) received_due(pair, pair.b.receives(kOfBulk));
+      if (bulk->received < n) receive_due(pair, pair.b.receives(kOfBulk));
     }
     CHECK(bulk->released - bulk->reported <= most);
   }
-  while (bulk->received < messages) received_due(pair, pair.b.receives(kOfBulk));
+  while (bulk->received < messages) receive_due(pair, pair.b.receives(kOfBulk));
   pair.settle();
   const u64 credits = messages / (most + 1);
   CHECK((pair.executed() == std::array<u64, 4>{0, 2 * messages, credits, 0}));
@@ -228,8 +211,8 @@ inline void ridden_lanes(u64 seed) {
     CHECK(!can_send(pair.a.sends(lane)));
   }
   pair.settle();
-  received_due(pair, pair.b.receives(kUrgent));
-  for (int n = 0; n < 2; ++n) received_due(pair, pair.b.receives(kOfBulk));
+  receive_due(pair, pair.b.receives(kUrgent));
+  for (int n = 0; n < 2; ++n) receive_due(pair, pair.b.receives(kOfBulk));
   CHECK(can_send(pair.b.sends(kUrgent)) && pair.b.lanes[0].credits == 0);
   CHECK(pair.b.lanes[0].reported == 1 && pair.b.lanes[1].reported == 2);
   pair.settle();
@@ -250,12 +233,12 @@ inline void lanes_wait(u64 seed) {
   for (int n = 0; n < 4; ++n) CHECK(send(back) && send(bulk));
   CHECK(!send(back) && !send(bulk));
   pair.settle();
-  for (int n = 0; n < 2; ++n) received_due(pair, pair.a.receives(kUrgent));
+  for (int n = 0; n < 2; ++n) receive_due(pair, pair.a.receives(kUrgent));
   CHECK(told_a == 0);
   CHECK(wait_slot_or_tell(bulk.bus, bulk.channel, 1000) == mlx5::kTimeout && told_a == 1);
   pair.settle();
   CHECK(send(back) && send(back) && !send(back));
-  for (int n = 0; n < 2; ++n) received_due(pair, pair.b.receives(kOfBulk));
+  for (int n = 0; n < 2; ++n) receive_due(pair, pair.b.receives(kOfBulk));
   CHECK(told_b == 0);
   CHECK(wait_slot_or_tell(back.bus, back.channel, 1000) == mlx5::kTimeout && told_b == 1);
   pair.settle();
