@@ -152,9 +152,13 @@ class Engine:
         start = self._trace.now()
         steps = self.scheduler.schedule()
         self.idle = not steps and not self._steps and not self.scheduler.awaits_transfer
-        if self.idle and self._requests and (said := self.hope()) is not None:
-            self.idle = False
-            return self._refuse(said) if said else self.look()
+        if self.idle and self._requests:
+            if (change := self.wire.look()) is not None:  # memory workers that come may be all that is waited for
+                self.idle = False
+                return self._change(change)
+            if (said := self.hope()) is not None:
+                self.idle = False
+                return self._refuse(said) if said else []
         for step in steps if self._trace.native is not None else ():
             self._trace.add(Event.SCHEDULE, start, step.plan, value=step.pairs)
         done = self._run(steps)

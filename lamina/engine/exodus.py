@@ -29,3 +29,8 @@ class Exodus:
         """They may stay, and others begin where they did."""
         self._scheduler.closed -= self._closed
         self._scheduler.moves.leaving -= self._groups
+
+    def end(self) -> None:
+        """They have gone: whoever takes their places is open."""
+        self._scheduler.closed -= self._groups
+        self._scheduler.moves.leaving -= self._groups

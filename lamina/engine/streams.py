@@ -100,6 +100,11 @@ class Streams:
         """Whether some request is unfinished."""
         return self._engine.has_work
 
+    @property
+    def idle(self) -> bool:
+        """Whether the last step had nothing to do: requests wait for room."""
+        return self._engine.idle
+
     def add(self, asked: list[Asked], feed: Feed) -> None:
         """Queue requests; ``feed`` gets what they become. Raises ValueError for one that cannot be served, what a
         tokenizer raises for one that it cannot show, and then none is queued.

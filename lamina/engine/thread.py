@@ -14,6 +14,7 @@ from .wire import WorkerError
 
 log = logging.getLogger(__name__)
 IDLE_S = 1.0  # how often an idle engine looks whether its workers live
+WAIT_S = 0.01  # the same, where requests wait for room
 JOIN_S = 5.0  # for a step to end, once nobody wants it
 
 
@@ -111,7 +112,10 @@ class EngineThread:
         """The next order, or None. Waits for one, a little, where the engine has no work."""
         with suppress(queue.Empty):
             return self._orders.get_nowait()
-        if not self._streams.has_work:
+        if self._streams.has_work and self._streams.idle:
+            with suppress(queue.Empty):
+                return self._orders.get(timeout=WAIT_S)
+        elif not self._streams.has_work:
             self._streams.settle()
             try:
                 return self._orders.get(timeout=IDLE_S)

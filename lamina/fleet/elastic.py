@@ -98,11 +98,9 @@ class Elastic:
                 f"{topology.loan_flag}: memory workers come and go by what is lent, and nobody scales them beside that"
             )
         check_in_place(self._config, same=bool(weights))
-        if count < 1 or count % topology.tensor_parallel_size:
-            raise ValueError(
-                f"--memory-workers {count}: it must be a multiple of --tensor-parallel-size "
-                f"{topology.tensor_parallel_size}"
-            )
+        size = topology.tensor_parallel_size
+        if count < 1 or count % size:
+            raise ValueError(f"--memory-workers {count}: it must be a multiple of --tensor-parallel-size {size}")
         parts = tuple(weights) or topology.memory_weights
         wanted = structs.replace(topology, memory_workers=count, memory_weights=parts)
         asked, had = self._config.devices.kv_bytes(), self._cohort.kv_bytes
@@ -113,8 +111,7 @@ class Elastic:
         more += sum(by_rank[w % len(by_rank)][w // len(by_rank)].kv_bytes for w in replaced)  # it has its own till then
         if not self._config.launching.elsewhere and more > (free := self._free()):
             raise ValueError(too_little(more, free))
-        number = topology.tensor_parallel_size
-        ranks = [together(bounds_of(rank), lambda w, r=r: w * number + r) for r, rank in enumerate(by_rank)]  # type: ignore[misc]
+        ranks = [together(bounds_of(rank), lambda w, r=r: w * size + r) for r, rank in enumerate(by_rank)]  # type: ignore[misc]
         return Change(wanted, by_rank, of_all_ranks(ranks))
 
     def plan_loans(self, coming: Sequence[int], leaving: Collection[int]) -> Change:
@@ -221,6 +218,8 @@ class Elastic:
         self._cohort.may_have(len(after), stay if len(after) != len(before) else ())
         seats = after if self._exits is not None else before if self._going and len(after) == len(before) else []
         self.stays = {i: seats[::size].index(m) for i, m in enumerate(before[::size]) if m in seats}
+        if self._exits is not None:
+            self._exits.end()
         self._exits, self._cohort.moving = None, self._config.moves_stripes
         partitions = [bind.partition for bind in self._cohort.binds]
         for member in before:

@@ -15,6 +15,7 @@ from .model import Letters
 from .scenario import Arriving
 
 MOST_STEPS = 2_000
+WAIT_S = 0.01  # of an engine whose requests wait for room, as of the loop that steps it
 Of = TypeVar("Of")  # a kind of scenario
 
 
@@ -74,6 +75,8 @@ class Play:
             if not self._engine.has_work and not self._left:
                 return True
             self._take(self._engine.step())
+            if self._engine.idle and self._engine.has_work:
+                self._wait_until(self._clock.now + WAIT_S)
             self.steps += 1
             self._check_view()
             self._cancel()

@@ -136,10 +136,12 @@ class Room:
         """Where sequences come to lie if all blocks are free, the longest first, so that each group holds its portion
         as far as that goes; without those for which there is no room left. ``last``: sequences that come behind all
         others, in this order, and borrow nothing. ``stays``: lanes whose sequences come first, and where these are to
-        lie if they can. Of other groups than before all are open from now on.
+        lie if they can. Of other groups than before those of who stays alone are closed as they were.
         """
         if len(self._ledger.lanes) != self._num_groups:
+            closed = {stays[group] for group in self.closed if group in stays}
             self.closed.clear()
+            self.closed.update(closed)
             self._num_groups = len(self._ledger.lanes)
         self.loans = Loans(self._ledger, self._homes) if self._ledger.placement.stays else None
         total = self._ledger.num_blocks

@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 FROM_SERVER = Start | Add | Cancel | Reset | AskSessions | Scale | Cordon | Stop
 IDLE_S = 1.0  # how long an idle engine waits for a message before it looks at its workers
 LOOK_S = 0.25  # the same, while some of them have yet to answer
+WAIT_S = 0.01  # the same, where requests wait for room
 STATE_S = 0.05
 WAITS = ("wait_s", "carry_s", "stored_wait_s")  # counters that grow while a worker waits for others
 LAST_VIEW = (1 << VIEW_BITS) - 1024  # a change takes two at least, and more where workers are lost meanwhile
@@ -183,8 +184,9 @@ class _Loop:
 
     def _take_messages(self) -> None:
         with contextlib.suppress(queue.Empty):
-            if not self._engine.has_work and not self._stopped:
-                self._take(self._inbox.get(timeout=LOOK_S if self._pools.awaits_stats else IDLE_S))
+            if (self._engine.idle or not self._engine.has_work) and not self._stopped:
+                wait = WAIT_S if self._engine.has_work else LOOK_S if self._pools.awaits_stats else IDLE_S
+                self._take(self._inbox.get(timeout=wait))
             while True:
                 self._take(self._inbox.get_nowait())
 

@@ -199,6 +199,38 @@ def test_a_drain_that_comes_to_nothing_leaves_a_cordon_as_it_was(begun: bool) ->
     assert cordoned(engine.scheduler, engine.info) == [1]
 
 
+def test_who_takes_the_place_of_those_that_left_is_open() -> None:
+    """As behind a drain to as many others: sequences begin there, or wait for ever where nobody stayed."""
+    engine = open_engine()
+    cordon(engine.scheduler, engine.info, 1, on=True)
+    exits = Exodus(engine, [0, 1, 2])
+    exits.begin()
+    exits.end()
+    keep = engine.scheduler.roll_back([], lambda each: each.length)
+    engine.scheduler.lay_out(blocks_of(engine.info), keep)
+    assert cordoned(engine.scheduler, engine.info) == []
+    add(engine, 6)
+    assert {*lanes(engine)} == {0, 1, 2}
+
+
+def test_a_cordon_goes_with_its_worker_where_others_leave_for_good() -> None:
+    engine = open_engine()
+    cordon(engine.scheduler, engine.info, 2, on=True)
+    exits = Exodus(engine, [0])
+    exits.begin()
+    exits.end()
+    few = msgspec.structs.replace(
+        engine.info,
+        lanes=[Lanes((True, False)), Lanes((False, True))],
+        holders=[[0], [1]],
+        num_blocks=[[60]] * 2,
+        windows=[0] * 2,
+    )
+    keep = engine.scheduler.roll_back([], lambda each: each.length)
+    engine.scheduler.lay_out(blocks_of(few), keep, {1: 0, 2: 1})
+    assert cordoned(engine.scheduler, few) == [1]
+
+
 @pytest.mark.parametrize("prefill_workers", [0, 1])
 def test_what_is_retained_elsewhere_stays_where_blocks_lack(prefill_workers: int) -> None:
     """Two that run fill the worker on which they begin, and want more of it: what lies on another one is of no use."""
