@@ -18,7 +18,7 @@ NEAR = 0.01  # of log-probabilities: a larger error is none of rounding
 # Of the largest error of a log-probability: what logits are pushed by, at most. It is what lamina.cli.check.agreement
 # allows between two that are a tie.
 MOST = 10.0
-LOOKS = 20  # at a push that is neither too much nor too little
+LOOKS = 12  # at a push that is neither too much nor too little: then the unit of a logit's last place is reached
 Undisturbed = Callable[[dict[str, Any]], StreamTold]  # what a run in which nobody is hit tells of a request
 
 
@@ -90,19 +90,22 @@ def error_of(told: StreamTold, wanted: StreamTold) -> float:
     return worst
 
 
-def pushed(body: Mapping[str, Any], fork: StreamFork, by: float) -> dict[str, Any]:
+def pushed(body: Mapping[str, Any], fork: StreamFork, by: float, count: int | None = None) -> dict[str, Any]:
     """The request of a stream, with logits that are pushed by so much towards the other token: where the best one is
     taken that one alone; else all on its side of the place where the number falls, as tokens have their shares in the
-    order of their numbers.
+    order of their numbers, or the first ``count`` of these.
     """
     token, other = fork.token, fork.other
     if not body["temperature"]:
         bias = {other: by}
-    elif other > token:
-        bias = dict.fromkeys(range(other), -by)
     else:
-        bias = dict.fromkeys(range(other + 1), by)
+        bias = dict.fromkeys(range(_aside(fork) if count is None else count), -by if other > token else by)
     return {**body, "logit_bias": {str(t): x for t, x in bias.items()}}
+
+
+def _aside(fork: StreamFork) -> int:
+    """Tokens on the other one's side of the place where the number falls, that one with them if it is the lower."""
+    return fork.other if fork.other > fork.token else fork.other + 1
 
 
 def choice_of(told: StreamTold, choice: int) -> StreamTold:
@@ -118,32 +121,46 @@ def is_at_edge(told: StreamTold, wanted: StreamTold, body: Mapping[str, Any], er
     parted = [(one, fork_of(one, same)) for one, same in choices if verdict(one, same) != "right"]
     if not parted or error > NEAR:
         return False
-    return all(fork is not None and _some_push_tells(one, fork, body, MOST * error, read) for one, fork in parted)
+    return all(
+        fork is not None and _some_push_tells(one, choice_of(wanted, fork.choice), fork, body, MOST * error, read)
+        for one, fork in parted
+    )
 
 
 def _some_push_tells(
-    one: StreamTold, fork: StreamFork, body: Mapping[str, Any], most: float, read: Undisturbed
+    one: StreamTold, wanted: StreamTold, fork: StreamFork, body: Mapping[str, Any], most: float, read: Undisturbed
 ) -> bool:
     """Whether a push of ``most``, or less, has an undisturbed run tell the same. The share of the other token may be
     far smaller than a push moves the shares before it: so it is looked for between pushes that are too much and those
-    that are too little.
+    that are too little; where these are as near as two logits can be, among pushes of fewer tokens.
     """
+
+    def is_too_little(by: float, count: int | None) -> bool | None:
+        """None: it tells the same."""
+        trial = choice_of(read(pushed(body, fork, by, count)), fork.choice)
+        if verdict(one, trial) == "right":
+            return None
+        before, ids = (each.ids.get(fork.choice, []) for each in (wanted, trial))
+        return ids[: fork.place] == before[: fork.place] and _falls_short(fork, ids, bool(body["temperature"]))
+
     low, by, high = 0.0, most, most
     for _ in range(LOOKS):
-        trial = choice_of(read(pushed(body, fork, by)), fork.choice)
-        if verdict(one, trial) == "right":
+        if (short := is_too_little(by, None)) is None:
             return True
-        if _is_too_little(fork, trial.ids.get(fork.choice, []), bool(body["temperature"])):
-            if by == most:
-                return False
-            low = by
-        else:
-            high = by
+        if short and by == most:
+            return False
+        low, high = (by, high) if short else (low, by)
         by = (low + high) / 2
+    few, many = 0, _aside(fork) if body["temperature"] else 0
+    while many - few > 1:
+        count = (few + many) // 2
+        if (short := is_too_little(high, count)) is None:
+            return True
+        few, many = (count, many) if short else (few, count)
     return False
 
 
-def _is_too_little(fork: StreamFork, ids: Sequence[int], drawn: bool) -> bool:
+def _falls_short(fork: StreamFork, ids: Sequence[int], drawn: bool) -> bool:
     """Whether the token at the fork is still short of the other one. Where it is that one, what follows has moved."""
     if len(ids) <= fork.place:
         return False

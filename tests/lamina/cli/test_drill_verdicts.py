@@ -174,6 +174,33 @@ def test_the_other_token_may_have_a_far_smaller_share_than_pushes_move(other: in
     assert not is_at_edge(replace(told, ids={0: [1, other, 4]}), wanted, DRAWN, NOISE, read)
 
 
+@pytest.mark.parametrize("other", [6, 4])
+def test_the_least_push_of_all_may_be_too_much(other: int) -> None:
+    """Logits in float32 have no place between two pushes: fewer tokens are pushed then."""
+
+    def read(body: dict[str, Any]) -> StreamTold:
+        bias = body.get("logit_bias", {})
+        moved = len(bias) * (max(map(abs, bias.values()), default=0.0) > NOISE / 100)
+        token = 5 if moved < 3 else other if moved == 3 else 2 * other - 5
+        return StreamTold({0: ""}, {0: [1, token, 3]}, {}, {0: "length"}, 3, "")
+
+    wanted, told = read(DRAWN), read({"logit_bias": dict.fromkeys("012", NOISE)})
+    assert (wanted.ids, told.ids) == ({0: [1, 5, 3]}, {0: [1, other, 3]})
+    assert is_at_edge(told, wanted, DRAWN, NOISE, read)
+    assert not is_at_edge(replace(told, ids={0: [1, other, 4]}), wanted, DRAWN, NOISE, read)
+
+
+def test_a_push_that_parts_the_streams_earlier_is_too_much() -> None:
+    """What it draws at the fork is of another text, and may fall on either side."""
+
+    def read(body: dict[str, Any]) -> StreamTold:
+        by = max(map(abs, body.get("logit_bias", {"0": 0.0}).values()))
+        ids = [1, 5, 3] if by < NOISE else [1, 6, 3] if by < 2 * NOISE else [2, 0, 0]
+        return StreamTold({0: ""}, {0: ids}, {}, {0: "length"}, 3, "")
+
+    assert is_at_edge(read({"logit_bias": {"0": NOISE}}), read(DRAWN), DRAWN, NOISE, read)
+
+
 def test_choices_part_each_for_itself() -> None:
     each = ((b, tell(b, TOKENS), tell(b)) for b in ({**DRAWN, "seed": seed} for seed in range(250)))
     (first, *one), (second, *other) = islice((x for x in each if fork_of(*x[1:])), 2)
