@@ -4,6 +4,15 @@ from collections.abc import Sequence
 from glob import glob
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+class BuildNative(build_ext):
+    """Compiles as many native modules at once as the machine has cores."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or True
 
 
 def native(name: str, *sources: str, flags: Sequence[str] = ()) -> Extension:
@@ -32,6 +41,7 @@ def native(name: str, *sources: str, flags: Sequence[str] = ()) -> Extension:
 
 
 setup(
+    cmdclass={"build_ext": BuildNative},
     ext_modules=[
         native("lamina.attention._native", *sorted(glob("csrc/attention/*.cpp"))),
         native("lamina.gemm._native", *sorted(glob("csrc/gemm/*.cpp"))),
@@ -53,5 +63,5 @@ setup(
         native(
             "lamina.netstack.nic_model._native", "csrc/netstack/nic_model/native.cpp", "csrc/netstack/nic_model/nic.cpp"
         ),
-    ]
+    ],
 )
