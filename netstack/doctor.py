@@ -25,7 +25,7 @@ from .gin.nccl import NcclLibrary
 from .host.native import mlx5_fault
 from .rdma.nearest import gpus, nearest_first
 from .rdma.ports import CLASS, NONE, Wanted, lack, named, ports
-from .schemes import BY_RDMA, RENAMED, SCHEMES, check_scheme, open
+from .schemes import BY_RDMA, FOR_TESTS, RENAMED, SCHEMES, check_scheme, open
 
 MEMLOCK_LEAST = 1 << 30
 MELLANOX = "0x15b3"
@@ -281,11 +281,10 @@ def ordered_delivery(machine: Machine) -> Verdict:
 
 MLX5 = ("mlx5",)
 RDMA = ("verbs", *MLX5)
-MODELS = ("nic-model", "nic-model-proxy")
 CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
-    ("shared memory", ("shm", "auto", *MODELS), shared_memory),
-    ("loopback interface", ("tcp", "auto", "gin", *RDMA, *MODELS), tcp_loopback),
-    ("C++ compiler", ("shm", "tcp", "auto", "gin", *MLX5, *MODELS), compiler),
+    ("shared memory", ("shm", "auto", *FOR_TESTS), shared_memory),
+    ("loopback interface", ("tcp", "auto", "gin", *RDMA, *FOR_TESTS), tcp_loopback),
+    ("C++ compiler", ("shm", "tcp", "auto", "gin", *MLX5, *FOR_TESTS), compiler),
     ("RDMA device", RDMA, rdma_device),
     ("ConnectX", MLX5, connectx),
     ("verbs device nodes", RDMA, verbs_nodes),
@@ -315,7 +314,7 @@ def opens(scheme: str, device: str = "") -> Verdict:
 
 
 def findings(machine: Machine, schemes: Sequence[str] = ()) -> list[Finding]:
-    """All checks that concern ``schemes`` (none: all transports), then whether each transport opens.
+    """All checks that concern ``schemes`` (none: all transports but those for tests), then whether each of them opens.
 
     Raises ValueError for an unknown transport.
     """
@@ -325,7 +324,7 @@ def findings(machine: Machine, schemes: Sequence[str] = ()) -> list[Finding]:
         if scheme in RENAMED:
             check_scheme(scheme)
         raise ValueError(f"--transport {scheme!r} is unknown; choose of {', '.join(SCHEMES)}")
-    wanted = set(schemes) or set(SCHEMES)
+    wanted = set(schemes) or set(SCHEMES) - {*FOR_TESTS}
     answers = []
     for name, needed_by, check in CHECKS:
         concerned = tuple(s for s in needed_by if s in wanted)

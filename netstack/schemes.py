@@ -26,6 +26,7 @@ SCHEMES: dict[str, str] = {
     "emulate": "emulate",
 }
 RENAMED = {"mlx5-proxy": "nic-model-proxy"}  # the names that transports had before
+FOR_TESTS = ("nic-model", "nic-model-proxy")  # whom nobody needs who serves a model
 THREADS = ("loopback",)  # whose peers are threads of one process
 NEAR = {"shm": "auto"}  # within one host only -> what is the same there, and goes on beyond it
 HERE = "shm"  # between processes of this machine, where nobody has chosen

@@ -105,10 +105,18 @@ def test_root_may_map_the_doorbell_page(tmp_path: Path, checks: dict[str, Callab
 
 
 def test_every_transport_between_processes_is_checked_and_says_whether_it_opens() -> None:
-    found = findings(Machine())
+    found = findings(Machine(), [*SCHEMES])
     assert {f.transports[0]: f.ok for f in found if f.check == "opens"}.keys() == {*SCHEMES}
     assert {s for f in found if f.check != "opens" for s in f.transports} >= {"shm", "tcp", "nic-model", "mlx5"}
     assert all(f.fix or f.ok for f in found if f.check != "opens")
+
+
+def test_nobody_is_told_to_want_what_is_for_tests(capsys: pytest.CaptureFixture[str]) -> None:
+    told = {s for f in findings(Machine()) for s in f.transports}
+    assert told == {*SCHEMES} - {"nic-model", "nic-model-proxy"}
+    assert main(["doctor"]) == 0
+    assert "nic-model" not in capsys.readouterr().out
+    assert {s for f in findings(Machine(), ["nic-model"]) for s in f.transports} == {"nic-model"}
 
 
 def test_transports_of_this_machine_open(capsys: pytest.CaptureFixture[str]) -> None:
