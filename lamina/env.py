@@ -37,7 +37,7 @@ VARIABLES = {
     LEASE_BYTES: "set by `lend` for its guests: the most KV memory that one may take",
     LEASE_METER: "set by `lend` for its guests: a descriptor of what one has read of it",
     PACKED: "set by a launcher for its workers: the memory file where those of one host have packed weights together",
-    "LAMINA_TRIPWIRE": "set by `drill` for its server: the file by which it ends a worker at a message of a kind",
+    "LAMINA_TRIPWIRE": "set by `drill` and `check` for workers: the file by which one ends at a message of a kind",
     "LAMINA_BENCH_LIFE_LINE": "set by `bench` for the servers that it starts: a descriptor that ends with it",
 }
 

@@ -1,5 +1,5 @@
-"""A worker that ends by force at an event of its own, which somebody else has named: so a drill can kill it between one
-message and the next. Only where LAMINA_TRIPWIRE names a file.
+"""A worker that ends by force at an event of its own, which somebody else has named: so a drill, or a check, kills it
+between one message and the next. Only where LAMINA_TRIPWIRE names a file.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Tripwire:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as e:
-            raise ValueError(f"{TRIPWIRE}={path}: {e.strerror}: unset it; only drill sets it") from None
+            raise ValueError(f"{TRIPWIRE}={path}: {e.strerror}: unset it; drill and check set it") from None
         try:
             status = os.fstat(fd)
             if status.st_uid != os.geteuid() or status.st_mode & 0o077 or status.st_size not in (0, _WORDS.size):
-                raise ValueError(f"{TRIPWIRE}={path} is no tripwire of this user: unset it; only drill sets it")
+                raise ValueError(f"{TRIPWIRE}={path} is no tripwire of this user: unset it; drill and check set it")
             if not status.st_size:
                 os.ftruncate(fd, _WORDS.size)
             self.memory = mmap.mmap(fd, _WORDS.size)

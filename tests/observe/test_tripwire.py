@@ -76,6 +76,6 @@ def test_a_file_that_is_no_tripwire_is_refused_by_the_name_of_the_variable(tmp_p
     else:
         path.write_bytes(b"hello" if kind == "other" else bytes(24))
         path.chmod(0o600 if kind == "other" else 0o644)
-    with pytest.raises(ValueError, match=f"^{TRIPWIRE}=.*: unset it; only drill sets it$"):
+    with pytest.raises(ValueError, match=f"^{TRIPWIRE}=.*: unset it; drill and check set it$"):
         Tripwire(path)
     assert not (tmp_path / "elsewhere").exists()

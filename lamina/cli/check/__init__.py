@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 
 from lamina.cli.flags import add_engine_flags, engine_config
@@ -31,6 +32,11 @@ log-probabilities err by at most 0.01, or in half precision and with --kv-cache-
 what transformers errs with its numbers rounded in the same way. nothing = of answers with --kv-sparsity, which leaves
 KV out; but the runs with it are bitwise equal to each other, while nobody is preempted or lost: behind that, evict goes
 on with the blocks that it had, token-equal, and of select nothing is promised.
+Some runs are those of a death: at a certain message of a certain worker, which is a process then, it ends by force, and
+another one takes its place. A compute worker, a rank of one and a planned change leave all bits as they are
+(token-equal without --deterministic), a prefill worker also those of the K and V of its prompts; behind a memory worker
+the prompts are token-equal of whose KV it had some, and all others have their bits; behind a server's engine all are
+token-equal. A run in which nobody died, or nobody took the place, is none.
 Exit status: 0 = all promises are kept, 1 = one is broken or a worker was lost, 2 = bad input. A setting that this model
 or machine cannot run is listed as refused, with the reason. The model is loaded in fp32, once for transformers and once
 for each compute worker.
@@ -94,8 +100,18 @@ def _run(args: argparse.Namespace, config: EngineConfig, settings: Sequence[Sett
     from .settings_run import Check
 
     verdicts: list[Verdict] = []
+    began = time.monotonic()
     for verdict in Check(args.model, config, args.prompt, args.max_tokens, args.prompt_seed).run(settings):
         verdicts.append(verdict)
-        name = f"{verdict.axis} {verdict.setting}".strip()
-        print(f"{len(verdicts)}/{len(settings)} {name}: {verdict.word}, {verdict.seconds:.1f} s", file=sys.stderr)
+        name, count = f"{verdict.axis} {verdict.setting}".strip(), f"{len(verdicts)}/{len(settings)}"
+        left = time_left(time.monotonic() - began, len(verdicts), len(settings))
+        print(f"{count} {name}: {verdict.word}, {verdict.seconds:.1f} s{left}", file=sys.stderr)
     return verdicts
+
+
+def time_left(took_s: float, done: int, count: int) -> str:
+    """Words about how long the runs take that are left, if they are as those that are done."""
+    left_s = took_s / done * (count - done)
+    if done == count:
+        return ""
+    return f"; about {left_s / 60:.0f} min are left" if left_s >= 90 else f"; about {left_s:.0f} s are left"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 from lamina.protocol.options.declare import flag
@@ -12,18 +11,8 @@ from lamina.protocol.options.engine import KV_CACHE_DTYPES, KVOptions
 from lamina.protocol.options.topology import TopologyOptions
 from lamina.protocol.partition import PARTITIONS
 
-
-class Exactness(IntEnum):
-    """How much two runs have in common, the strictest last."""
-
-    NOTHING = 0
-    BOUNDED = 1  # log-probabilities within a bound of the reference's, and no token that it is sure is another
-    TOKEN_EQUAL = 2  # lamina.cli.check.agreement holds
-    BITWISE = 3  # the same tokens and the same log-probabilities, to the last bit
-
-    @property
-    def word(self) -> str:
-        return self.name.lower().replace("_", "-")
+from .exactness import Exactness as Exactness
+from .faults import COMPUTE, ENGINE, MEMORY, PARITY, PREFILL, RANK, SERVED, Fault
 
 
 class Resize(NamedTuple):
@@ -49,6 +38,8 @@ class Setting:
     alone: bool = False  # one prompt after the other, instead of all at once
     restored: bool = False  # the pools have been emptied before, so that KV is loaded from beside them
     changes: tuple[Resize, ...] = ()  # in the midst of the run; at last there are as many workers as at first
+    fault: Fault | None = None  # in the midst of the run
+    keeps: bool = False  # K and V of the prompts are kept beside the pools, and their bits compared
 
     @property
     def lends(self) -> bool:
@@ -66,6 +57,11 @@ class Setting:
         return self.options.get("preemption_mode") == "swap"
 
     @property
+    def serves(self) -> bool:
+        """Whether a server's engine runs it, in a process of its own, which dies."""
+        return self.fault is not None and self.fault.victim == ENGINE
+
+    @property
     def text(self) -> str:
         """Its flags, as ``lamina-launch`` takes them."""
         words = [_words(name, value) for name, value in self.options.items()]
@@ -73,6 +69,8 @@ class Setting:
         tight += ["(too little memory for all)"] * self.swaps
         said = [*tight, *["(prompts one by one)"] * self.alone, *["(KV loaded)"] * self.restored]
         said += [f"(while sequences run: {', then '.join(c.text for c in self.changes)})"] * bool(self.changes)
+        said += [f"({self.fault.victim} dies)"] if self.fault else []
+        said += ["(K and V looked at)"] * self.keeps
         return " ".join([*words, *said])
 
 
@@ -85,6 +83,9 @@ BASE_STORE = KVOptions().kv_cache_dtype
 LENDING = "spill"
 HOLDING = [name for name in PARTITIONS if name != LENDING]
 OTHERS = [name for name in HOLDING if name != TopologyOptions().partition]
+# Where processes die and others take their places: threads cannot.
+_APART: dict[str, Any] = {"memory_workers": 2, "transport": "shm"}
+_DEALT = [_APART, *({**_APART, "partition": name} for name in OTHERS)]
 _SPILL: dict[str, Any] = {"partition": LENDING, "memory_workers": 3}  # two have no room for all that runs at once
 BASE = Setting("base", Exactness.TOKEN_EQUAL)
 FIXED = Setting("deterministic", Exactness.TOKEN_EQUAL, BASE, {"deterministic": True})
@@ -116,11 +117,16 @@ def quick(attention: Sequence[str]) -> list[Setting]:
         _fixed("prefill workers", prefill_workers=1),
         *_cached(),
         *_restored(memory_workers=2),
-        _planned(memory_workers=2, transport="shm"),
+        _planned(**_APART),
+        _lost(COMPUTE, **_APART),
+        *(_lost(MEMORY, **o) for o in _DEALT),
+        *_prefilled(**_APART),
+        _lost(SERVED, **_APART),
         _planned(memory_workers=2, partition="token"),
         _swapped(),
         RANKS,
         _ranks(transport="shm", memory_workers=4),
+        _lost(RANK, RANKS, **{**_TWO, "transport": "shm", "memory_workers": 4}),
         _ranks(pipeline=3),
         *(_bounded("attention", attention=name) for name in attention[-1:]),
         *_stored("int8"),
@@ -171,6 +177,7 @@ def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[st
         _ranks(**{**_SPILL, "memory_workers": 6}),
         _ranks(collective="gloo"),
         _planned(2, RANKS, **_TWO),
+        *_losses(),
         Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, {"tensor_parallel_size": 2, "memory_workers": 2}),
         Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, {"tensor_parallel_size": 4, "memory_workers": 4}),
         *(_fixed("combined", **o, overlap=overlap, pipeline=3) for o in splits for overlap in (True, False)),
@@ -227,6 +234,34 @@ def _planned(size: int = 1, like: Setting = FIXED, **options: Any) -> Setting:
     had = options["memory_workers"]
     changes = Resize(had + size), Resize(had, tuple(range(size)))
     return Setting("planned change", Exactness.BITWISE, like, {**options, **FIXED.options}, changes=changes)
+
+
+def _lost(fault: Fault, like: Setting = FIXED, **options: Any) -> Setting:
+    return Setting(fault.axis, fault.promised, like, {**options, **FIXED.options}, fault=fault)
+
+
+def _prefilled(**options: Any) -> tuple[Setting, Setting]:
+    """The K and V of prompts as a prefill worker computes them, and once more where it dies."""
+    switches = {**options, **FIXED.options, "prefill_workers": 1, "enable_prefix_caching": True}
+    whole = Setting("prefill workers", Exactness.BITWISE, FIXED, switches, keeps=True)
+    return whole, Setting(PREFILL.axis, PREFILL.promised, whole, switches, fault=PREFILL, keeps=True)
+
+
+def _losses() -> list[Setting]:
+    """Deaths over all partitions, and beside what else they meet."""
+    held = [{**o, "transport": scheme} for o in _DEALT for scheme in ("shm", "tcp")]
+    busy: list[dict[str, Any]] = [{}, {"prefill_workers": 1, "pipeline": 2}]
+    loose = COMPUTE.loosened
+    return [
+        *(_lost(fault, **o) for o in (*held, {**_SPILL, "transport": "shm"}) for fault in (COMPUTE, MEMORY)),
+        *(_lost(fault, **_APART, pipeline=3) for fault in (COMPUTE, MEMORY)),
+        _lost(PARITY, **_APART, kv_parity=1),
+        *(s for o in held for s in _prefilled(**o)),
+        *(_lost(SERVED, **_APART, **o) for o in busy),
+        *(_lost(RANK, RANKS, **{**_TWO, "transport": name}) for name in ("shm", "tcp")),
+        Setting(loose.axis, loose.promised, BASE, _APART, fault=loose),
+        Setting("planned change", Exactness.TOKEN_EQUAL, BASE, _APART, changes=(Resize(3), Resize(2, (0,)))),
+    ]
 
 
 def _swapped(**options: Any) -> Setting:

@@ -20,6 +20,8 @@ class GivenUpError(Exception):
 class Resized:
     """Of one engine: its prompts, while its memory workers change. ``moved_bytes``: of KV, so far."""
 
+    had_kv: frozenset[int] = frozenset()
+
     def __init__(self, llm: LLM, changes: Sequence[Resize]) -> None:
         self._llm, self._left = llm, list(changes)
         self._elastic = llm.pools.elastic

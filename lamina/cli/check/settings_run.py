@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -13,20 +17,22 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
 from lamina.config import changed, flat
-from lamina.engine.wire import Done, ViewChanged, Wire, WorkerError
+from lamina.engine.wire import WorkerError
 from lamina.kv.stored import dequantise, is_scaled, quantise, stored_dtype
 from lamina.llm import LLM
 from lamina.models.load import load
-from lamina.protocol.control import ComputeReady, RunRound
 from lamina.protocol.options.engine import EngineConfig
-from lamina.protocol.plan import Keep
 from lamina.request import RequestOutput, SamplingParams
 
 from .agreement import ERROR_ALLOWED, Agreement, compare
 from .matrix import BASE_OPTIONS, BASE_STORE, Setting
-from .resized import GivenUpError, Resized
+from .recorded import RecordedWire
+from .resized import GivenUpError
+from .served import generate_served
+from .stage import Stage
+from .struck import HarmedError, tripwire_of
 from .tight import Tight
-from .verdict import Outcome, Plans, Verdict, failed, judge
+from .verdict import Outcome, Verdict, failed, judge
 
 # Tokens of the random prompts: several prefill chunks, several chunks of stored tokens, and a single token.
 LENGTHS = (3, 17, 1, 290, 33, 140)
@@ -47,13 +53,14 @@ class Check:
         )
         self._reference = ReferenceModel(model, trust_remote_code=base.model.trust_remote_code)
         self._outcomes: dict[Setting, Outcome] = {}
-        self._tight: Tight | None = None  # known with the first outcome
+        self._tight: Tight | None = None  # known with the first outcome, as the next ones
+        self._ids: list[list[int]] = []  # of the prompts
 
     def run(self, settings: Sequence[Setting]) -> Iterator[Verdict]:
         """The verdict on each, as soon as it is known. The first one must start: what it raises (ValueError,
         ImportError, OSError, WorkerError) is raised; a later one that does not start is refused in its verdict.
         """
-        for _, group in groupby(settings, key=lambda s: sorted(s.options.items())):
+        for _, group in groupby(settings, key=lambda s: (sorted(s.options.items()), s.serves)):
             left = list(group)
             try:
                 for verdict in self._run(list(left)):
@@ -65,75 +72,112 @@ class Check:
                 yield from (failed(s, str(e), held=False) for s in left)
 
     def _run(self, settings: list[Setting]) -> Iterator[Verdict]:
-        start = time.monotonic()
-        try:
-            config = changed(self._base, settings[0].options)
-            if settings[0].lends and self._tight is not None:
-                config = changed(config, self._tight.options(config))
-            if settings[0].swaps and self._tight is not None:
-                config = changed(config, self._tight.crowded(config))
-            llm = LLM(self._model, **flat(config))
-        except (ValueError, ImportError, OSError) as e:
-            if not self._outcomes:
-                raise
-            yield from (failed(s, str(e), held=None) for s in settings)
-            return
-        with llm:
-            if settings[0].lends and self._tight is not None and (why := self._tight.roomy(llm.engine.info)):
-                yield from (failed(s, why, held=None) for s in settings)
+        start, first = time.monotonic(), settings[0]
+        with TemporaryDirectory(prefix="lamina-check-") as folder, tripwire_of(settings, Path(folder)) as tripwire:
+            try:
+                config = self._config_of(first, Path(folder))
+                if first.serves:
+                    yield from (self._verdict_of(s, partial(self._served, config, s, start)) for s in settings)
+                    return
+                llm = LLM(self._model, **flat(config))
+            except (ValueError, ImportError, OSError) as e:
+                if not self._outcomes:
+                    raise
+                yield from (failed(s, str(e), held=None) for s in settings)
                 return
-            wire = RecordedWire(llm.engine.wire)
-            llm.engine.wire = wire
-            for setting in settings:
-                before = _loaded_bytes(llm)
-                if setting.restored:
-                    llm.engine.rest()  # until all is saved
-                    llm.engine.scheduler.give_up_retained()
-                try:
-                    verdict = self._judge(setting, self._outcome(llm, wire, setting, start))
-                except ValueError as e:
-                    if not setting.changes:
-                        raise
-                    verdict = failed(setting, str(e), held=None)
-                except GivenUpError as e:
-                    verdict = failed(setting, f"memory workers could not come or go: {e}", held=False)
-                if setting.restored and _loaded_bytes(llm) == before:
-                    verdict = failed(setting, "no KV was loaded: prompts need more than 128 tokens", held=None)
-                if setting.drops and (evictions := llm.engine.scheduler.evictions) and not evictions.num_dropped:
-                    more = f"no KV block was dropped: prompts need more than {llm.engine.config.kv.kv_budget} tokens"
-                    verdict = failed(setting, more, held=None)
-                if setting.swaps and not self._outcomes[setting].num_preemptions:
-                    verdict = failed(setting, "nobody was preempted: a window gives blocks back", held=None)
-                yield verdict
-                start = time.monotonic()
+            with llm:
+                if first.lends and self._tight is not None and (why := self._tight.roomy(llm.engine.info)):
+                    yield from (failed(s, why, held=None) for s in settings)
+                    return
+                llm.engine.wire = wire = RecordedWire(llm.engine.wire)
+                for setting in settings:
+                    yield self._run_one(Stage(llm, wire, tripwire, Path(folder)), setting, start)
+                    start = time.monotonic()
 
-    def _outcome(self, llm: LLM, wire: RecordedWire, setting: Setting, start: float) -> Outcome:
+    def _config_of(self, setting: Setting, folder: Path) -> EngineConfig:
+        config = changed(self._base, setting.options)
+        if setting.lends and self._tight is not None:
+            config = changed(config, self._tight.options(config))
+        if setting.swaps and self._tight is not None:
+            config = changed(config, self._tight.crowded(config))
+        if setting.keeps and self._tight is not None:
+            config = changed(config, {"kv_store_dir": str(folder / "kv"), **self._tight.kept(config)})
+        return config
+
+    def _run_one(self, stage: Stage, setting: Setting, start: float) -> Verdict:
+        llm = stage.llm
+        before = _loaded_bytes(llm)
+        if setting.restored:
+            llm.engine.rest()  # until all is saved
+            llm.engine.scheduler.give_up_retained()
+        if setting.keeps:
+            llm.reset_prefix_cache()
+        verdict = self._verdict_of(setting, partial(self._outcome, stage, setting, start))
+        if setting.restored and _loaded_bytes(llm) == before:
+            verdict = failed(setting, "no KV was loaded: prompts need more than 128 tokens", held=None)
+        if setting.drops and (evictions := llm.engine.scheduler.evictions) and not evictions.num_dropped:
+            more = f"no KV block was dropped: prompts need more than {llm.engine.config.kv.kv_budget} tokens"
+            verdict = failed(setting, more, held=None)
+        if setting.swaps and not self._outcomes[setting].num_preemptions:
+            verdict = failed(setting, "nobody was preempted: a window gives blocks back", held=None)
+        return verdict
+
+    def _verdict_of(self, setting: Setting, run: Callable[[], Outcome]) -> Verdict:
+        try:
+            return self._judge(setting, run())
+        except ValueError as e:
+            if not (setting.changes or setting.fault):
+                raise
+            return failed(setting, str(e), held=None)
+        except GivenUpError as e:
+            return failed(setting, f"memory workers could not come or go: {e}", held=False)
+        except HarmedError as e:
+            return failed(setting, str(e), held=False)
+
+    def _outcome(self, stage: Stage, setting: Setting, start: float) -> Outcome:
+        llm, wire = stage.llm, stage.wire
         wire.clear()
         prompts = list(self._prompts) or random_prompts(llm, self._params)
-        resized = Resized(llm, setting.changes)
+        run = stage.runner(setting)
         outputs = [
             o
             for batch in ([[p] for p in prompts] if setting.alone else [prompts])
-            for o in resized.generate(batch, self._params)
+            for o in run.generate(batch, self._params)
         ]
         stats, info = llm.stats(), llm.engine.info
         if self._tight is None and info.bind is not None:
             longest = max(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs)
-            each = [len(o.prompt_token_ids) for o in outputs]
-            self._tight = Tight(longest, info.bind.layers, info.max_model_len, each)
-        config, swaps = llm.engine.config, llm.engine.scheduler.swaps
-        agreement, bound = self._reference.agreement(config.model.dtype, config.kv.kv_cache_dtype, outputs)
-        return Outcome(
-            completions=[o.outputs[0] for o in outputs],
+            self._ids = [o.prompt_token_ids for o in outputs]
+            self._tight = Tight(longest, info.bind.layers, info.max_model_len, [len(ids) for ids in self._ids])
+        swaps = llm.engine.scheduler.swaps
+        return replace(
+            self._compared(llm.engine.config, outputs, start),
             plans=wire.plans,
             num_preemptions=llm.engine.scheduler.num_preemptions,
             num_swapped=swaps.num_saved if swaps else 0,
+            idle=tuple(n for n, s in stats.items() if n.startswith("memory") and not s["stored_bytes"]),
+            lent=sum(wire.lent.values()),
+            moved_bytes=run.moved_bytes,
+            had_kv=run.had_kv,
+            pages=stage.pages(self._ids) if setting.keeps else {},
+        )
+
+    def _served(self, config: EngineConfig, setting: Setting, start: float) -> Outcome:
+        if not self._ids:
+            raise ValueError(f"{setting.axis} needs the prompts of the base run")
+        outputs = generate_served(self._model, config, self._ids, self._params)
+        return self._compared(config, outputs, start)
+
+    def _compared(self, config: EngineConfig, outputs: list[RequestOutput], start: float) -> Outcome:
+        """With the reference."""
+        agreement, bound = self._reference.agreement(config.model.dtype, config.kv.kv_cache_dtype, outputs)
+        return Outcome(
+            completions=[o.outputs[0] for o in outputs],
+            plans=[],
+            num_preemptions=0,
             agreement=agreement,
             bound=bound,
             seconds=time.monotonic() - start,
-            idle=tuple(n for n, s in stats.items() if n.startswith("memory") and not s["stored_bytes"]),
-            lent=sum(wire.lent.values()),
-            moved_bytes=resized.moved_bytes,
         )
 
     def _judge(self, setting: Setting, outcome: Outcome) -> Verdict:
@@ -158,59 +202,6 @@ def random_prompts(llm: LLM, params: SamplingParams) -> list[list[int]]:
             f"--max-tokens {params.max_tokens} leaves no room for a prompt: {info.max_model_len} tokens fit"
         )
     return [[draw.randrange(info.vocab_size) for _ in range(min(n, longest))] for n in LENGTHS]
-
-
-class RecordedWire:
-    """A Wire that notes the plans of the steps that pass."""
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what has passed."""
-        self.plans: Plans = []
-        self.lent: dict[int, int] = {}  # sequence -> stripes on loan, at most at once
-        self._arrived: dict[int, int] = {}  # sequence -> how many came before it
-
-    @property
-    def ready(self) -> ComputeReady:
-        return self._wire.ready
-
-    def submit(self, new: RunRound) -> None:
-        self._note(new)
-        self._wire.submit(new)
-
-    def prefill(self, worker: int, new: RunRound) -> None:
-        self._note(new)
-        self._wire.prefill(worker, new)
-
-    def _note(self, new: RunRound) -> None:
-        for plan in (step.plan for step in new.steps):
-            for row in plan.rows:
-                stripes = sum(run.stop - run.start for run in row.place.moved)
-                self.lent[row.sequence] = max(self.lent.get(row.sequence, 0), stripes)
-            if plan.rows:
-                number = {r.sequence: self._arrived.setdefault(r.sequence, len(self._arrived)) for r in plan.rows}
-                self.plans.append((plan.batch, tuple((number[r.sequence], r.first, r.count) for r in plan.rows)))
-
-    def wait(self) -> Done | ViewChanged:
-        return self._wire.wait()
-
-    def look(self) -> ViewChanged | None:
-        return self._wire.look()
-
-    def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
-        return self._wire.resume(keep)
-
-    def begin_era(self) -> bytes:
-        return self._wire.begin_era()
-
-    def stats(self) -> dict[str, dict[str, float]]:
-        return self._wire.stats()
-
-    def close(self) -> None:
-        self._wire.close()
 
 
 class ReferenceModel:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lamina.request import CompletionOutput
 
+from .faults import Fault
 from .matrix import Exactness, Setting
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Outcome:
     lent: int = 0  # stripes that were on loan
     moved_bytes: int = 0  # of KV, as memory workers came and went
     num_swapped: int = 0  # of those that were preempted, they went on with the KV that they had
+    had_kv: frozenset[int] = frozenset()  # prompts of whose KV a worker that died had some
+    pages: Mapping[tuple[int, int], bytes] = field(default_factory=dict)  # prompt, page -> digest of its K and V
 
 
 @dataclass(frozen=True)
@@ -80,19 +83,16 @@ def judge(setting: Setting, run: Outcome, like: Outcome | None) -> Verdict:
     """``like``: the outcome of ``setting.like``, None where it has none."""
     difference = compare(run.completions, like.completions) if like is not None else None
     exactness = _strictest(run, difference)
-    promised, notes = setting.promised, []
-    if promised == Exactness.BITWISE > exactness and like is not None and (why := _excuse(setting, run, like)):
+    if like is not None and _prompts_of_other_kv(run, like):
+        exactness = min(exactness, Exactness.TOKEN_EQUAL)
+    promised, notes, why = setting.promised, [], _excuse(setting, run, like) if like is not None else ""
+    if promised == Exactness.BITWISE > exactness and why:
         promised = Exactness.TOKEN_EQUAL
         notes.append(why)
     held = exactness >= promised
-    if setting.lends:
-        held = held and run.lent > 0
-        notes.append(f"stripes lent: {run.lent}")
-    if setting.changes:
-        held = held and run.moved_bytes > 0
-        notes.append(f"bytes of KV moved: {run.moved_bytes}")
-    if setting.swaps:
-        notes.append(f"preempted: {run.num_preemptions}, with their KV: {run.num_swapped}")
+    for is_so, said in _looks(setting, run, like, bool(why)):
+        held = held and is_so
+        notes.append(said)
     if not held and difference is not None and difference.first is not None:
         notes.append("first difference in prompt {}, token {}".format(*difference.first))
     if run.agreement.worst_margin:
@@ -115,6 +115,54 @@ def judge(setting: Setting, run: Outcome, like: Outcome | None) -> Verdict:
         equal_prompts=difference.equal_prompts, worst_difference=difference.worst,
         same_plans=like is not None and run.plans == like.plans,
     )  # fmt: skip
+
+
+def _looks(setting: Setting, run: Outcome, like: Outcome | None, excused: bool) -> Iterator[tuple[bool, str]]:
+    """Whether what a setting is for was there, and as it is to be; and words about it. ``excused``: bits may differ."""
+    if setting.fault and like is not None and (counts := _other_counts(run, like)):
+        yield False, "; ".join("prompt {} was told {} tokens, not {}".format(*each) for each in counts)
+    if setting.fault and run.had_kv:
+        yield True, f"{setting.fault.victim} had KV of prompts {_listed(run.had_kv)}"
+    if setting.fault and like is not None and (differing := _others_that_differ(setting.fault, run, like)):
+        yield excused, f"{setting.fault.victim} had no KV of prompts {_listed(differing)}, whose bits differ"
+    if setting.fault and setting.keeps and like is not None:
+        others, pages = _prompts_of_other_kv(run, like), len(run.pages.keys() & like.pages.keys())
+        so = f"other bits in prompts {_listed(others)}" if others else f"the same bits in {pages} pages"
+        yield (
+            not others,
+            f"K and V: {so}" if pages else "K and V: prompts of more than 128 tokens have pages to look at",
+        )
+    if setting.lends:
+        yield run.lent > 0, f"stripes lent: {run.lent}"
+    if setting.changes:
+        yield run.moved_bytes > 0, f"bytes of KV moved: {run.moved_bytes}"
+    if setting.swaps:
+        yield True, f"preempted: {run.num_preemptions}, with their KV: {run.num_swapped}"
+
+
+def _other_counts(run: Outcome, like: Outcome) -> list[tuple[int, int, int]]:
+    """Prompts that were told more or fewer tokens, and how many of each."""
+    pairs = enumerate(zip(run.completions, like.completions, strict=True))
+    counts = ((i, len(one.token_ids), len(other.token_ids)) for i, (one, other) in pairs)
+    return [each for each in counts if each[1] != each[2]]
+
+
+def _others_that_differ(fault: Fault, run: Outcome, like: Outcome) -> list[int]:
+    """Prompts of whose KV the one that died had none, and that differ by more than is promised of them."""
+    if fault.others <= fault.promised:  # which is looked at of all
+        return []
+    others = [i for i in range(len(run.completions)) if i not in run.had_kv]
+    return [i for i in others if compare([run.completions[i]], [like.completions[i]]).first is not None]
+
+
+def _prompts_of_other_kv(run: Outcome, like: Outcome) -> list[int]:
+    """Prompts whose K and V have other bits, as far as both were kept."""
+    both = run.pages.keys() & like.pages.keys()
+    return sorted({prompt for prompt, page in both if run.pages[prompt, page] != like.pages[prompt, page]})
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
 
 
 def failed(setting: Setting, why: str, *, held: bool | None) -> Verdict:

@@ -11,7 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.cli.check import time_left
 from lamina.cli.check.agreement import ERROR_ALLOWED, Agreement
+from lamina.cli.check.faults import COMPUTE, MEMORY, PREFILL
 from lamina.cli.check.matrix import (
     BASE,
     EVICTING,
@@ -247,8 +249,78 @@ def test_settings_are_valid_and_follow_what_they_are_compared_with(settings: lis
             assert deterministic, "these change the rows of a step"
         if setting.promised == Exactness.BITWISE and deterministic:
             known = setting.like in (FIXED, RANKS, EVICTING, EVICTING_RANKS, SELECTING)
-            assert known or (setting.like and setting.like.axis == "kv cache dtype")
+            assert known or (setting.like and (setting.like.axis == "kv cache dtype" or setting.like.keeps))
     assert len({(s.axis, s.text) for s in settings}) == len(settings)
+
+
+# fault -> promised of prompts of whose KV it had some, and of the others; with and without --deterministic
+CLASSES = {
+    "lost compute worker": {("bitwise", "bitwise"), ("token-equal", "token-equal")},
+    "lost rank": {("bitwise", "bitwise")},
+    "lost prefill worker": {("bitwise", "bitwise")},
+    "lost memory worker": {("token-equal", "bitwise"), ("bitwise", "bitwise")},  # and with parity
+    "lost engine": {("token-equal", "token-equal")},
+}
+
+
+def test_classes_are_those_that_are_stated() -> None:
+    for settings in (QUICK, WHOLE):
+        lost = [(s, s.fault) for s in settings if s.fault]
+        assert {s.axis for s, _ in lost} == CLASSES.keys()
+        for setting, fault in lost:
+            assert (setting.axis, setting.promised) == (fault.axis, fault.promised)
+            assert (fault.promised.word, fault.others.word) in CLASSES[setting.axis]
+            assert setting.options["transport"] in ("shm", "tcp"), "threads do not die"
+            strict = fault.others == Exactness.BITWISE
+            assert bool(setting.options.get("deterministic")) or not strict
+        assert {s.options.get("partition", "head") for s, f in lost if f.axis == MEMORY.axis} >= {
+            "head", "token", "request"
+        }  # fmt: skip
+        assert all(s.promised <= Exactness.TOKEN_EQUAL or s.options.get("deterministic") for s in settings if s.changes)
+
+
+def judged(fault: Any, run: Outcome, like: Outcome | None = None, **more: Any) -> Verdict:
+    setting = Setting(fault.axis, fault.promised, FIXED, {"deterministic": True}, fault=fault, **more)
+    return judge(setting, run, like or outcome())
+
+
+def test_whose_kv_was_lost_may_have_other_bits_and_nobody_else() -> None:
+    """The second prompt has other bits."""
+    right = judged(MEMORY, outcome(completions=other_bits(), had_kv=frozenset({1})))
+    assert (right.held, right.exactness) == (True, "token-equal")
+    assert right.note == "memory-1 had KV of prompts 1"
+    wrong = judged(MEMORY, outcome(completions=other_bits(), had_kv=frozenset({0})))
+    assert wrong.held is False
+    assert "memory-1 had no KV of prompts 1, whose bits differ" in wrong.note
+    assert judged(MEMORY, outcome(completions=other_bits())).held is False
+    assert judged(COMPUTE, outcome(completions=other_bits(), had_kv=frozenset({1}))).held is False
+    many = outcome(completions=other_bits(), had_kv=frozenset({1}), agreement=agreement(num_wrong=1))
+    assert judged(MEMORY, many).held is False, "its tokens are promised"
+    preempted = judged(MEMORY, outcome(completions=other_bits(), num_preemptions=1))
+    assert preempted.held, "as in any run, and it is said"
+
+
+def test_a_token_too_many_or_too_few_is_a_breach_even_where_all_are_right() -> None:
+    for tokens in ([5, 6], [5, 6, 7, 7]):
+        told = judged(MEMORY, outcome(completions=[completion(tokens), completion([8, 9, 10])], had_kv=frozenset({0})))
+        assert told.held is False
+        assert f"prompt 0 was told {len(tokens)} tokens, not 3" in told.note
+
+
+def test_k_and_v_are_looked_at_where_log_probabilities_are_the_same() -> None:
+    like = outcome(pages={(0, 0): b"a", (0, 1): b"b", (1, 0): b"c"})
+    same = judged(PREFILL, outcome(pages=like.pages), like, keeps=True)
+    assert (same.held, same.note) == (True, "K and V: the same bits in 3 pages")
+    other = judged(PREFILL, outcome(pages={**like.pages, (1, 0): b"d"}), like, keeps=True)
+    assert (other.held, other.exactness, other.note) == (False, "token-equal", "K and V: other bits in prompts 1")
+    none = judged(PREFILL, outcome(), outcome(), keeps=True)
+    assert (none.held, none.note) == (True, "K and V: not looked at, as no prompt has 128 tokens")
+
+
+def test_the_time_that_is_left_is_told() -> None:
+    assert time_left(10.0, 1, 37) == "; about 6 min are left"
+    assert time_left(300.0, 30, 37) == "; about 70 s are left"
+    assert time_left(300.0, 37, 37) == ""
 
 
 def test_all_axes_are_in_both() -> None:

@@ -1,0 +1,40 @@
+"""Who dies in a run of ``lamina-launch check``, at which moment, and what is promised of the tokens: a table. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lamina.observe.trace import Event
+
+from .exactness import Exactness
+
+ENGINE = "engine"
+
+
+class Fault(NamedTuple):
+    """One process that ends by force in the midst of a run; another one takes its place."""
+
+    axis: str
+    victim: str  # the name of a worker, such as memory-1; or ENGINE
+    promised: Exactness  # of prompts of whose KV it had some, and of all if it had none
+    others: Exactness  # of prompts of whose KV it had none
+    event: Event | None = None  # of its own, at which it ends; None: at a step
+    times: int = 1  # how often that comes first
+    early: bool = False  # counted from the first prompt on, else from where all that run at once have a token
+
+    @property
+    def loosened(self) -> Fault:
+        """The same of a run that is not deterministic: what is planned anew may have other batch mates."""
+        least = Exactness.TOKEN_EQUAL
+        return self._replace(promised=min(self.promised, least), others=min(self.others, least))
+
+
+# A compute worker holds no KV, and dies between the messages of a layer. A prefill worker dies within a prompt: the K
+# and V that the next one computes are looked at, too. Of a memory worker it matters whose KV it had; where others keep
+# its parity, it comes back. An engine takes its workers with it.
+COMPUTE = Fault("lost compute worker", "compute-0", Exactness.BITWISE, Exactness.BITWISE, Event.SEND_KV, 7)
+RANK = Fault("lost rank", "compute-1", Exactness.BITWISE, Exactness.BITWISE, Event.WAIT_O, 7)
+PREFILL = Fault("lost prefill worker", "prefill-0", Exactness.BITWISE, Exactness.BITWISE, Event.SEND_KV, 9, early=True)
+MEMORY = Fault("lost memory worker", "memory-1", Exactness.TOKEN_EQUAL, Exactness.BITWISE, Event.WAIT_Q, 7)
+PARITY = MEMORY._replace(promised=Exactness.BITWISE)
+SERVED = Fault("lost engine", ENGINE, Exactness.TOKEN_EQUAL, Exactness.TOKEN_EQUAL)

@@ -1,0 +1,84 @@
+"""A run whose engine is a server's, in a process of its own that dies in its midst: another one goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+
+from lamina.engine.text import spelled
+from lamina.fleet.launchers import WorkerHandle
+from lamina.protocol.options.engine import EngineConfig
+from lamina.request import CompletionOutput, RequestOutput, RequestTimes, SamplingParams
+from lamina.server.link.client import EngineClient, PromptRefusedError, launch_engine
+from lamina.server.link.messages import Delta, Start
+from lamina.server.link.reply_feed import ReplyFeed
+from lamina.server.link.restarts import EngineRestarts
+
+
+def generate_served(
+    model: str, config: EngineConfig, prompts: Sequence[list[int]], params: SamplingParams
+) -> list[RequestOutput]:
+    """As ``LLM.generate``, of a server without HTTP, whose engine is killed once as many as run at once have a token.
+    Raises ValueError for bad input or where the last token has come before, EngineGoneError where no other engine goes
+    on.
+    """
+    return asyncio.run(_Served(model, config, params).run(prompts))
+
+
+class _Served:
+    """A server's end of its engine, and what its readers have been told."""
+
+    def __init__(self, model: str, config: EngineConfig, params: SamplingParams) -> None:
+        self._start = Start(model=model, tokenizer="", config=config, log_json=True)  # it says no more than it must
+        self._params, self._at_once = params, config.batching.max_num_seqs
+        self._engines: list[WorkerHandle] = []
+        self._told: list[CompletionOutput] = []
+        self._struck = False
+
+    async def run(self, prompts: Sequence[list[int]]) -> list[RequestOutput]:
+        restarts = EngineRestarts(self._start, self._launch)
+        try:
+            client = await EngineClient.connect(self._launch(self._start), lambda progress: None, restarts)
+        except BaseException:
+            self._engines[-1].join(0.0)
+            raise
+        try:
+            self._told = [CompletionOutput(0, logprobs=[]) for _ in prompts]
+            async with asyncio.TaskGroup() as group:
+                for prompt, told in zip(prompts, self._told, strict=True):
+                    feed = ReplyFeed()
+                    client.add(prompt, self._params, feed, self)
+                    group.create_task(self._read(feed, told))
+        except* PromptRefusedError as refused:
+            raise ValueError(str(refused.exceptions[0])) from None
+        finally:
+            await client.close()
+        if len(self._engines) < 2:
+            raise ValueError("sequences ended before the engine died: raise --max-tokens")
+        pairs = enumerate(zip(prompts, self._told, strict=True))
+        return [RequestOutput(i, None, prompt, [told], RequestTimes(0.0)) for i, (prompt, told) in pairs]
+
+    def grown(self, delta: Delta) -> None:
+        """A meter, of which nothing is asked here."""
+
+    def _launch(self, start: Start) -> WorkerHandle:
+        self._engines.append(launch_engine(start))
+        return self._engines[-1]
+
+    async def _read(self, feed: ReplyFeed, told: CompletionOutput) -> None:
+        while told.finish_reason is None:
+            for delta in await feed.take():
+                told.token_ids += delta.tokens
+                told.logprobs = [*(told.logprobs or []), *(spelled(x, [], None) for x in delta.logprobs or [])]
+                told.finish_reason, told.stop_reason = delta.finish_reason, delta.stop_reason
+            self._strike()
+
+    def _strike(self) -> None:
+        begun = sum(bool(each.token_ids) for each in self._told)
+        if not self._struck and begun >= min(self._at_once, len(self._told)):
+            self._struck = True
+            with suppress(ProcessLookupError):
+                os.kill(self._engines[0].pid, signal.SIGKILL)

@@ -1,0 +1,104 @@
+"""A run in whose midst a worker dies by force, at an event of its own, and another one takes its place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from lamina.engine.sequence import Sequence as RunningSequence
+from lamina.llm import LLM
+from lamina.observe.tripwire import TRIPWIRE, Tripwire
+from lamina.protocol.blocks.counts import num_lanes
+from lamina.protocol.control import ComputeReady
+from lamina.protocol.placement import Deal, Placement
+from lamina.request import RequestOutput, SamplingParams
+
+from .faults import Fault
+from .matrix import Setting
+from .recorded import RecordedWire
+
+
+class HarmedError(Exception):
+    """Somebody was told a wrong thing, or nobody took the place of who had died."""
+
+
+@contextmanager
+def tripwire_of(settings: Sequence[Setting], folder: Path) -> Iterator[Tripwire | None]:
+    """By which workers of these settings that start meanwhile can be ended, where one of them wants that."""
+    if not any(s.fault and s.fault.event is not None for s in settings):
+        yield None
+        return
+    before, path = os.environ.get(TRIPWIRE), folder / "tripwire"
+    tripwire, os.environ[TRIPWIRE] = Tripwire(path), str(path)
+    try:
+        yield tripwire
+    finally:
+        del os.environ[TRIPWIRE]
+        os.environ |= {} if before is None else {TRIPWIRE: before}
+
+
+class Struck:
+    """Of one engine: its prompts, while ``fault`` happens. ``had_kv``: the prompts of whose KV the one that
+    died had some.
+    """
+
+    moved_bytes = 0
+
+    def __init__(self, llm: LLM, wire: RecordedWire, tripwire: Tripwire, fault: Fault) -> None:
+        self._llm, self._wire, self._tripwire, self._fault = llm, wire, tripwire, fault
+        self._role, _, number = fault.victim.partition("-")
+        self._number = int(number)
+        self._in_time = False
+        self.had_kv: frozenset[int] = frozenset()
+
+    def generate(self, prompts: Any, params: SamplingParams) -> list[RequestOutput]:
+        """As ``LLM.generate``. Raises ValueError where nobody died before the last token, or had KV of no prompt;
+        HarmedError where nobody took the place; and as ``LLM.stream``.
+        """
+        engine, outputs = self._llm.engine, dict[int, RequestOutput]()
+        before, is_set = self._llm.pools.pids, self._fault.early
+        at_once = min(len(prompts), engine.config.batching.max_num_seqs)
+        if is_set:
+            self._set(before)
+        with closing(self._llm.stream(prompts, params)) as stream:
+            ids = stream.request_ids
+            self._wire.on_change = lambda: self._note(ids)
+            for output in stream:
+                outputs[output.request_id] = output
+                if not is_set and len(outputs) >= at_once:
+                    self._set(before)
+                    is_set = True
+        engine.look()  # it may have died behind the last step
+        if not (self._tripwire.loosen() and self._in_time):
+            raise ValueError(f"sequences ended before {self._fault.victim} died: raise --max-tokens")
+        if self._llm.pools.pids[self._fault.victim] == before[self._fault.victim]:
+            raise HarmedError(f"{self._fault.victim} died, and nobody took its place")
+        if self._role == "memory" and not self.had_kv:
+            raise ValueError(f"{self._fault.victim} had no KV of these prompts: give more of them")
+        return [outputs[i] for i in ids]
+
+    def _set(self, pids: dict[str, int]) -> None:
+        assert self._fault.event is not None
+        self._tripwire.set(pids[self._fault.victim], self._fault.event, self._fault.times)
+
+    def _note(self, ids: Sequence[int]) -> None:
+        """The view changes: who runs now is who had KV."""
+        scheduler, info = self._llm.engine.scheduler, self._llm.engine.info
+        running = [s for s in scheduler.running if not s.finished and s.request_id in ids]
+        self._in_time = self._in_time or bool(running or scheduler.waiting)
+        if self._role == "memory":
+            had = (ids.index(s.request_id) for s in running if holds(info, self._number, s))
+            self.had_kv |= frozenset(had)
+
+
+def holds(info: ComputeReady, worker: int, sequence: RunningSequence) -> bool:
+    """Whether memory worker ``worker`` has, or is about to get, some of the KV of ``sequence``: by the rule by which it
+    is dealt out, and not by what anybody says.
+    """
+    placement = Placement(num_lanes(info.lanes), info.stripe, info.stays)
+    blocks = -(-sequence.num_scheduled // info.block_size)
+    groups = (g for g, holders in enumerate(info.holders) if worker in holders)
+    return any(Deal(info.lanes[g], placement).kept(sequence.place, blocks) for g in groups)

@@ -1,0 +1,187 @@
+"""``lamina-launch check`` on deaths: each class is kept, and a recovery that is wrong turns its line red."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lamina.cli.check.faults import COMPUTE, MEMORY, PARITY, PREFILL, RANK, SERVED, Fault
+from lamina.cli.check.matrix import BASE, BASE_OPTIONS, FIXED, RANKS, Setting, quick, whole
+from lamina.cli.check.settings_run import Check
+from lamina.cli.check.verdict import Verdict
+from lamina.config import make_config
+from lamina.engine.engine import Engine
+from lamina.engine.kept import KeptKV
+from lamina.engine.sequence import Sequence
+from lamina.fleet.launchers import local
+from lamina.observe.tripwire import TRIPWIRE
+from lamina.server.link.restarts import Hearing
+
+pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
+QUICK, ALL = quick(["reference"]), whole([], [], [])
+BY_REQUEST = {"partition": "request"}
+
+
+def row(fault: Fault, settings: list[Setting] = QUICK, **options: Any) -> list[Setting]:
+    """The first one of a fault with these options, and what runs before it in the same engine."""
+    has = (s for s in settings if s.fault == fault and s.options | options == s.options)
+    setting = next(s for s in has if options or "partition" not in s.options)
+    return [setting.like, setting] if setting.keeps and setting.like else [setting]
+
+
+@pytest.fixture(scope="module")
+def based(llama_path: Path) -> Check:
+    """The undisturbed runs that all others are compared with."""
+    comparison = Check(str(llama_path), make_config(BASE_OPTIONS), [], max_tokens=16, seed=1)
+    assert [v.held for v in comparison.run([BASE, FIXED])] == [True] * 2
+    return comparison
+
+
+@pytest.fixture(scope="module")
+def ranked(based: Check) -> Check:
+    assert [v.held for v in based.run([RANKS])] == [True]
+    return based
+
+
+def last(check: Check, settings: list[Setting]) -> Verdict:
+    *before, verdict = check.run(settings)
+    assert all(v.held for v in before), before
+    assert TRIPWIRE not in os.environ
+    return verdict
+
+
+def test_a_lost_compute_worker_leaves_all_bits(based: Check) -> None:
+    verdict = last(based, row(COMPUTE))
+    assert (verdict.held, verdict.exactness, verdict.promised) == (True, "bitwise", "bitwise"), verdict.note
+
+
+def test_a_lost_rank_leaves_all_bits(ranked: Check) -> None:
+    verdict = last(ranked, row(RANK))
+    assert (verdict.held, verdict.exactness, verdict.compared_with) == (True, "bitwise", "tensor parallel"), verdict
+
+
+def test_a_lost_prefill_worker_leaves_all_bits_of_k_and_v(based: Check) -> None:
+    verdict = last(based, row(PREFILL))
+    assert (verdict.held, verdict.exactness) == (True, "bitwise"), verdict.note
+    assert verdict.note == "K and V: the same bits in 3 pages", "two of a prompt of 290 tokens, one of 140"
+
+
+@pytest.mark.parametrize("options", [{}, {"partition": "token"}], ids=["head", "token"])
+def test_behind_a_lost_memory_worker_tokens_are_equal(options: dict[str, str], based: Check) -> None:
+    verdict = last(based, row(MEMORY, **options))
+    assert (verdict.held, verdict.exactness) == (True, "token-equal"), verdict.note
+    assert "memory-1 had KV of prompts " in verdict.note
+
+
+def test_by_request_the_others_keep_their_bits(based: Check) -> None:
+    verdict = last(based, row(MEMORY, **BY_REQUEST))
+    assert (verdict.held, verdict.exactness) == (True, "token-equal"), verdict.note
+    assert (said := re.search(r"memory-1 had KV of prompts ([0-9, ]+)", verdict.note))
+    assert 0 < len(said[1].split(", ")) < 4, "of those that ran at once"
+
+
+def test_behind_a_lost_engine_tokens_are_equal(based: Check) -> None:
+    verdict = last(based, row(SERVED))
+    assert (verdict.held, verdict.promised) == (True, "token-equal"), verdict.note
+    assert verdict.tokens == 6 * 16
+
+
+@pytest.mark.slow
+def test_parity_brings_all_bits_back(based: Check) -> None:
+    verdict = last(based, row(PARITY, ALL))
+    assert (verdict.held, verdict.exactness) == (True, "bitwise"), verdict.note
+
+
+# What is wrong then, of the driver. A token that is told twice; the text that is computed again is another one; KV of
+# all is computed again, not of those alone who have lost theirs.
+def tell_twice(patch: pytest.MonkeyPatch) -> None:
+    roll_back = Engine._roll_back
+
+    def forget_last(self: Engine, change: Any) -> Any:
+        for sequence in self.scheduler.running:
+            if sequence.num_outputs:
+                sequence.tokens.pop()
+        return roll_back(self, change)
+
+    patch.setattr(Engine, "_roll_back", forget_last)
+
+
+def mistake_the_text(patch: pytest.MonkeyPatch) -> None:
+    restart = Sequence.restart
+
+    def mistake(self: Sequence) -> None:
+        restart(self)
+        if self.num_outputs:
+            self.tokens[0] ^= 1
+
+    patch.setattr(Sequence, "restart", mistake)
+
+
+def lose_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KeptKV, "tokens", lambda self, wanted: 0)
+
+
+def forget_the_last_token(patch: pytest.MonkeyPatch) -> None:
+    ask = Hearing.ask
+
+    def forget(self: Hearing, key: int) -> Any:
+        for told in self._told.values():
+            told.tokens.pop()
+            told.logprobs.pop()  # type: ignore[union-attr]
+        return ask(self, key)
+
+    patch.setattr(Hearing, "ask", forget)
+
+
+def change_what_stays(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(local.ROLES, "memory", ("careless", "serve_memory"))
+
+
+WRONG: dict[str, tuple[Fault, dict[str, str], Callable[[pytest.MonkeyPatch], None], str]] = {
+    "a compute worker, and its last token is told twice": (COMPUTE, {}, tell_twice, "first difference"),
+    "a compute worker, and KV elsewhere changes": (COMPUTE, {}, change_what_stays, "first difference"),
+    "a compute worker, and all is computed again": (COMPUTE, {}, lose_all, "first difference"),
+    "by head, of another text": (MEMORY, {}, mistake_the_text, "first difference"),
+    "by token, of another text": (MEMORY, {"partition": "token"}, mistake_the_text, "first difference"),
+    "by request, of another text": (MEMORY, BY_REQUEST, mistake_the_text, "first difference"),
+    "by request, and others too": (MEMORY, BY_REQUEST, lose_all, "memory-1 had no KV of prompts .* whose bits differ"),
+    "an engine, of whose tokens one is forgotten": (SERVED, {}, forget_the_last_token, "was told 17 tokens, not 16"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_recovery_is_a_broken_promise(case: str, based: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault, options, harm, words = WRONG[case]
+    harm(monkeypatch)
+    verdict = last(based, row(fault, **options))
+    assert (verdict.held, verdict.axis) == (False, fault.axis), verdict
+    assert re.search(words, verdict.note), verdict.note
+
+
+def test_a_rank_in_whose_place_another_one_tells_twice(ranked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell_twice(monkeypatch)
+    verdict = last(ranked, row(RANK))
+    assert (verdict.held, verdict.axis) == (False, "lost rank"), verdict
+
+
+def test_a_prefill_worker_in_whose_place_another_one_computes_other_values(
+    based: Check, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(local.ROLES, "prefill", ("careless", "serve_prefill"))
+    monkeypatch.setenv("PYTEST_CARELESS_FOLDER", str(tmp_path))
+    verdict = last(based, row(PREFILL))
+    assert (verdict.held, verdict.axis) == (False, "lost prefill worker")
+    assert "K and V: other bits in prompts " in verdict.note
+
+
+def test_who_does_not_die_in_time_is_no_run(based: Check) -> None:
+    (setting,) = row(COMPUTE)
+    never = Setting(setting.axis, setting.promised, FIXED, setting.options, fault=COMPUTE._replace(times=1 << 40))
+    verdict = last(based, [never])
+    assert verdict.held is None
+    assert "sequences ended before compute-0 died: raise --max-tokens" in verdict.note
