@@ -1,7 +1,8 @@
 """The whole fleet on a virtual clock, many seeds: the shipped driver and workers over simulated links, processes that
-die at any call, a model of integers (lamina.sim.whole); with --engine the engine alone over modelled workers, many
-more of them (lamina.sim.run). Prints counts of what has happened, and each scenario that fails; --write appends a line
-to perf/results/simulate_fleet.jsonl, with the seeds that have failed. Ends with status 1 where one has.
+die at any call, a model of integers (lamina.sim.whole); with --crossed in faults that meet others
+(lamina.sim.whole.crossed); with --engine the engine alone over modelled workers, many more of them (lamina.sim.run).
+Prints counts of what has happened, and each scenario that fails; --write appends a line to
+perf/results/simulate_fleet.jsonl, with the seeds that have failed. Ends with status 1 where one has.
 
     python perf/simulate_fleet.py --seeds 5000 --write
     python perf/simulate_fleet.py --engine --seeds 100000 --write    # hours
@@ -24,6 +25,7 @@ from common import record
 from lamina.sim.play import ScenarioError
 from lamina.sim.run import check_all
 from lamina.sim.scenario import leaving, planned, scenario
+from lamina.sim.whole.crossed import crossed_fleet
 from lamina.sim.whole.run import check_fleet
 from lamina.sim.whole.scenario import fleet_scenario, moving_fleet, planned_fleet
 
@@ -45,11 +47,19 @@ def fleet_share(first: int) -> SeedShare:
     return _share(first, (fleet_scenario, planned_fleet, moving_fleet), check_fleet)
 
 
+def crossed_share(first: int) -> SeedShare:
+    """Of ``SHARE`` seeds."""
+    return _share(first, (crossed_fleet,), check_fleet)
+
+
 def engine_share(first: int) -> SeedShare:
     """Of ``SHARE`` seeds, of which two in three have memory workers that come and go; of one in three sequences leave
     those that go one by one.
     """
     return _share(first, (scenario, planned, leaving), check_all)
+
+
+SHARES = {"fleet": fleet_share, "crossed": crossed_share, "engine": engine_share}
 
 
 def _share(first: int, kinds: tuple[Callable[[int], Any], ...], check: Callable[[Any], Any]) -> SeedShare:
@@ -79,14 +89,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=1_000, help=f"in shares of {SHARE} (1000)")
     parser.add_argument("--first", type=int, default=0, help="seed (0)")
-    parser.add_argument("--engine", action="store_true", help="the engine alone")
+    of = parser.add_mutually_exclusive_group()
+    of.add_argument("--engine", action="store_true", help="the engine alone")
+    of.add_argument("--crossed", action="store_true", help="faults that meet others")
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
     parser.add_argument("--write", action="store_true", help="append to the results")
     args = parser.parse_args()
     counts, failed, began = Counter[str](), list[int](), time.monotonic()
+    kind = "engine" if args.engine else "crossed" if args.crossed else "fleet"
+    share_of = SHARES[kind]
     firsts = range(args.first, args.first + args.seeds, SHARE)
     with ProcessPoolExecutor(args.jobs, initializer=_begin) as pool:
-        for done, share in enumerate(pool.map(engine_share if args.engine else fleet_share, firsts), 1):
+        for done, share in enumerate(pool.map(share_of, firsts), 1):
             counts.update(share.counts)
             failed += share.failed
             for seed, text in share.failed.items():
@@ -95,7 +109,7 @@ def main() -> None:
                 print(f"{done * SHARE} seeds in {time.monotonic() - began:.0f} s: {dict(counts)}", flush=True)
     result = {"seeds": len(firsts) * SHARE, "failed": len(failed), "failed_seeds": failed, **counts}
     result["seconds"] = round(time.monotonic() - began)
-    settings = {"seeds": args.seeds, "first": args.first, "of": "engine" if args.engine else "fleet"}
+    settings = {"seeds": args.seeds, "first": args.first, "of": kind}
     print(record("simulate_fleet", settings, result, write=args.write))
     sys.exit(1 if failed else 0)
 

@@ -15,7 +15,7 @@ class Fault(NamedTuple):
     """One process that ends by force in the midst of a run; another one takes its place."""
 
     axis: str
-    victim: str  # the name of a worker, such as memory-1; or ENGINE
+    victim: str  # the name of a worker, such as memory-0; or ENGINE
     promised: Exactness  # of prompts of whose KV it had some, and of all if it had none
     others: Exactness  # of prompts of whose KV it had none
     event: Event | None = None  # of its own, at which it ends; None: at a step
@@ -35,6 +35,6 @@ class Fault(NamedTuple):
 COMPUTE = Fault("lost compute worker", "compute-0", Exactness.BITWISE, Exactness.BITWISE, Event.SEND_KV, 7)
 RANK = Fault("lost rank", "compute-1", Exactness.BITWISE, Exactness.BITWISE, Event.WAIT_O, 7)
 PREFILL = Fault("lost prefill worker", "prefill-0", Exactness.BITWISE, Exactness.BITWISE, Event.SEND_KV, 9, early=True)
-MEMORY = Fault("lost memory worker", "memory-1", Exactness.TOKEN_EQUAL, Exactness.BITWISE, Event.WAIT_Q, 7)
+MEMORY = Fault("lost memory worker", "memory-0", Exactness.TOKEN_EQUAL, Exactness.BITWISE, Event.WAIT_Q, 7)
 PARITY = MEMORY._replace(promised=Exactness.BITWISE)
 SERVED = Fault("lost engine", ENGINE, Exactness.TOKEN_EQUAL, Exactness.TOKEN_EQUAL)

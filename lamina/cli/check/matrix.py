@@ -85,7 +85,6 @@ HOLDING = [name for name in PARTITIONS if name != LENDING]
 OTHERS = [name for name in HOLDING if name != TopologyOptions().partition]
 # Where processes die and others take their places: threads cannot.
 _APART: dict[str, Any] = {"memory_workers": 2, "transport": "shm"}
-_DEALT = [_APART, *({**_APART, "partition": name} for name in OTHERS)]
 _SPILL: dict[str, Any] = {"partition": LENDING, "memory_workers": 3}  # two have no room for all that runs at once
 BASE = Setting("base", Exactness.TOKEN_EQUAL)
 FIXED = Setting("deterministic", Exactness.TOKEN_EQUAL, BASE, {"deterministic": True})
@@ -119,10 +118,11 @@ def quick(attention: Sequence[str]) -> list[Setting]:
         *_restored(memory_workers=2),
         _planned(**_APART),
         _lost(COMPUTE, **_APART),
-        *(_lost(MEMORY, **o) for o in _DEALT),
+        _lost(MEMORY, **_APART),
+        _planned(**_APART, partition="token"),
+        *(_lost(MEMORY, **_APART, partition=name) for name in OTHERS),
         *_prefilled(**_APART),
         _lost(SERVED, **_APART),
-        _planned(memory_workers=2, partition="token"),
         _swapped(),
         RANKS,
         _ranks(transport="shm", memory_workers=4),
@@ -249,7 +249,7 @@ def _prefilled(**options: Any) -> tuple[Setting, Setting]:
 
 def _losses() -> list[Setting]:
     """Deaths over all partitions, and beside what else they meet."""
-    held = [{**o, "transport": scheme} for o in _DEALT for scheme in ("shm", "tcp")]
+    held = [{**_APART, "partition": name, "transport": scheme} for name in HOLDING for scheme in ("shm", "tcp")]
     busy: list[dict[str, Any]] = [{}, {"prefill_workers": 1, "pipeline": 2}]
     loose = COMPUTE.loosened
     return [

@@ -52,8 +52,9 @@ class _Served:
                     feed = ReplyFeed()
                     client.add(prompt, self._params, feed, self)
                     group.create_task(self._read(feed, told))
-        except* PromptRefusedError as refused:
-            raise ValueError(str(refused.exceptions[0])) from None
+        except ExceptionGroup as group:
+            error = group.exceptions[0]
+            raise ValueError(str(error)) if isinstance(error, PromptRefusedError) else error from None
         finally:
             await client.close()
         if len(self._engines) < 2:

@@ -142,6 +142,7 @@ class SimControl:
         if self.closed or self._in.ended:
             raise LinkClosedError("control link: the other end is gone")
         self._out.put(_ENCODER.encode(message))
+        self._process.passed(message)
         self._act()
 
     def recv(self, timeout_s: float | None = None) -> Any:
@@ -150,7 +151,9 @@ class SimControl:
             raise TimeoutError("control link: no message in time")
         if self._in.came and not self.closed:
             self._act()
-            return self._decoder.decode(self._in.came.popleft())
+            message = self._decoder.decode(self._in.came.popleft())
+            self._process.passed(message)
+            return message
         raise LinkClosedError("control link: the other end is gone")
 
     def close(self) -> None:

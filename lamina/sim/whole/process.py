@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from lamina.memory.worker import MemoryWorker
 from lamina.protocol.control import LinkClosedError, StartCompute, StartMemory
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.options.resolve import sequence_limit
+from lamina.protocol.recut import Leaving
 from lamina.workers.surroundings import Surroundings
 
 from .baton import Baton, BatonCondition, BatonQueue, Slain
@@ -34,7 +36,9 @@ LONGEST_S = 0.005  # that a message takes
 AT_ONCE = 0.5  # of messages take no time
 Place = tuple[str, int]  # role and number
 DIES, STOPS, CUT = "dies", "stops", "cut"  # what may happen to a process, and to the channel of a call
-Strikes = Mapping[tuple[Place, int], str]  # by the place, and the number of the call of its processes
+HANGS, TOLD = "hangs", "told"  # one of its threads does; it is told to end, and goes on until its KV is elsewhere
+# By the place, the message behind which calls of its processes count, or "", and the number of the call.
+Strikes = Mapping[tuple[Place, str, int], str]
 GONE_S = 10.0  # for workers to follow their driver
 
 
@@ -59,6 +63,9 @@ class SimDriver:
         self._calls += self.counts
         if self.dead:
             raise EngineDied
+
+    def passed(self, message: object) -> None:
+        """A message of its links."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,7 @@ class SimProcess:
     def __init__(self, host: SimHost, role: str, index: int, pid: int) -> None:
         self.role, self.index, self.pid = role, index, pid
         self._host, self._fate = host, ""
-        self.ended = self.was_hit = self.stopped = False
+        self.ended = self.was_hit = self.stopped = self.hangs = False
         self.fabric: SimFabric | None = None
         self.server: Any = None
         to, back = (SimPipe(host.baton, host.delay_s) for _ in range(2))
@@ -137,16 +144,26 @@ class SimProcess:
         if self.ended:
             raise Slain
         how = self._host.hit_of(self)
-        self.was_hit = self.was_hit or how in (DIES, STOPS)
+        self.was_hit = self.was_hit or how in (DIES, STOPS, HANGS, TOLD)
         if how == CUT and channel is not None:
             self._host.cuts += 1
             channel.cut()
         elif how == STOPS:
             self.stopped = True
             self._host.baton.wait(lambda: not self.stopped)
+        elif how == HANGS:
+            self.hangs = True
+            self._host.baton.wait(lambda: not self.hangs)
+        elif how == TOLD and self.role == "memory":
+            with suppress(LinkClosedError):
+                self._link.send(Leaving())
         elif how == DIES:
             self.kill()
             raise Slain
+
+    def passed(self, message: object) -> None:
+        """A message that it has, or has sent."""
+        self._host.passed(self, type(message).__name__)
 
     def fate(self) -> str | None:
         return self._fate or None
@@ -198,6 +215,7 @@ class SimHost:
         self._deaths = deque(deaths)
         self.driver = SimDriver(self._deaths.popleft() if deaths else 0)
         self._calls = Counter[Place]()
+        self._behind: dict[Place, dict[str, int]] = {}  # its calls before the first message of a name
         self._hitting = False  # as long as all have started
         self.processes: list[SimProcess] = []
         self.hits = Counter[str]()  # that came, by what happened
@@ -213,7 +231,7 @@ class SimHost:
         self._hitting = False
         self.driver.counts = False
         for process in self.processes:
-            process.stopped = False
+            process.stopped = process.hangs = False
 
     def bury(self) -> None:
         """The driver was killed: its links end, its workers follow, and another one begins. Raises AssertionError where
@@ -222,7 +240,7 @@ class SimHost:
         self._hitting = False
         for process in self.processes:
             process.control.close()
-            if process.stopped:
+            if process.stopped or process.hangs:
                 process.kill()
         left = self.baton.wait(lambda: all(p.ended for p in self.processes), GONE_S)
         assert left, f"without a driver: {', '.join(p.role for p in self.processes if not p.ended)}"
@@ -235,9 +253,16 @@ class SimHost:
             return ""
         place = process.role, process.index
         self._calls[place] += 1
-        how = self._hits.get((place, self._calls[place]), "")
+        calls, behind = self._calls[place], {"": 0} | self._behind.get(place, {})
+        how = next((h for x, n in behind.items() if (h := self._hits.get((place, x, calls - n), ""))), "")
         self.hits[how] += bool(how)
         return how
+
+    def passed(self, process: SimProcess, name: str) -> None:
+        """A control message of that name."""
+        if self._hitting:
+            place = process.role, process.index
+            self._behind.setdefault(place, {}).setdefault(name, self._calls[place])
 
     def delay_s(self) -> float:
         """Of a message, a new one each time."""

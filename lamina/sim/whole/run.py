@@ -28,7 +28,7 @@ from lamina.sim.scenario import BLOCK, MAX_LEN, Arriving
 
 from .baton import Baton
 from .integers import IntegerModel
-from .process import DIES, STOPS, EngineDied, SimHost
+from .process import DIES, HANGS, STOPS, TOLD, EngineDied, SimHost
 from .scenario import FleetScenario, fleet_scenario, planned_fleet
 
 REST_S = 1.0  # for all that is on its way to come
@@ -56,6 +56,9 @@ class FleetPlayed(NamedTuple):
     engines: int  # that died
     changes: int  # of memory workers, by plan
     moved: int  # sequences and runs of stripes that went from one memory worker to another while all decoded
+    hangs: int = 0
+    told: int = 0  # to end, and went on
+    left: int = 0  # bytes of KV of these that others have taken
 
 
 def check_fleet(of: FleetScenario) -> FleetPlayed:
@@ -110,7 +113,7 @@ class _WatchedPools(Pools):
 class _FleetPlay(Play):
     def __init__(self, of: FleetScenario, baton: Baton, rng: random.Random) -> None:
         self._of, self._baton, self._model = of, baton, IntegerModel(of.windows)
-        hits = {(hit.place, hit.call): hit.how for hit in of.hits}
+        hits = {(hit.place, hit.behind, hit.call): hit.how for hit in of.hits}
         self._host = SimHost(baton, rng, self._model, hits, of.deaths)
         self._options = {**OPTIONS, **of.options}
         self._changes, self._changed, self._engines, self._moved = list(of.changes), 0, 0, 0
@@ -133,7 +136,7 @@ class _FleetPlay(Play):
                 break
             except EngineDied:
                 self._go_on()
-        engine, view = self._engine, -1
+        engine, view, hits = self._engine, -1, self._host.hits
         self._host.end()
         while view != engine.scheduler.view:  # who has died unnoticed is replaced
             view = engine.scheduler.view
@@ -145,7 +148,7 @@ class _FleetPlay(Play):
         self._check_rest()
         self._check_all_is_free()
         self._check_view()
-        if not (self._engines or self._of.changes):  # by which others end, too
+        if not (self._engines or self._of.changes or hits[HANGS] or hits[TOLD]):  # by which others end, too
             self._check_who_is_left()
         preemptions = engine.scheduler.num_preemptions
         engine.close()
@@ -153,9 +156,9 @@ class _FleetPlay(Play):
             self._ended[place] = list(self._heard(request).values())
         tokens = sum(self._check_answer(self._of.asks[place], seen) for place, seen in self._ended.items())
         assert len(self._ended) == len(self._of.asks), "a request without an answer"
-        hits, cuts = self._host.hits, self._host.cuts
-        return FleetPlayed(hits[DIES], hits[STOPS], cuts, view, tokens, preemptions, self._clock.now, self._engines,
-                           self._changed, self._moved + engine.scheduler.moves.num_moved)  # fmt: skip
+        moved, left = self._moved + engine.scheduler.moves.num_moved, self._pools.elastic.moved["leave"]
+        return FleetPlayed(hits[DIES], hits[STOPS], self._host.cuts, view, tokens, preemptions, self._clock.now,
+                           self._engines, self._changed, moved, hits[HANGS], hits[TOLD], left)  # fmt: skip
 
     def _check_who_is_left(self) -> None:
         replaced = {*self._host.processes} - self._pools.there

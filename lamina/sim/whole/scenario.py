@@ -22,12 +22,14 @@ LONG = 200  # tokens of a context, of which more than one chunk of attention.mer
 @dataclass(frozen=True)
 class Strike:
     """What happens to the process in a place at its call of that number, counted from the start over all that have been
-    in the place; or, for CUT, to the channel of that call.
+    in the place; or, for CUT, to the channel of that call. ``behind``: counted from where one there first has that
+    control message, or has sent it; empty: from the start.
     """
 
     place: Place
     call: int
     how: str = DIES
+    behind: str = ""
 
 
 @dataclass(frozen=True)

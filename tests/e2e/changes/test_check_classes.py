@@ -75,13 +75,13 @@ def test_a_lost_prefill_worker_leaves_all_bits_of_k_and_v(based: Check) -> None:
 def test_behind_a_lost_memory_worker_tokens_are_equal(options: dict[str, str], based: Check) -> None:
     verdict = last(based, row(MEMORY, **options))
     assert (verdict.held, verdict.exactness) == (True, "token-equal"), verdict.note
-    assert "memory-1 had KV of prompts " in verdict.note
+    assert "memory-0 had KV of prompts " in verdict.note
 
 
 def test_by_request_the_others_keep_their_bits(based: Check) -> None:
     verdict = last(based, row(MEMORY, **BY_REQUEST))
     assert (verdict.held, verdict.exactness) == (True, "token-equal"), verdict.note
-    assert (said := re.search(r"memory-1 had KV of prompts ([0-9, ]+)", verdict.note))
+    assert (said := re.search(r"memory-0 had KV of prompts ([0-9, ]+)", verdict.note))
     assert 0 < len(said[1].split(", ")) < 4, "of those that ran at once"
 
 
@@ -149,7 +149,7 @@ WRONG: dict[str, tuple[Fault, dict[str, str], Callable[[pytest.MonkeyPatch], Non
     "by head, of another text": (MEMORY, {}, mistake_the_text, "first difference"),
     "by token, of another text": (MEMORY, {"partition": "token"}, mistake_the_text, "first difference"),
     "by request, of another text": (MEMORY, BY_REQUEST, mistake_the_text, "first difference"),
-    "by request, and others too": (MEMORY, BY_REQUEST, lose_all, "memory-1 had no KV of prompts .* whose bits differ"),
+    "by request, and others too": (MEMORY, BY_REQUEST, lose_all, "memory-0 had no KV of prompts .* whose bits differ"),
     "an engine, of whose tokens one is forgotten": (SERVED, {}, forget_the_last_token, "was told 17 tokens, not 16"),
 }
 

@@ -102,7 +102,7 @@ def test_families_keep_what_is_promised_on_every_axis(
 ) -> None:
     _, found, _ = check(family_path(family), capsys)
     if family.name in ("gpt2", "falcon-mqa"):  # transformers has no plan for how they are cut
-        refused = [r for r in found["runs"] if r["axis"] == "tensor parallel"]
+        refused = [r for r in found["runs"] if r["axis"] in ("tensor parallel", "lost rank")]
         assert refused
         assert all(r["held"] is None for r in refused)
         found["runs"] = [r for r in found["runs"] if r not in refused]

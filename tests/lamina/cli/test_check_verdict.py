@@ -288,10 +288,10 @@ def test_whose_kv_was_lost_may_have_other_bits_and_nobody_else() -> None:
     """The second prompt has other bits."""
     right = judged(MEMORY, outcome(completions=other_bits(), had_kv=frozenset({1})))
     assert (right.held, right.exactness) == (True, "token-equal")
-    assert right.note == "memory-1 had KV of prompts 1"
+    assert right.note == "memory-0 had KV of prompts 1"
     wrong = judged(MEMORY, outcome(completions=other_bits(), had_kv=frozenset({0})))
     assert wrong.held is False
-    assert "memory-1 had no KV of prompts 1, whose bits differ" in wrong.note
+    assert "memory-0 had no KV of prompts 1, whose bits differ" in wrong.note
     assert judged(MEMORY, outcome(completions=other_bits())).held is False
     assert judged(COMPUTE, outcome(completions=other_bits(), had_kv=frozenset({1}))).held is False
     many = outcome(completions=other_bits(), had_kv=frozenset({1}), agreement=agreement(num_wrong=1))
@@ -314,7 +314,7 @@ def test_k_and_v_are_looked_at_where_log_probabilities_are_the_same() -> None:
     other = judged(PREFILL, outcome(pages={**like.pages, (1, 0): b"d"}), like, keeps=True)
     assert (other.held, other.exactness, other.note) == (False, "token-equal", "K and V: other bits in prompts 1")
     none = judged(PREFILL, outcome(), outcome(), keeps=True)
-    assert (none.held, none.note) == (True, "K and V: not looked at, as no prompt has 128 tokens")
+    assert (none.held, none.note) == (True, "K and V: no whole page of 128 tokens was kept to look at")
 
 
 def test_the_time_that_is_left_is_told() -> None:

@@ -1,0 +1,87 @@
+"""Scenarios of faults that meet others by chance alone, or never: seeds of their own, as data."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+from .process import DIES, HANGS, STOPS, TOLD, Place
+from .scenario import FleetChange, FleetScenario, Strike, fleet_scenario, longer
+
+SPAN = 200  # of calls, at which the first one of a scenario is hit
+AT_ONCE = 6  # calls behind a message, at which the next one is
+HANG_S = 2.0  # for which a step may be owed
+ROOMY = "1MiB"
+
+
+def crossed_fleet(seed: int) -> FleetScenario:
+    """The scenario of ``seed``, in which others are hit: one or two as they come to rest behind the loss of somebody,
+    or as they meet anew; those that give KV away or take it, as memory workers come and go; one that was told to end,
+    before it has; one that hangs.
+    """
+    of, rng = fleet_scenario(seed), random.Random(f"crossed {seed}")
+    kind = rng.choice(("halt", "halt", "move", "told", "hang"))
+    options: dict[str, Any] = {**of.options, "kv_memory": ROOMY, "spare_memory": rng.choice((0, 0, 1))}
+    options.pop("prefill_kv_memory", None)
+    asks = tuple(longer(rng, ask) for ask in of.asks)
+    of = replace(of, options=options, asks=asks, deaths=(), changes=(), hits=())
+    return _KINDS[kind](of, rng)
+
+
+def _in_halts(of: FleetScenario, rng: random.Random) -> FleetScenario:
+    """A loss, and others behind a message of the view change that makes it good."""
+    places = _places(of)
+    first = rng.choice(places)
+    others = rng.choices([p for p in places if p != first] or places, k=rng.choice((1, 1, 2)))
+    behind = [Strike(p, rng.randint(1, AT_ONCE), rng.choice((DIES, DIES, STOPS)), _message(p, rng)) for p in others]
+    return replace(of, hits=(Strike(first, rng.randint(1, SPAN)), *behind))
+
+
+def _in_moves(of: FleetScenario, rng: random.Random) -> FleetScenario:
+    """Memory workers come or go, and who gives, or who takes, dies meanwhile."""
+    there, wanted = of.options["memory_workers"], rng.choice((1, 2, 2, 4))
+    partition = "head" if {there, wanted} <= {1, 2} and of.options["partition"] == "head" else "request"
+    gone = tuple(sorted(rng.sample(range(there), there - wanted))) if wanted < there else ()
+    victims = rng.sample(range(max(there, wanted)), k=min(rng.choice((1, 1, 2)), max(there, wanted)))
+    message = rng.choice(("Recut", "Recut", "MakeRoom"))
+    hits = tuple(Strike(("memory", w), rng.randint(1, 2 * AT_ONCE), DIES, message) for w in victims)
+    change = FleetChange(rng.uniform(0.0, 0.1), wanted, gone)
+    return replace(of, options={**of.options, "partition": partition}, hits=hits, changes=(change,))
+
+
+def _told_to_end(of: FleetScenario, rng: random.Random) -> FleetScenario:
+    """One or two are, and perhaps end before their KV has gone, or somebody else does."""
+    workers = of.options["memory_workers"]
+    told = rng.sample(range(workers), k=min(rng.choice((1, 1, 2)), workers))
+    hits = [Strike(("memory", w), rng.randint(1, SPAN), TOLD) for w in told]
+    if rng.random() < 0.6:
+        hits.append(Strike(("memory", told[0]), rng.randint(1, 4 * AT_ONCE), DIES, rng.choice(("Leaving", "Recut"))))
+    if rng.random() < 0.3:
+        hits.append(Strike(("compute", 0), rng.randint(1, SPAN)))
+    return replace(of, hits=tuple(hits))
+
+
+def _hanging(of: FleetScenario, rng: random.Random) -> FleetScenario:
+    """One hangs, and perhaps somebody dies while it is given up."""
+    places = _places(of)
+    hits = [Strike(rng.choice(places), rng.randint(1, SPAN), HANGS)]
+    if rng.random() < 0.4:
+        victim = rng.choice(places)
+        hits.append(Strike(victim, rng.randint(1, AT_ONCE), DIES, "Halt"))
+    return replace(of, options={**of.options, "step_timeout_s": HANG_S}, hits=tuple(hits))
+
+
+_KINDS = {"halt": _in_halts, "move": _in_moves, "told": _told_to_end, "hang": _hanging}
+
+
+def _places(of: FleetScenario) -> list[Place]:
+    options = of.options
+    places = [("compute", i) for i in range(max(1, options["pipeline"] - 1))]
+    places += [("memory", i) for i in range(options["memory_workers"])]
+    return places + [("prefill", i) for i in range(options["prefill_workers"])]
+
+
+def _message(place: Place, rng: random.Random) -> str:
+    """Of a view change: that one is to come to rest, has, or is to meet the others."""
+    return rng.choice(("Halt", "Halted", "Connect"))
