@@ -93,7 +93,9 @@ def _matrix(config: EngineConfig, *, all_of_them: bool) -> list[Setting]:
     if not all_of_them:
         return quick(others)
     transports = [name for name in SCHEMES if name not in ("auto", config.launching.scheme)]
-    return whole(others, [name for name in gemm.BACKENDS if name != config.model.gemm], transports)
+    kinds = {"compute_device": config.devices.compute_device, "memory_device": config.devices.memory_device}
+    devices = [{name: "cpu" if kind != "cpu" else "cuda"} for name, kind in kinds.items()]
+    return whole(others, [name for name in gemm.BACKENDS if name != config.model.gemm], transports, devices)
 
 
 def _run(args: argparse.Namespace, config: EngineConfig, settings: Sequence[Setting]) -> list[Verdict]:

@@ -138,8 +138,12 @@ def quick(attention: Sequence[str]) -> list[Setting]:
     ]
 
 
-def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[str]) -> list[Setting]:
-    """Every value of every axis, and combinations. The arguments are values other than the base's."""
+def whole(
+    attention: Sequence[str], gemm: Sequence[str], transports: Sequence[str], devices: Iterable[dict[str, str]] = ()
+) -> list[Setting]:
+    """Every value of every axis, and combinations. The arguments are values other than the base's; ``devices``: of
+    another kind, as options.
+    """
     held: list[dict[str, Any]] = [{"memory_workers": n, "partition": name} for name in HOLDING for n in (2, 3)]
     splits = [*held, _SPILL]
     return [
@@ -188,6 +192,7 @@ def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[st
         *(s for name in KV_CACHE_DTYPES if name != BASE_STORE for s in _stored(name)),
         *_sparse(transports),
         *(_bounded("linear layers", gemm=name) for name in gemm),
+        *(_bounded("device", **each) for each in devices),
         *(_rounded(name) for name in ("bfloat16", "float16")),
     ]  # fmt: skip
 
