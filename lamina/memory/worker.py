@@ -29,7 +29,7 @@ from lamina.protocol.recut import Rebuild, Recut
 from lamina.protocol.sparse_ops import Scored
 from lamina.protocol.tiers import MOST_LISTED, GateOpened, StoredPages, TierPlace, Transferred
 from lamina.workers.devices import CPU, FREE_PART
-from lamina.workers.process import DamagedError, end_at_once
+from lamina.workers.process import DamagedError
 from lamina.workers.surroundings import HERE, Surroundings
 from lamina.workers.view import ViewDoor, ViewFabric
 
@@ -121,7 +121,7 @@ class MemoryWorker:
         peers = self._peers = PeerPages(fabric, fabric.at(door), meeting.peers, self._meter, self._clock)
         copies = StripeCopies(fabric, meeting.movers, self._report, self._meter, self._around)
         try:
-            with _ended_by_damage(), torch.inference_mode():
+            with _ended_by_damage(self._around.end), torch.inference_mode():
                 open_store = partial(self._open_store, meeting)
                 session = Session(
                     _first(peers, copies),
@@ -181,7 +181,7 @@ class MemoryWorker:
         old, self._store = self._store, None  # nobody settles that one any more
         view, begun = self._enter(order.view, fabric), time.thread_time()
         try:
-            with _ended_by_damage(), self._meter.time("move_s"), torch.inference_mode():
+            with _ended_by_damage(self._around.end), self._meter.time("move_s"), torch.inference_mode():
                 self._store, nbytes = self._moved(door, view, order, old)
         finally:
             self._slabs.clear()
@@ -198,7 +198,7 @@ class MemoryWorker:
         """
         view, store = self._enter(order.view, fabric), None
         try:
-            with _ended_by_damage(), self._meter.time("move_s"), torch.inference_mode():
+            with _ended_by_damage(self._around.end), self._meter.time("move_s"), torch.inference_mode():
                 if order.bind is not None:
                     store = Store(order.bind, self.device, self._share)
                     self._meter.add("stores", 1)
@@ -358,12 +358,12 @@ def _place(tier: TierPlace) -> MediumPlace:
 
 
 @contextmanager
-def _ended_by_damage() -> Iterator[None]:
+def _ended_by_damage(end: Callable[[str], None]) -> Iterator[None]:
     """A process whose memory is damaged ends before anybody hears of it."""
     try:
         yield
     except DamagedError as e:
-        end_at_once(f"memory worker (pid {os.getpid()}): {e}: it ends, and its KV is computed again")
+        end(f"memory worker (pid {os.getpid()}): {e}: it ends, and its KV is computed again")
         raise
 
 

@@ -12,6 +12,8 @@ from lamina import netstack
 from lamina.background import Background
 from lamina.netstack import Fabric
 
+from .process import end_at_once
+
 
 def start_thread(work: Callable[[], None], name: str) -> None:
     """Have ``work`` done on a thread of its own, which ends with the process."""
@@ -21,7 +23,7 @@ def start_thread(work: Callable[[], None], name: str) -> None:
 class Surroundings(NamedTuple):
     """``clock``: seconds that only grow. ``start``: a thread by what it does and its name; ``beside``: the same, of
     what must not delay anybody. ``queue``: a new one, with ``put(message)`` and ``get(block)``, which raises
-    queue.Empty; ``condition``: as threading.Condition. ``open_fabric``: as netstack.open.
+    queue.Empty; ``condition``: as threading.Condition. ``open_fabric``: as netstack.open. ``end``: see end_at_once.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -30,6 +32,7 @@ class Surroundings(NamedTuple):
     queue: Callable[[], Any] = queue.SimpleQueue
     open_fabric: Callable[..., Fabric] = netstack.open
     condition: Callable[[], threading.Condition] = threading.Condition
+    end: Callable[[str], None] = end_at_once
 
 
 HERE = Surroundings()  # of a worker in a process or thread of this machine

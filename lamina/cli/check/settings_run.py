@@ -62,14 +62,15 @@ class Check:
         """
         for _, group in groupby(settings, key=lambda s: (sorted(s.options.items()), s.serves)):
             left = list(group)
-            try:
-                for verdict in self._run(list(left)):
-                    left.pop(0)
-                    yield verdict
-            except WorkerError as e:
-                if not self._outcomes:
-                    raise
-                yield from (failed(s, str(e), held=False) for s in left)
+            while left:
+                try:
+                    for verdict in self._run(list(left)):
+                        left.pop(0)
+                        yield verdict
+                except WorkerError as e:  # by which the engine has ended: the next ones have another one
+                    if not self._outcomes:
+                        raise
+                    yield failed(left.pop(0), str(e), held=False)
 
     def _run(self, settings: list[Setting]) -> Iterator[Verdict]:
         start, first = time.monotonic(), settings[0]

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from .process import DIES, HANGS, STOPS, TOLD, Place
+from .process import DIES, FLIPS, HANGS, STOPS, TOLD, Place
 from .scenario import FleetChange, FleetScenario, Strike, fleet_scenario, longer
 
 SPAN = 200  # of calls, at which the first one of a scenario is hit
@@ -18,10 +18,10 @@ ROOMY = "1MiB"
 def crossed_fleet(seed: int) -> FleetScenario:
     """The scenario of ``seed``, in which others are hit: one or two as they come to rest behind the loss of somebody,
     or as they meet anew; those that give KV away or take it, as memory workers come and go; one that was told to end,
-    before it has; one that hangs.
+    before it has; one that hangs; one whose memory is damaged.
     """
     of, rng = fleet_scenario(seed), random.Random(f"crossed {seed}")
-    kind = rng.choice(("halt", "halt", "move", "told", "hang"))
+    kind = rng.choice(("halt", "halt", "move", "told", "hang", "flip"))
     options: dict[str, Any] = {**of.options, "kv_memory": ROOMY, "spare_memory": rng.choice((0, 0, 1))}
     options.pop("prefill_kv_memory", None)
     asks = tuple(longer(rng, ask) for ask in of.asks)
@@ -72,7 +72,19 @@ def _hanging(of: FleetScenario, rng: random.Random) -> FleetScenario:
     return replace(of, options={**of.options, "step_timeout_s": HANG_S}, hits=tuple(hits))
 
 
-_KINDS = {"halt": _in_halts, "move": _in_moves, "told": _told_to_end, "hang": _hanging}
+def _damaged(of: FleetScenario, rng: random.Random) -> FleetScenario:
+    """A bit of what one or two memory workers are about to attend, and have checksums of."""
+    places = [("memory", i) for i in range(of.options["memory_workers"])]
+    hits = [Strike(rng.choice(places), rng.randint(1, SPAN), FLIPS) for _ in range(rng.choice((1, 1, 2)))]
+    if rng.random() < 0.3:
+        hits.append(Strike(rng.choice(places), rng.randint(1, AT_ONCE), DIES, "Halt"))
+    # What another one has filled, or a fork has copied, has a checksum from the first step that attends it.
+    options = {**of.options, "kv_checks": 1.0, "prefill_workers": 0, "enable_prefix_caching": False}
+    asks = tuple(replace(ask, params={**ask.params, "n": 1}) for ask in of.asks)
+    return replace(of, options=options, asks=asks, hits=tuple(hits))
+
+
+_KINDS = {"halt": _in_halts, "move": _in_moves, "told": _told_to_end, "hang": _hanging, "flip": _damaged}
 
 
 def _places(of: FleetScenario) -> list[Place]:

@@ -21,6 +21,7 @@ from lamina.compute.prefill.main import PrefillServer
 from lamina.fleet.links import FROM_WORKERS, Link
 from lamina.memory.main import FROM_DRIVER, MemoryServer
 from lamina.memory.worker import MemoryWorker
+from lamina.observe.trace import FLIP, Silent
 from lamina.protocol.control import LinkClosedError, StartCompute, StartMemory
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.options.resolve import sequence_limit
@@ -37,6 +38,7 @@ AT_ONCE = 0.5  # of messages take no time
 Place = tuple[str, int]  # role and number
 DIES, STOPS, CUT = "dies", "stops", "cut"  # what may happen to a process, and to the channel of a call
 HANGS, TOLD = "hangs", "told"  # one of its threads does; it is told to end, and goes on until its KV is elsewhere
+FLIPS = "flips"  # a bit of the KV that a memory worker is about to attend
 # By the place, the message behind which calls of its processes count, or "", and the number of the call.
 Strikes = Mapping[tuple[Place, str, int], str]
 GONE_S = 10.0  # for workers to follow their driver
@@ -66,6 +68,20 @@ class SimDriver:
 
     def passed(self, message: object) -> None:
         """A message of its links."""
+
+
+class Damaging(Silent):
+    """Has a memory worker damage its KV once somebody wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted, self.count = False, 0
+
+    def due(self, event: int) -> bool:
+        return self.wanted and event == FLIP
+
+    def done(self, event: int) -> None:
+        self.wanted, self.count = False, self.count + 1
 
 
 @dataclass(frozen=True)
@@ -118,6 +134,7 @@ class SimProcess:
         self.ended = self.was_hit = self.stopped = self.hangs = False
         self.fabric: SimFabric | None = None
         self.server: Any = None
+        self.damaging = Damaging()
         to, back = (SimPipe(host.baton, host.delay_s) for _ in range(2))
         messages = FROM_DRIVER if role == "memory" else MESSAGES
         self._link = SimControl(host.baton, messages, (to, back), self)
@@ -144,7 +161,7 @@ class SimProcess:
         if self.ended:
             raise Slain
         how = self._host.hit_of(self)
-        self.was_hit = self.was_hit or how in (DIES, STOPS, HANGS, TOLD)
+        self.was_hit = self.was_hit or how in (DIES, STOPS, HANGS, TOLD, FLIPS)
         if how == CUT and channel is not None:
             self._host.cuts += 1
             channel.cut()
@@ -154,6 +171,8 @@ class SimProcess:
         elif how == HANGS:
             self.hangs = True
             self._host.baton.wait(lambda: not self.hangs)
+        elif how == FLIPS:
+            self.damaging.wanted = True
         elif how == TOLD and self.role == "memory":
             with suppress(LinkClosedError):
                 self._link.send(Leaving())
@@ -176,6 +195,10 @@ class SimProcess:
         """Nothing that it does from here on reaches anybody."""
         self._end("was killed by SIGKILL")
 
+    def _end_at_once(self, why: str) -> None:
+        self._end("exited with status 1")
+        raise Slain
+
     def _end(self, fate: str) -> None:
         if not self._fate:
             self._fate, self.ended = fate, True
@@ -191,10 +214,12 @@ class SimProcess:
             return
         baton = self._host.baton
         around = Surroundings(
-            baton.clock, self.start, self.start, partial(BatonQueue, baton), self.open, partial(BatonCondition, baton)
-        )
+            baton.clock, self.start, self.start, partial(BatonQueue, baton), self.open, partial(BatonCondition, baton),
+            self._end_at_once,
+        )  # fmt: skip
         if isinstance(start, StartMemory):
             self.server = MemoryServer(self._link, start, around)  # type: ignore[arg-type]
+            self.server._trace = self.damaging
         elif isinstance(start, StartCompute):
             server = IntegerComputeServer if self.role == "compute" else IntegerPrefillServer
             self.server = server(self._link, start, self._host.model, around)  # type: ignore[arg-type]
@@ -221,6 +246,11 @@ class SimHost:
         self.hits = Counter[str]()  # that came, by what happened
         self.cuts = 0  # of them, those of channels
 
+    @property
+    def num_damaged(self) -> int:
+        """Bits of KV that were changed."""
+        return sum(process.damaging.count for process in self.processes)
+
     def begin(self) -> None:
         """From here on calls count, and processes are hit."""
         self._hitting = True
@@ -231,7 +261,7 @@ class SimHost:
         self._hitting = False
         self.driver.counts = False
         for process in self.processes:
-            process.stopped = process.hangs = False
+            process.stopped = process.hangs = process.damaging.wanted = False
 
     def bury(self) -> None:
         """The driver was killed: its links end, its workers follow, and another one begins. Raises AssertionError where

@@ -59,6 +59,7 @@ class FleetPlayed(NamedTuple):
     hangs: int = 0
     told: int = 0  # to end, and went on
     left: int = 0  # bytes of KV of these that others have taken
+    flips: int = 0
 
 
 def check_fleet(of: FleetScenario) -> FleetPlayed:
@@ -158,7 +159,8 @@ class _FleetPlay(Play):
         assert len(self._ended) == len(self._of.asks), "a request without an answer"
         moved, left = self._moved + engine.scheduler.moves.num_moved, self._pools.elastic.moved["leave"]
         return FleetPlayed(hits[DIES], hits[STOPS], self._host.cuts, view, tokens, preemptions, self._clock.now,
-                           self._engines, self._changed, moved, hits[HANGS], hits[TOLD], left)  # fmt: skip
+                           self._engines, self._changed, moved, hits[HANGS], hits[TOLD], left,
+                           self._host.num_damaged)  # fmt: skip
 
     def _check_who_is_left(self) -> None:
         replaced = {*self._host.processes} - self._pools.there
