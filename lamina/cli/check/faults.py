@@ -29,8 +29,8 @@ class Fault(NamedTuple):
         return self._replace(promised=min(self.promised, least), others=min(self.others, least))
 
 
-# A compute worker holds no KV, and dies between the messages of a layer. A prefill worker dies within a prompt: the K
-# and V that the next one computes are looked at, too. Of a memory worker it matters whose KV it had; where others keep
+# A compute worker holds no KV, and dies between the messages of a layer. A prefill worker dies within a prompt, whose
+# K and V show in the log-probabilities of all tokens behind it. Of a memory worker it matters whose KV it had; where others keep
 # its parity, it comes back. An engine takes its workers with it.
 COMPUTE = Fault("lost compute worker", "compute-0", Exactness.BITWISE, Exactness.BITWISE, Event.SEND_KV, 7)
 RANK = Fault("lost rank", "compute-1", Exactness.BITWISE, Exactness.BITWISE, Event.WAIT_O, 7)

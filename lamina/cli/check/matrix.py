@@ -39,7 +39,6 @@ class Setting:
     restored: bool = False  # the pools have been emptied before, so that KV is loaded from beside them
     changes: tuple[Resize, ...] = ()  # in the midst of the run; at last there are as many workers as at first
     fault: Fault | None = None  # in the midst of the run
-    keeps: bool = False  # K and V of the prompts are kept beside the pools, and their bits compared
 
     @property
     def lends(self) -> bool:
@@ -70,7 +69,6 @@ class Setting:
         said = [*tight, *["(prompts one by one)"] * self.alone, *["(KV loaded)"] * self.restored]
         said += [f"(while sequences run: {', then '.join(c.text for c in self.changes)})"] * bool(self.changes)
         said += [f"({self.fault.victim} dies)"] if self.fault else []
-        said += ["(K and V looked at)"] * self.keeps
         return " ".join([*words, *said])
 
 
@@ -121,7 +119,7 @@ def quick(attention: Sequence[str]) -> list[Setting]:
         _lost(MEMORY, **_APART),
         _planned(**_APART, partition="token"),
         *(_lost(MEMORY, **_APART, partition=name) for name in OTHERS),
-        *_prefilled(**_APART),
+        _lost(PREFILL, **_APART, prefill_workers=1),
         _lost(SERVED, **_APART),
         _swapped(),
         RANKS,
@@ -245,13 +243,6 @@ def _lost(fault: Fault, like: Setting = FIXED, **options: Any) -> Setting:
     return Setting(fault.axis, fault.promised, like, {**options, **FIXED.options}, fault=fault)
 
 
-def _prefilled(**options: Any) -> tuple[Setting, Setting]:
-    """The K and V of prompts as a prefill worker computes them, and once more where it dies."""
-    switches = {**options, **FIXED.options, "prefill_workers": 1, "enable_prefix_caching": True}
-    whole = Setting("prefill workers", Exactness.BITWISE, FIXED, switches, keeps=True)
-    return whole, Setting(PREFILL.axis, PREFILL.promised, whole, switches, fault=PREFILL, keeps=True)
-
-
 def _losses() -> list[Setting]:
     """Deaths over all partitions, and beside what else they meet."""
     held = [{**_APART, "partition": name, "transport": scheme} for name in HOLDING for scheme in ("shm", "tcp")]
@@ -261,7 +252,7 @@ def _losses() -> list[Setting]:
         *(_lost(fault, **o) for o in (*held, {**_SPILL, "transport": "shm"}) for fault in (COMPUTE, MEMORY)),
         *(_lost(fault, **_APART, pipeline=3) for fault in (COMPUTE, MEMORY)),
         _lost(PARITY, **_APART, kv_parity=1),
-        *(s for o in held for s in _prefilled(**o)),
+        *(_lost(PREFILL, **o, prefill_workers=1) for o in held),
         *(_lost(SERVED, **_APART, **o) for o in busy),
         *(_lost(RANK, RANKS, **{**_TWO, "transport": name}) for name in ("shm", "tcp")),
         Setting(loose.axis, loose.promised, BASE, _APART, fault=loose),

@@ -76,7 +76,7 @@ class Check:
         start, first = time.monotonic(), settings[0]
         with TemporaryDirectory(prefix="lamina-check-") as folder, tripwire_of(settings, Path(folder)) as tripwire:
             try:
-                config = self._config_of(first, Path(folder))
+                config = self._config_of(first)
                 if first.serves:
                     yield from (self._verdict_of(s, partial(self._served, config, s, start)) for s in settings)
                     return
@@ -92,17 +92,15 @@ class Check:
                     return
                 llm.engine.wire = wire = RecordedWire(llm.engine.wire)
                 for setting in settings:
-                    yield self._run_one(Stage(llm, wire, tripwire, Path(folder)), setting, start)
+                    yield self._run_one(Stage(llm, wire, tripwire), setting, start)
                     start = time.monotonic()
 
-    def _config_of(self, setting: Setting, folder: Path) -> EngineConfig:
+    def _config_of(self, setting: Setting) -> EngineConfig:
         config = changed(self._base, setting.options)
         if setting.lends and self._tight is not None:
             config = changed(config, self._tight.options(config))
         if setting.swaps and self._tight is not None:
             config = changed(config, self._tight.crowded(config))
-        if setting.keeps and self._tight is not None:
-            config = changed(config, {"kv_store_dir": str(folder / "kv"), **self._tight.kept(config)})
         return config
 
     def _run_one(self, stage: Stage, setting: Setting, start: float) -> Verdict:
@@ -111,8 +109,6 @@ class Check:
         if setting.restored:
             llm.engine.rest()  # until all is saved
             llm.engine.scheduler.give_up_retained()
-        if setting.keeps:
-            llm.reset_prefix_cache()
         verdict = self._verdict_of(setting, partial(self._outcome, stage, setting, start))
         if setting.restored and _loaded_bytes(llm) == before:
             verdict = failed(setting, "no KV was loaded: prompts need more than 128 tokens", held=None)
@@ -160,7 +156,6 @@ class Check:
             lent=sum(wire.lent.values()),
             moved_bytes=run.moved_bytes,
             had_kv=run.had_kv,
-            pages=stage.pages(self._ids) if setting.keeps else {},
         )
 
     def _served(self, config: EngineConfig, setting: Setting, start: float) -> Outcome:

@@ -15,9 +15,6 @@ from lamina.protocol.control import ComputeReady
 from lamina.protocol.options.engine import CHUNK_TOKENS, EngineConfig
 from lamina.protocol.plan import LayerShape
 
-STORE_LEAST = 1 << 30  # bytes, of which files take what they have
-STORE_TIMES = 16
-
 
 class Tight:
     """For sequences of which the longest has ``longest`` tokens, on a model of ``layers``, all heads."""
@@ -43,12 +40,6 @@ class Tight:
         nbytes = store_bytes(self._layers, dtype, home, config.kv.block_size) // config.topology.tensor_parallel_size
         most = -(-self._longest // CHUNK_TOKENS) * CHUNK_TOKENS
         return {"max_model_len": min(self._limit, most), "kv_memory": str(nbytes)}
-
-    def kept(self, config: EngineConfig) -> dict[str, Any]:
-        """Room beside the pools for several times the K and V of all prompts and completions."""
-        dtype, size = stored_dtype(config.kv.kv_cache_dtype, getattr(torch, config.model.dtype)), config.kv.block_size
-        most = len(self._prompts) * self._longest
-        return {"kv_store_size": str(max(STORE_LEAST, STORE_TIMES * store_bytes(self._layers, dtype, most, size)))}
 
     def crowded(self, config: EngineConfig) -> dict[str, Any]:
         """With which the prompts that run at once have room, and not all that they become."""

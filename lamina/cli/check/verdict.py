@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lamina.request import CompletionOutput
@@ -34,7 +34,6 @@ class Outcome:
     moved_bytes: int = 0  # of KV, as memory workers came and went
     num_swapped: int = 0  # of those that were preempted, they went on with the KV that they had
     had_kv: frozenset[int] = frozenset()  # prompts of whose KV a worker that died had some
-    pages: Mapping[tuple[int, int], bytes] = field(default_factory=dict)  # prompt, page -> digest of its K and V
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,6 @@ def judge(setting: Setting, run: Outcome, like: Outcome | None) -> Verdict:
     """``like``: the outcome of ``setting.like``, None where it has none."""
     difference = compare(run.completions, like.completions) if like is not None else None
     exactness = _strictest(run, difference)
-    if like is not None and _prompts_of_other_kv(run, like):
-        exactness = min(exactness, Exactness.TOKEN_EQUAL)
     promised, notes, why = setting.promised, [], _excuse(setting, run, like) if like is not None else ""
     if promised == Exactness.BITWISE > exactness and why:
         promised = Exactness.TOKEN_EQUAL
@@ -125,13 +122,6 @@ def _looks(setting: Setting, run: Outcome, like: Outcome | None, excused: bool) 
         yield True, f"{setting.fault.victim} had KV of prompts {_listed(run.had_kv)}"
     if setting.fault and like is not None and (differing := _others_that_differ(setting.fault, run, like)):
         yield excused, f"{setting.fault.victim} had no KV of prompts {_listed(differing)}, whose bits differ"
-    if setting.fault and setting.keeps and like is not None:
-        others, pages = _prompts_of_other_kv(run, like), len(run.pages.keys() & like.pages.keys())
-        so = f"other bits in prompts {_listed(others)}" if others else f"the same bits in {pages} pages"
-        yield (
-            not others,
-            f"K and V: {so}" if pages else "K and V: prompts of more than 128 tokens have pages to look at",
-        )
     if setting.lends:
         yield run.lent > 0, f"stripes lent: {run.lent}"
     if setting.changes:
@@ -153,12 +143,6 @@ def _others_that_differ(fault: Fault, run: Outcome, like: Outcome) -> list[int]:
         return []
     others = [i for i in range(len(run.completions)) if i not in run.had_kv]
     return [i for i in others if compare([run.completions[i]], [like.completions[i]]).first is not None]
-
-
-def _prompts_of_other_kv(run: Outcome, like: Outcome) -> list[int]:
-    """Prompts whose K and V have other bits, as far as both were kept."""
-    both = run.pages.keys() & like.pages.keys()
-    return sorted({prompt for prompt, page in both if run.pages[prompt, page] != like.pages[prompt, page]})
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import closing
-from hashlib import sha256
 from typing import NamedTuple
 
 from lamina.kv.keys import tenant_tag
@@ -67,28 +66,6 @@ def verify(folder: StoreFolder, secret: bytes) -> Iterator[Damage | Page]:
                     yield entry.page
                 elif entry in index.entries(tenant=entry.page.tenant):
                     yield damage
-
-
-def digests(folder: StoreFolder, secret: bytes) -> dict[bytes, bytes]:
-    """Key of each page -> SHA-256 of all bytes of its atoms, by layer and head. Also of a store that a server has open.
-    Raises ValueError where there is no store, SealBrokenError for damage, OSError.
-    """
-    with closing(_index(folder)) as index, closing(Segments(folder, index, 0, 1)) as segments:
-        records = Records(segments, DataKeys(folder, secret))
-        return {entry.page.key: _digest(records, entry) for entry in index.entries()}
-
-
-def _digest(records: Records, entry: PageEntry) -> bytes:
-    atoms: dict[Atom, memoryview] = {}
-    for record in entry.records:
-        views = {atom: memoryview(bytearray(sealed.nbytes)) for atom, sealed in record.atoms.items()}
-        records.get(entry.page, record, views)
-        atoms |= views  # one that was written twice is as it was written last
-    total = sha256()
-    for atom in sorted(atoms):
-        total.update(b"%d %d %d\n" % (atom.layer, atom.head, atoms[atom].nbytes))
-        total.update(atoms[atom])
-    return total.digest()
 
 
 def _damage(records: Records, entry: PageEntry) -> Damage | None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lamina.cli.check import time_left
 from lamina.cli.check.agreement import ERROR_ALLOWED, Agreement
-from lamina.cli.check.faults import COMPUTE, MEMORY, PREFILL
+from lamina.cli.check.faults import COMPUTE, MEMORY
 from lamina.cli.check.matrix import (
     BASE,
     EVICTING,
@@ -249,7 +249,7 @@ def test_settings_are_valid_and_follow_what_they_are_compared_with(settings: lis
             assert deterministic, "these change the rows of a step"
         if setting.promised == Exactness.BITWISE and deterministic:
             known = setting.like in (FIXED, RANKS, EVICTING, EVICTING_RANKS, SELECTING)
-            assert known or (setting.like and (setting.like.axis == "kv cache dtype" or setting.like.keeps))
+            assert known or (setting.like and setting.like.axis == "kv cache dtype")
     assert len({(s.axis, s.text) for s in settings}) == len(settings)
 
 
@@ -279,9 +279,8 @@ def test_classes_are_those_that_are_stated() -> None:
         assert all(s.promised <= Exactness.TOKEN_EQUAL or s.options.get("deterministic") for s in settings if s.changes)
 
 
-def judged(fault: Any, run: Outcome, like: Outcome | None = None, **more: Any) -> Verdict:
-    setting = Setting(fault.axis, fault.promised, FIXED, {"deterministic": True}, fault=fault, **more)
-    return judge(setting, run, like or outcome())
+def judged(fault: Any, run: Outcome) -> Verdict:
+    return judge(Setting(fault.axis, fault.promised, FIXED, {"deterministic": True}, fault=fault), run, outcome())
 
 
 def test_whose_kv_was_lost_may_have_other_bits_and_nobody_else() -> None:
@@ -305,16 +304,6 @@ def test_a_token_too_many_or_too_few_is_a_breach_even_where_all_are_right() -> N
         told = judged(MEMORY, outcome(completions=[completion(tokens), completion([8, 9, 10])], had_kv=frozenset({0})))
         assert told.held is False
         assert f"prompt 0 was told {len(tokens)} tokens, not 3" in told.note
-
-
-def test_k_and_v_are_looked_at_where_log_probabilities_are_the_same() -> None:
-    like = outcome(pages={(0, 0): b"a", (0, 1): b"b", (1, 0): b"c"})
-    same = judged(PREFILL, outcome(pages=like.pages), like, keeps=True)
-    assert (same.held, same.note) == (True, "K and V: the same bits in 3 pages")
-    other = judged(PREFILL, outcome(pages={**like.pages, (1, 0): b"d"}), like, keeps=True)
-    assert (other.held, other.exactness, other.note) == (False, "token-equal", "K and V: other bits in prompts 1")
-    none = judged(PREFILL, outcome(), outcome(), keeps=True)
-    assert (none.held, none.note) == (True, "K and V: no whole page of 128 tokens was kept to look at")
 
 
 def test_the_time_that_is_left_is_told() -> None:

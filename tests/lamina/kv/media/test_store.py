@@ -28,7 +28,7 @@ from lamina.kv.media.host import HostMedium
 from lamina.kv.pages import PAGE, Atom, Page, Recipe
 from lamina.kv.store.folder import StoreFolder, begin_era, store_era, store_secret
 from lamina.kv.store.seal import destroy_data_key
-from lamina.kv.store.upkeep import digests, purge
+from lamina.kv.store.upkeep import purge
 
 SECRET = b"s" * 32
 SIZE = 1 << 20
@@ -100,21 +100,6 @@ def test_two_workers_by_head_are_read_by_three_by_page(opener: Opener) -> None:
         writer.close()
     readers = [opener(workers=3, server="two") for _ in range(3)]
     assert all(has(reader, page(number)) for number, reader in enumerate(readers))
-
-
-def test_pages_of_the_same_bytes_have_one_digest(opener: Opener, path: Path) -> None:
-    """While it is open, whoever wrote what, in whatever order; and one bit more or less is another one."""
-    writers = [opener(workers=2), opener(workers=2)]
-    atom = Atom(1, 2)
-    for writer, head in zip(writers, (False, True), strict=True):
-        writer.write(page(1), {a: d for a, d in ATOMS.items() if (a.head == 0) == head})
-    writers[0].write(page(2), ATOMS)
-    writers[0].write(page(3), {**ATOMS, atom: ATOMS[atom][:-1] + bytes([ATOMS[atom][-1] ^ 1])})
-    with closing(StoreFolder(str(path), make=False)) as folder:
-        same, also, other = (digests(folder, SECRET)[page(n).key] for n in (1, 2, 3))
-        assert same == also != other
-        writers[0].write(page(3), {atom: ATOMS[atom]})  # as it was written last
-        assert digests(folder, SECRET)[page(3).key] == same
 
 
 def test_keys_are_listed_without_their_records(opener: Opener, path: Path) -> None:
