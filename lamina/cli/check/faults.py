@@ -30,8 +30,8 @@ class Fault(NamedTuple):
 
 
 # A compute worker holds no KV, and dies between the messages of a layer. A prefill worker dies within a prompt, whose
-# K and V show in the log-probabilities of all tokens behind it. Of a memory worker it matters whose KV it had; where others keep
-# its parity, it comes back. An engine takes its workers with it.
+# K and V show in the log-probabilities of all tokens behind it. Of a memory worker it matters whose KV it had; where
+# others keep its parity, it comes back. An engine takes its workers with it.
 COMPUTE = Fault("lost compute worker", "compute-0", Exactness.BITWISE, Exactness.BITWISE, Event.SEND_KV, 7)
 RANK = Fault("lost rank", "compute-1", Exactness.BITWISE, Exactness.BITWISE, Event.WAIT_O, 7)
 PREFILL = Fault("lost prefill worker", "prefill-0", Exactness.BITWISE, Exactness.BITWISE, Event.SEND_KV, 9, early=True)

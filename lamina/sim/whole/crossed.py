@@ -39,15 +39,20 @@ def _in_halts(of: FleetScenario, rng: random.Random) -> FleetScenario:
 
 
 def _in_moves(of: FleetScenario, rng: random.Random) -> FleetScenario:
-    """Memory workers come or go, and who gives, or who takes, dies meanwhile."""
-    there, wanted = of.options["memory_workers"], rng.choice((1, 2, 2, 4))
-    partition = "head" if {there, wanted} <= {1, 2} and of.options["partition"] == "head" else "request"
+    """Memory workers come or go, and who gives, or who takes, dies meanwhile: by head all KV moves at once, by request
+    sequences go one by one before.
+    """
+    there, wanted, partition = of.options["memory_workers"], rng.choice((1, 2, 2, 4)), "request"
+    if rng.random() < 0.5:
+        (there, wanted), partition = rng.choice(((2, 1), (2, 1), (1, 2))), "head"
     gone = tuple(sorted(rng.sample(range(there), there - wanted))) if wanted < there else ()
     victims = rng.sample(range(max(there, wanted)), k=min(rng.choice((1, 1, 2)), max(there, wanted)))
-    message = rng.choice(("Recut", "Recut", "MakeRoom"))
+    victims = [rng.choice(gone)] if gone and rng.random() < 0.7 else victims
+    message = rng.choice(("Recut", "Recut", "Recut", "MakeRoom"))
     hits = tuple(Strike(("memory", w), rng.randint(1, 2 * AT_ONCE), DIES, message) for w in victims)
     change = FleetChange(rng.uniform(0.0, 0.1), wanted, gone)
-    return replace(of, options={**of.options, "partition": partition}, hits=hits, changes=(change,))
+    options = {**of.options, "partition": partition, "memory_workers": there}
+    return replace(of, options=options, hits=hits, changes=(change,))
 
 
 def _told_to_end(of: FleetScenario, rng: random.Random) -> FleetScenario:

@@ -73,15 +73,22 @@ class SimDriver:
 class Damaging(Silent):
     """Has a memory worker damage its KV once somebody wants it."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: SimProcess) -> None:
         super().__init__()
-        self.wanted, self.count = False, 0
+        self._process, self.wanted, self.count = process, False, 0
 
     def due(self, event: int) -> bool:
         return self.wanted and event == FLIP
 
     def done(self, event: int) -> None:
+        """A bit of K has changed, in one block. K is the code of a position here, which is found all the same: so V of
+        that block changes, too.
+        """
         self.wanted, self.count = False, self.count + 1
+        store = self._process.memory._store
+        for kv in (piece.kv for layer in (store.layers if store else ()) for piece in layer):
+            for block in {int(at[0]) for at in ((kv.k.abs() != 1.0) & (kv.k != 0.0)).nonzero()}:
+                kv.v[block, 0, 0, 0] += 1.0
 
 
 @dataclass(frozen=True)
@@ -134,7 +141,7 @@ class SimProcess:
         self.ended = self.was_hit = self.stopped = self.hangs = False
         self.fabric: SimFabric | None = None
         self.server: Any = None
-        self.damaging = Damaging()
+        self.damaging = Damaging(self)
         to, back = (SimPipe(host.baton, host.delay_s) for _ in range(2))
         messages = FROM_DRIVER if role == "memory" else MESSAGES
         self._link = SimControl(host.baton, messages, (to, back), self)
