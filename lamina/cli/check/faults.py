@@ -11,7 +11,7 @@ from .exactness import Exactness
 ENGINE = "engine"
 
 
-class Fault(NamedTuple):
+class Death(NamedTuple):
     """One process that ends by force in the midst of a run; another one takes its place."""
 
     axis: str
@@ -23,7 +23,7 @@ class Fault(NamedTuple):
     early: bool = False  # counted from the first prompt on, else from where all that run at once have a token
 
     @property
-    def loosened(self) -> Fault:
+    def loosened(self) -> Death:
         """The same of a run that is not deterministic: what is planned anew may have other batch mates."""
         least = Exactness.TOKEN_EQUAL
         return self._replace(promised=min(self.promised, least), others=min(self.others, least))
@@ -32,9 +32,9 @@ class Fault(NamedTuple):
 # A compute worker holds no KV, and dies between the messages of a layer. A prefill worker dies within a prompt, whose
 # K and V show in the log-probabilities of all tokens behind it. Of a memory worker it matters whose KV it had; where
 # others keep its parity, it comes back. An engine takes its workers with it.
-COMPUTE = Fault("lost compute worker", "compute-0", Exactness.BITWISE, Exactness.BITWISE, Event.SEND_KV, 7)
-RANK = Fault("lost rank", "compute-1", Exactness.BITWISE, Exactness.BITWISE, Event.WAIT_O, 7)
-PREFILL = Fault("lost prefill worker", "prefill-0", Exactness.BITWISE, Exactness.BITWISE, Event.SEND_KV, 9, early=True)
-MEMORY = Fault("lost memory worker", "memory-0", Exactness.TOKEN_EQUAL, Exactness.BITWISE, Event.WAIT_Q, 7)
+COMPUTE = Death("lost compute worker", "compute-0", Exactness.BITWISE, Exactness.BITWISE, Event.SEND_KV, 7)
+RANK = Death("lost rank", "compute-1", Exactness.BITWISE, Exactness.BITWISE, Event.WAIT_O, 7)
+PREFILL = Death("lost prefill worker", "prefill-0", Exactness.BITWISE, Exactness.BITWISE, Event.SEND_KV, 9, early=True)
+MEMORY = Death("lost memory worker", "memory-0", Exactness.TOKEN_EQUAL, Exactness.BITWISE, Event.WAIT_Q, 7)
 PARITY = MEMORY._replace(promised=Exactness.BITWISE)
-SERVED = Fault("lost engine", ENGINE, Exactness.TOKEN_EQUAL, Exactness.TOKEN_EQUAL)
+SERVED = Death("lost engine", ENGINE, Exactness.TOKEN_EQUAL, Exactness.TOKEN_EQUAL)

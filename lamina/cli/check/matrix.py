@@ -12,7 +12,7 @@ from lamina.protocol.options.topology import TopologyOptions
 from lamina.protocol.partition import PARTITIONS
 
 from .exactness import Exactness as Exactness
-from .faults import COMPUTE, ENGINE, MEMORY, PARITY, PREFILL, RANK, SERVED, Fault
+from .faults import COMPUTE, ENGINE, MEMORY, PARITY, PREFILL, RANK, SERVED, Death
 
 
 class Resize(NamedTuple):
@@ -38,7 +38,7 @@ class Setting:
     alone: bool = False  # one prompt after the other, instead of all at once
     restored: bool = False  # the pools have been emptied before, so that KV is loaded from beside them
     changes: tuple[Resize, ...] = ()  # in the midst of the run; at last there are as many workers as at first
-    fault: Fault | None = None  # in the midst of the run
+    fault: Death | None = None  # in the midst of the run
 
     @property
     def lends(self) -> bool:
@@ -239,7 +239,7 @@ def _planned(size: int = 1, like: Setting = FIXED, **options: Any) -> Setting:
     return Setting("planned change", Exactness.BITWISE, like, {**options, **FIXED.options}, changes=changes)
 
 
-def _lost(fault: Fault, like: Setting = FIXED, **options: Any) -> Setting:
+def _lost(fault: Death, like: Setting = FIXED, **options: Any) -> Setting:
     return Setting(fault.axis, fault.promised, like, {**options, **FIXED.options}, fault=fault)
 
 

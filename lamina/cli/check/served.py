@@ -25,10 +25,10 @@ def generate_served(
     Raises ValueError for bad input or where the last token has come before, EngineGoneError where no other engine goes
     on.
     """
-    return asyncio.run(_Served(model, config, params).run(prompts))
+    return asyncio.run(_DyingEngine(model, config, params).run(prompts))
 
 
-class _Served:
+class _DyingEngine:
     """A server's end of its engine, and what its readers have been told."""
 
     def __init__(self, model: str, config: EngineConfig, params: SamplingParams) -> None:

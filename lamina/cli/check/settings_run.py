@@ -25,11 +25,11 @@ from lamina.protocol.options.engine import EngineConfig
 from lamina.request import RequestOutput, SamplingParams
 
 from .agreement import ERROR_ALLOWED, Agreement, compare
+from .checked import CheckedEngine
 from .matrix import BASE_OPTIONS, BASE_STORE, Setting
 from .recorded import RecordedWire
 from .resized import GivenUpError
 from .served import generate_served
-from .stage import Stage
 from .struck import HarmedError, tripwire_of
 from .tight import Tight
 from .verdict import Outcome, Verdict, failed, judge
@@ -92,7 +92,7 @@ class Check:
                     return
                 llm.engine.wire = wire = RecordedWire(llm.engine.wire)
                 for setting in settings:
-                    yield self._run_one(Stage(llm, wire, tripwire), setting, start)
+                    yield self._run_one(CheckedEngine(llm, wire, tripwire), setting, start)
                     start = time.monotonic()
 
     def _config_of(self, setting: Setting) -> EngineConfig:
@@ -103,13 +103,13 @@ class Check:
             config = changed(config, self._tight.crowded(config))
         return config
 
-    def _run_one(self, stage: Stage, setting: Setting, start: float) -> Verdict:
-        llm = stage.llm
+    def _run_one(self, on: CheckedEngine, setting: Setting, start: float) -> Verdict:
+        llm = on.llm
         before = _loaded_bytes(llm)
         if setting.restored:
             llm.engine.rest()  # until all is saved
             llm.engine.scheduler.give_up_retained()
-        verdict = self._verdict_of(setting, partial(self._outcome, stage, setting, start))
+        verdict = self._verdict_of(setting, partial(self._outcome, on, setting, start))
         if setting.restored and _loaded_bytes(llm) == before:
             verdict = failed(setting, "no KV was loaded: prompts need more than 128 tokens", held=None)
         if setting.drops and (evictions := llm.engine.scheduler.evictions) and not evictions.num_dropped:
@@ -131,11 +131,11 @@ class Check:
         except HarmedError as e:
             return failed(setting, str(e), held=False)
 
-    def _outcome(self, stage: Stage, setting: Setting, start: float) -> Outcome:
-        llm, wire = stage.llm, stage.wire
+    def _outcome(self, on: CheckedEngine, setting: Setting, start: float) -> Outcome:
+        llm, wire = on.llm, on.wire
         wire.clear()
         prompts = list(self._prompts) or random_prompts(llm, self._params)
-        run = stage.runner(setting)
+        run = on.runner(setting)
         outputs = [
             o
             for batch in ([[p] for p in prompts] if setting.alone else [prompts])

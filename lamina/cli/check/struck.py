@@ -16,7 +16,7 @@ from lamina.protocol.control import ComputeReady
 from lamina.protocol.placement import Deal, Placement
 from lamina.request import RequestOutput, SamplingParams
 
-from .faults import Fault
+from .faults import Death
 from .matrix import Setting
 from .recorded import RecordedWire
 
@@ -47,7 +47,7 @@ class Struck:
 
     moved_bytes = 0
 
-    def __init__(self, llm: LLM, wire: RecordedWire, tripwire: Tripwire, fault: Fault) -> None:
+    def __init__(self, llm: LLM, wire: RecordedWire, tripwire: Tripwire, fault: Death) -> None:
         self._llm, self._wire, self._tripwire, self._fault = llm, wire, tripwire, fault
         self._role, _, number = fault.victim.partition("-")
         self._number = int(number)
@@ -63,7 +63,7 @@ class Struck:
         at_once = min(len(prompts), engine.config.batching.max_num_seqs)
         if is_set:
             self._set(before)
-        with closing(self._llm.stream(prompts, params)) as stream:
+        with self._or_harmed(), closing(self._llm.stream(prompts, params)) as stream:
             ids = stream.request_ids
             self._wire.on_change = lambda: self._note(ids)
             for output in stream:
@@ -71,7 +71,7 @@ class Struck:
                 if not is_set and len(outputs) >= at_once:
                     self._set(before)
                     is_set = True
-        engine.look()  # it may have died behind the last step
+            engine.look()  # it may have died behind the last step
         if not (self._tripwire.loosen() and self._in_time):
             raise ValueError(f"sequences ended before {self._fault.victim} died: raise --max-tokens")
         if self._llm.pools.pids[self._fault.victim] == before[self._fault.victim]:
@@ -79,6 +79,16 @@ class Struck:
         if self._role == "memory" and not self.had_kv:
             raise ValueError(f"{self._fault.victim} had no KV of these prompts: give more of them")
         return [outputs[i] for i in ids]
+
+    @contextmanager
+    def _or_harmed(self) -> Iterator[None]:
+        """What goes wrong behind the death is no fault of a user."""
+        try:
+            yield
+        except ValueError as e:
+            if not self._tripwire.tripped:
+                raise
+            raise HarmedError(f"behind the death of {self._fault.victim}: {e}") from e
 
     def _set(self, pids: dict[str, int]) -> None:
         assert self._fault.event is not None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lamina.request import CompletionOutput
 
-from .faults import Fault
+from .faults import Death
 from .matrix import Exactness, Setting
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _other_counts(run: Outcome, like: Outcome) -> list[tuple[int, int, int]]:
     return [each for each in counts if each[1] != each[2]]
 
 
-def _others_that_differ(fault: Fault, run: Outcome, like: Outcome) -> list[int]:
+def _others_that_differ(fault: Death, run: Outcome, like: Outcome) -> list[int]:
     """Prompts of whose KV the one that died had none, and that differ by more than is promised of them."""
     if fault.others <= fault.promised:  # which is looked at of all
         return []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lamina.cli.check.faults import COMPUTE, MEMORY, PARITY, PREFILL, RANK, SERVED, Fault
+from lamina.cli.check.faults import COMPUTE, MEMORY, PARITY, PREFILL, RANK, SERVED, Death
 from lamina.cli.check.matrix import BASE, BASE_OPTIONS, FIXED, RANKS, Setting, quick, whole
 from lamina.cli.check.settings_run import Check
 from lamina.cli.check.verdict import Verdict
@@ -27,7 +27,7 @@ QUICK, ALL = quick(["reference"]), whole([], [], [])
 BY_REQUEST = {"partition": "request"}
 
 
-def row(fault: Fault, settings: list[Setting] = QUICK, **options: Any) -> list[Setting]:
+def row(fault: Death, settings: list[Setting] = QUICK, **options: Any) -> list[Setting]:
     """The first one of a fault with these options."""
     has = (s for s in settings if s.fault == fault and s.options | options == s.options)
     return [next(s for s in has if options or "partition" not in s.options)]
@@ -99,13 +99,13 @@ def test_parity_brings_all_bits_back(based: Check) -> None:
 def tell_twice(patch: pytest.MonkeyPatch) -> None:
     roll_back = Engine._roll_back
 
-    def forget_last(self: Engine, change: Any) -> Any:
-        for sequence in self.scheduler.running:
-            if sequence.num_outputs:
-                sequence.tokens.pop()
+    def twice(self: Engine, change: Any) -> Any:
+        for told in (s.output for s in self.scheduler.running if s.num_outputs):
+            told.token_ids.append(told.token_ids[-1])
+            told.logprobs.append(told.logprobs[-1])  # type: ignore[union-attr]
         return roll_back(self, change)
 
-    patch.setattr(Engine, "_roll_back", forget_last)
+    patch.setattr(Engine, "_roll_back", twice)
 
 
 def mistake_the_text(patch: pytest.MonkeyPatch) -> None:
@@ -136,11 +136,11 @@ def forget_the_last_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def change_what_stays(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(local.ROLES, "memory", ("careless", "serve_memory"))
+    patch.setitem(local.ROLES, "memory", ("tests.e2e.changes.careless", "serve_memory"))
 
 
-WRONG: dict[str, tuple[Fault, dict[str, str], Callable[[pytest.MonkeyPatch], None], str]] = {
-    "a compute worker, and its last token is told twice": (COMPUTE, {}, tell_twice, "first difference"),
+WRONG: dict[str, tuple[Death, dict[str, str], Callable[[pytest.MonkeyPatch], None], str]] = {
+    "a compute worker, and its last token is told twice": (COMPUTE, {}, tell_twice, "was told 17 tokens, not 16"),
     "a compute worker, and KV elsewhere changes": (COMPUTE, {}, change_what_stays, "first difference"),
     "a compute worker, and all is computed again": (COMPUTE, {}, lose_all, "first difference"),
     "by head, of another text": (MEMORY, {}, mistake_the_text, "first difference"),
@@ -169,7 +169,7 @@ def test_a_rank_in_whose_place_another_one_tells_twice(ranked: Check, monkeypatc
 def test_a_prefill_worker_in_whose_place_another_one_computes_other_values(
     based: Check, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(local.ROLES, "prefill", ("careless", "serve_prefill"))
+    monkeypatch.setitem(local.ROLES, "prefill", ("tests.e2e.changes.careless", "serve_prefill"))
     monkeypatch.setenv("PYTEST_CARELESS_FOLDER", str(tmp_path))
     verdict = only(based, row(PREFILL))
     assert (verdict.held, verdict.axis, verdict.exactness) == (False, "lost prefill worker", "token-equal"), verdict

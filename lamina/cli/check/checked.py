@@ -1,4 +1,4 @@
-"""On which settings of one engine are run: the engine, who looks on, and who ends its workers."""
+"""What settings of one engine are run on: the engine, who looks on, and who ends its workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .resized import Resized
 from .struck import Struck
 
 
-class Stage(NamedTuple):
+class CheckedEngine(NamedTuple):
     """``tripwire``: of its workers, where one is to die."""
 
     llm: LLM
