@@ -23,7 +23,7 @@ from .cuda.driver import NVRTC_SIGNATURES, load, nvrtc_names
 from .gin.compiler import lack_of_compiler
 from .gin.nccl import NcclLibrary
 from .host.native import mlx5_fault
-from .rdma.nearest import gpus, nearest_first
+from .rdma.nearest import PCI, gpus, nearest_first
 from .rdma.ports import CLASS, NONE, Wanted, lack, named, ports
 from .schemes import BY_RDMA, FOR_TESTS, RENAMED, SCHEMES, check_scheme, open
 
@@ -103,13 +103,13 @@ def rdma_device(machine: Machine) -> Verdict:
     return True, "; ".join(described), ""
 
 
+def mellanox(machine: Machine) -> list[str]:
+    """RDMA devices of that maker."""
+    return [d for d in machine.names(CLASS) if machine.text(f"{CLASS}/{d}/device/vendor") == MELLANOX]
+
+
 def connectx(machine: Machine) -> Verdict:
-    folder = "sys/class/infiniband"
-    cards = [
-        f"{d} (firmware {machine.text(f'{folder}/{d}/fw_ver') or 'unknown'})"
-        for d in machine.names(folder)
-        if machine.text(f"{folder}/{d}/device/vendor") == MELLANOX
-    ]
+    cards = [f"{d} (firmware {machine.text(f'{CLASS}/{d}/fw_ver') or 'unknown'})" for d in mellanox(machine)]
     if not cards:
         return False, "no ConnectX", "none in software: the device path needs a ConnectX-6 or newer"
     return None, ", ".join(cards), "hardware-unverified: compare its results with the software NIC's first"
@@ -127,6 +127,21 @@ def gpu_ports(machine: Machine) -> Verdict:
         return False, f"{len(there)} NVIDIA GPUs, {len(fitting)} ports for queue pairs", "see the other checks"
     chosen = (f"{gpu}: {(p := nearest_first(fitting, gpu, machine.root)[0]).device}:{p.number}" for gpu in there)
     return None, ", ".join(chosen), f"compare with `nvidia-smi topo -m`; {NAMED_BY} names another one"
+
+
+def iommu(machine: Machine) -> Verdict:
+    """GPU and NIC name each other's memory and registers by physical addresses (NVIDIA's GPUDirect RDMA, "Supported
+    Systems"), which an IOMMU that translates takes for others: doorbells and reads fault then, in the kernel's log.
+    """
+    folders = {gpu: f"{PCI}/{gpu}" for gpu in gpus(machine.root)}
+    folders |= {device: f"{CLASS}/{device}/device" for device in mellanox(machine)}
+    if not folders:
+        return False, "no NVIDIA GPU and no ConnectX", "see the other checks"
+    kinds = {name: machine.text(f"{folder}/iommu_group/type") for name, folder in folders.items()}
+    translated = [f"{name} ({kind})" for name, kind in kinds.items() if kind not in ("", "identity")]
+    if translated:
+        return None, f"translates addresses of {', '.join(translated)}", "boot with iommu=pt, or with the IOMMU off"
+    return True, f"translates for none of {', '.join(folders)}", ""
 
 
 def verbs_nodes(machine: Machine) -> Verdict:
@@ -297,6 +312,7 @@ CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
     ("NVRTC", ("cuda", *MLX5), nvrtc),
     ("GPU memory between processes", ("cuda",), cuda_sharing),
     ("RDMA port of each GPU", MLX5, gpu_ports),
+    ("IOMMU", ("gin", *MLX5), iommu),
     ("GPU memory registration", MLX5, gpu_registration),
     ("doorbell page", MLX5, uar_mapping),
     ("packet size", RDMA, packet_size),

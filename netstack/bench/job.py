@@ -91,6 +91,11 @@ class Job:
         if type(self.pattern) is not str or type(self.driver) is not str:
             raise ValueError("pattern and driver of a job must be names")
 
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels of a GPU make its calls."""
+        return self.driver in ("device", "kernel")
+
     def geometry(self) -> Geometry:
         return Geometry(slots=max(SLOTS, self.window), slot_bytes=max(self.query, self.kv, CONTROL_BYTES))
 

@@ -216,7 +216,7 @@ def server_of(job: Job) -> Server:
 def _sides_of(job: Job) -> tuple[Client, Server]:
     if job.driver == "native":
         return NATIVE[job.pattern]
-    if job.driver in ("device", "kernel"):
+    if job.by_kernels:
         from . import device
 
         if job.driver == "kernel":

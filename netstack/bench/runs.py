@@ -86,7 +86,9 @@ def measure(fabric: Fabric, urls: Sequence[str], job: Job, per_s: float) -> tupl
 def connect(fabric: Fabric, place: str, job: Job) -> Channel:
     """``place``: the URL of a server, and its name behind a #."""
     url, _, name = place.partition("#")
-    return fabric.connect(url, Terms(outbound=job.geometry(), inbound=job.geometry(), name="bench", peer=name))
+    inbox = job.geometry()
+    terms = Terms(outbound=inbox, inbound=inbox, name="bench", peer=name, kernels=job.by_kernels)
+    return fabric.connect(url, terms)
 
 
 def summary(measured: Measured, job: Job, peers: int) -> dict[str, float]:

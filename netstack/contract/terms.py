@@ -39,7 +39,7 @@ class Terms:
     name: str = ""  # of the connector
     peer: str = ""  # of the listener that the connector wants
     key: bytes = field(default=b"", repr=False, compare=False)  # of that listener, where it is not the fabric's own
-    kernels: bool = False  # whether kernels are to send its messages, where a transport can choose
+    kernels: bool = False  # whether kernels are to send its messages: by which way, and whether by a lane for bulk too
 
     def __post_init__(self) -> None:
         if not 0 <= self.epoch < 1 << (64 - EPOCH_SHIFT):

@@ -37,7 +37,7 @@ KERNELS_OF_VIEW = "send", "send_two", "receive", "receive_due"
 @dataclass(frozen=True)
 class LinkKind:
     """``name``: of its kernels, between lamina_ and what they do; ``layout``: of a lane's struct; ``has_bulk``: behind
-    that of the first lies that of a second lane.
+    that of the first lies that of a second lane, in channels of kernels.
     """
 
     name: str
@@ -91,6 +91,7 @@ class KernelChannel(WatchedChannel):
         outbound, inbound = directions(session, listening=listening)
         super().__init__(sock, peer, session.epoch, outbound, inbound, session.peer_name(listening=listening))
         self._driver, self._kind = driver, kind
+        self._lanes = 1 + (kind.has_bulk and session.kernels)
         self._steps = stride(outbound), stride(inbound)
         self._zero = session.epoch << EPOCH_SHIFT
         nbytes = 3 * LINE + outbound.slots * self._steps[SENDER] + inbound.slots * self._steps[RECEIVER]
@@ -122,7 +123,7 @@ class KernelChannel(WatchedChannel):
             weakref.finalize(self, watch(self._sock, end_waits, self._events()))
             for kernel in KERNELS_OF_VIEW:
                 self._driver.load(f"{self._kind.name}_{kernel}")
-        return self._view(0, self._view(1, None) if self._kind.has_bulk else None)
+        return self._view(0, self._view(1, None) if self._lanes > 1 else None)
 
     def take_back(self) -> None:
         with self._open() as is_open:
@@ -157,7 +158,7 @@ class KernelChannel(WatchedChannel):
             stream = parts.enter_context(closing(CudaStream(self._driver)))
             # The abort word is set; behind it, in its line, are one for this kernel and its status.
             at = self._address(self._pinned.view)
-            for lane in range(1 + self._kind.has_bulk):
+            for lane in range(self._lanes):
                 rest = self._lane(lane), at + 8, STALL_NS, at + 16
                 self._driver.launch(stream.number, f"{self._kind.name}_flush", *rest)
 

@@ -6,8 +6,9 @@ one of CUDA's driver; neither has run on a GPU.
 Peers meet as those of ``verbs`` do: over TCP, which stays as the life line, with cards under the session's keys. The
 connector's card names a communicator of the two, which both then make together, with a window that each reaches of the
 other's, by which its NIC, its GID and its queues are NCCL's to choose (NCCL_IB_HCA, NCCL_IB_GID_INDEX). A message is
-one put with a strong signal, so the network may reorder. Bulk goes by a context of its own, a queue of NCCL's. NCCL's
-own sockets, and what NICs send, are neither encrypted nor authenticated: use a network that strangers cannot write to.
+one put with a strong signal, so the network may reorder. In a channel of
+kernels bulk goes by a context of its own, a queue of NCCL's. NCCL's own sockets, and what NICs send, are neither
+encrypted nor authenticated: use a network that strangers cannot write to.
 
 Making a communicator takes memory of the GPU and may wait for kernels that run on it, which may wait for a peer: so all
 channels are made before the first step, and pools that change meanwhile take another transport (``schemes.AT_START``).
@@ -68,14 +69,14 @@ class WindowLane:
 
 @dataclass(frozen=True)
 class GinLink:
-    """``parts``: all of it, to be closed once. ``base``: the address of the window, which has ``lanes``, the first and
-    that of bulk; ``fields``: of each lane's struct.
+    """``parts``: all of it, to be closed once. ``base``: the address of the window, which has ``lanes``, the first and,
+    for kernels, that of bulk; ``fields``: of each lane's struct.
     """
 
     parts: ExitStack
     communicator: Communicator
     base: int
-    lanes: tuple[WindowLane, WindowLane]
+    lanes: tuple[WindowLane, ...]
     fields: dict[str, int]
 
 
@@ -186,7 +187,8 @@ class GinWay:
             base, window = both.window(nbytes)
             for lane in lanes:
                 clear_inbox(driver, base + lane.origin, zero)
-            device_side = driver.allocate(both.device_side(2 * outbound.slots + inbound.slots, self._traffic_class))
+            requests = 2 * outbound.slots + inbound.slots
+            device_side = driver.allocate(both.device_side(requests, len(lanes), self._traffic_class))
             parts.callback(driver.free, device_side)
             fields = {"communicator": device_side, "window": window, "peer": 1 - rank}
             return GinLink(parts.pop_all(), both, base, lanes, fields)
@@ -205,17 +207,18 @@ class GinFabric(VerbsFabric):
         return super()._connected(sock, peer, session, max(deadline, monotonic() + MAKE_S + 2 * LATE_S))
 
 
-def places_of(session: PeerSession, *, listening: bool) -> tuple[tuple[WindowLane, WindowLane], int]:
-    """The first lane's, and that of bulk, which goes to who listens; and the bytes of the window. In it lie messages to
-    who listens, those back, bulk, and a page in which credits for that come back.
+def places_of(session: PeerSession, *, listening: bool) -> tuple[tuple[WindowLane, ...], int]:
+    """The first lane's, and for kernels that of bulk, which goes to who listens; and the bytes of the window. In it lie
+    messages to who listens, those back, bulk, and a page in which credits for that come back.
     """
     there, back = (-(-inbox_bytes(geometry) // PAGE) * PAGE for geometry in (session.outbound, session.inbound))
     bulk, credit = there + back, 2 * there + back
+    sent, came = session.outbound, session.inbound
     if listening:
-        first = WindowLane(there, 0, session.inbound, session.outbound)
-        return (first, WindowLane(credit, bulk, None, session.outbound)), credit + PAGE
-    first = WindowLane(0, there, session.outbound, session.inbound)
-    return (first, WindowLane(bulk, credit, session.outbound, None)), credit + PAGE
+        lanes = WindowLane(there, 0, came, sent), WindowLane(credit, bulk, None, sent)
+    else:
+        lanes = WindowLane(0, there, sent, came), WindowLane(bulk, credit, sent, None)
+    return (lanes, credit + PAGE) if session.kernels else (lanes[:1], bulk)
 
 
 def _made(

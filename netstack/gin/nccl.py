@@ -25,7 +25,6 @@ ID_BYTES = 128
 SUCCESS, IN_PROGRESS = 0, 7
 WINDOW = 1 | 2  # symmetric, strictly ordered
 FULLY_CONNECTED = 1
-CONTEXTS = 2  # queues that kernels put by; NCCL may make others
 AGAIN_S = 1e-3
 END_S = 1.0  # for what a communicator has to end before it is aborted
 
@@ -186,13 +185,13 @@ class Communicator:
         self._undo.append(("ncclCommWindowDeregister", made))
         return memory.value or 0, made.value or 0
 
-    def device_side(self, requests: int, traffic_class: int) -> bytes:
+    def device_side(self, requests: int, contexts: int, traffic_class: int) -> bytes:
         """The ncclDevComm that kernels are given; they make it together. ``requests``: that may be under way at once,
-        by one context; ``traffic_class``: 0 = NCCL's own.
+        by each of so many ``contexts``; ``traffic_class``: 0 = NCCL's own.
         """
         made = ctypes.create_string_buffer(self.properties().devCommRuntimeVersionSize)
         wanted = Requirements(ctypes.sizeof(Requirements), MAGIC, self._nccl.version)
-        wanted.ginForceEnable, wanted.ginContextCount, wanted.ginConnectionType = True, CONTEXTS, FULLY_CONNECTED
+        wanted.ginForceEnable, wanted.ginContextCount, wanted.ginConnectionType = True, contexts, FULLY_CONNECTED
         wanted.ginQueueDepth, wanted.ginTrafficClass = requests, traffic_class or UNSET
         wanted.ginStrongSignalsRequired = wanted.ginVaSignalsRequired = wanted.useRuntimeVersion = True
         wanted.ginCustomStride = 1

@@ -5,8 +5,8 @@ transport, epoch, cipher, both geometries, the connector's own name, that of the
 nonce of each side; the label of each proof names its role, so neither can be replayed, reflected or moved to another
 link. The connector proves itself first. Frames have fixed sizes:
 
-    connector -> listener   hello      magic, version, epoch, cipher, transport, outbound and inbound geometry, own and
-                                       wanted name, nonce
+    connector -> listener   hello      magic, version, epoch, cipher, transport, whether kernels send, outbound and
+                                       inbound geometry, own and wanted name, nonce
     listener -> connector   challenge  magic, version, nonce
     connector -> listener   proof      HMAC(key, "connector" + hello + challenge)
     listener -> connector   proof      HMAC(key, "listener" + hello + challenge), or where the hello does not suit it
@@ -36,11 +36,11 @@ from typing import TypeVar
 from lamina.netstack.contract.fabric import ChannelTimeout, HandshakeError
 from lamina.netstack.contract.terms import NAME_BYTES, Geometry, Terms
 
-VERSION = 3
+VERSION = 4  # of all that peers say to each other, cards of transports and their trials too
 MAGIC = b"LMNA"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-HELLO = struct.Struct(f"!4sHH16s8sIQIQ{NAME_BYTES}s{NAME_BYTES}s32s")
+HELLO = struct.Struct(f"!4sHH16s8s?IQIQ{NAME_BYTES}s{NAME_BYTES}s32s")
 CHALLENGE = struct.Struct("!4sH32s")
 PREFIX = struct.Struct("!4sH")  # how both begin, in every version
 SEAL = "aes-256-gcm"  # of frames that leave the host, by its name in a hello
@@ -95,7 +95,7 @@ def offer(key: bytes, terms: Hello) -> Steps:
     """The connector's side. Raises HandshakeError."""
     out, into = terms.outbound, terms.inbound
     hello = HELLO.pack(
-        MAGIC, VERSION, terms.epoch, terms.cipher.encode(), terms.scheme.encode(),
+        MAGIC, VERSION, terms.epoch, terms.cipher.encode(), terms.scheme.encode(), terms.kernels,
         out.slots, out.slot_bytes, into.slots, into.slot_bytes,
         terms.name.encode(), terms.peer.encode(), secrets.token_bytes(NONCE_BYTES),
     )  # fmt: skip
@@ -154,11 +154,11 @@ def answer(
 
 def _terms(hello: bytes) -> Hello:
     """Raises ValueError."""
-    _, _, epoch, cipher, scheme, out_slots, out_bytes, in_slots, in_bytes, name, peer, _ = HELLO.unpack(hello)
-    out, into = Geometry(slots=out_slots, slot_bytes=out_bytes), Geometry(slots=in_slots, slot_bytes=in_bytes)
+    _, _, epoch, cipher, scheme, kernels, *shapes, name, peer, _ = HELLO.unpack(hello)
+    out, into = (Geometry(slots=slots, slot_bytes=nbytes) for slots, nbytes in (shapes[:2], shapes[2:]))
     texts = zip(("scheme", "cipher", "name", "peer"), (scheme, cipher, name, peer), strict=True)
     words = {field: text.rstrip(b"\0").decode() for field, text in texts}
-    return Hello(outbound=out, inbound=into, epoch=epoch, **words)
+    return Hello(outbound=out, inbound=into, epoch=epoch, kernels=kernels, **words)
 
 
 def _objection(terms: Hello, schemes: Sequence[str], name: str, must_seal: Collection[str]) -> tuple[str, str]:

@@ -2,14 +2,17 @@
 
 Two NICs are connected as soon as each believes what the other has said of itself, before one packet has passed. A GID
 of another network, a switch whose MTU is smaller, a firewall: all show with the first message, after seconds. Who has
-another way tries first.
+another way tries first. What a channel has of queues, a trial goes by all of them: its transport says how (Means).
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from hashlib import shake_128
 from time import monotonic
+from typing import Protocol
 
 from lamina.netstack.contract.fabric import TAG_BYTES, Channel, ChannelError, PeerFault
 from lamina.netstack.contract.terms import Geometry
@@ -21,43 +24,76 @@ THERE, BACK = b"there", b"back"
 _SEED_BYTES = TAG_BYTES - 1
 
 
-def run_trial(channel: Channel, timeout_s: float) -> None:
-    """The connector's side. Raises ChannelError with what did not pass."""
+class Calls(Protocol):
+    """The calls that move a trial's messages, until ``deadline`` (of ``time.monotonic``). Both raise ChannelError."""
+
+    def send(self, tag: bytes, payload: bytes, deadline: float) -> None: ...
+
+    def receive(self, deadline: float) -> tuple[bytes, bytes]:
+        """(tag, payload) of the next message."""
+        ...
+
+
+# Given a channel, and whether this side listens: who moves messages there and back, while the block lasts.
+Means = Callable[[Channel, bool], AbstractContextManager[Calls]]
+
+
+class HostCalls:
+    """The channel's own calls."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def send(self, tag: bytes, payload: bytes, deadline: float) -> None:
+        slot = self._channel.reserve(len(payload), timeout_s=_left(deadline))
+        slot.data[:] = payload
+        self._channel.put_signal(slot, tag)
+
+    def receive(self, deadline: float) -> tuple[bytes, bytes]:
+        arrival = self._channel.wait_signal(timeout_s=_left(deadline))
+        came = arrival.tag, bytes(arrival.data)
+        self._channel.release(arrival)
+        return came
+
+
+@contextmanager
+def by_host(channel: Channel, listening: bool) -> Iterator[HostCalls]:
+    yield HostCalls(channel)
+
+
+def run_trial(channel: Channel, timeout_s: float, means: Sequence[Means] = (by_host,)) -> None:
+    """The connector's side, by each of ``means`` in turn. Raises ChannelError with what did not pass."""
     deadline, seed = monotonic() + timeout_s, secrets.token_bytes(_SEED_BYTES)
-    for n, nbytes in enumerate(SIZES):
-        tag = seed + bytes([n])
-        _send(channel, THERE, tag, nbytes, deadline)
-        _receive(channel, BACK, tag, nbytes, deadline)
+    for turn, opened in enumerate(means):
+        with opened(channel, False) as calls:
+            for n, nbytes in enumerate(SIZES, turn * len(SIZES)):
+                tag = seed + bytes([n])
+                calls.send(tag, _payload(THERE, tag, nbytes), deadline)
+                _check(channel, calls.receive(deadline), BACK, tag, nbytes)
 
 
-def answer_trial(channel: Channel, timeout_s: float) -> None:
+def answer_trial(channel: Channel, timeout_s: float, means: Sequence[Means] = (by_host,)) -> None:
     """The listener's side. Raises ChannelError, of which the peer is told."""
     deadline, seed = monotonic() + timeout_s, b""
     try:
-        for n, nbytes in enumerate(SIZES):
-            tag = _receive(channel, THERE, seed and seed + bytes([n]), nbytes, deadline)
-            seed = tag[:_SEED_BYTES]
-            _send(channel, BACK, tag, nbytes, deadline)
+        for turn, opened in enumerate(means):
+            with opened(channel, True) as calls:
+                for n, nbytes in enumerate(SIZES, turn * len(SIZES)):
+                    tag, payload = calls.receive(deadline)
+                    seed = seed or tag[:_SEED_BYTES]
+                    _check(channel, (tag, payload), THERE, seed + bytes([n]), nbytes)
+                    calls.send(tag, _payload(BACK, tag, nbytes), deadline)
     except ChannelError as error:
         channel.abort(str(error))
         raise
 
 
-def _send(channel: Channel, label: bytes, tag: bytes, nbytes: int, deadline: float) -> None:
-    slot = channel.reserve(nbytes, timeout_s=_left(deadline))
-    slot.data[:] = _payload(label, tag, nbytes)
-    channel.put_signal(slot, tag)
-
-
-def _receive(channel: Channel, label: bytes, tag: bytes, nbytes: int, deadline: float) -> bytes:
-    """The tag of the next message, which is ``tag`` unless that is empty."""
-    arrival = channel.wait_signal(timeout_s=_left(deadline))
-    if arrival.data != _payload(label, arrival.tag, nbytes) or arrival.tag != (tag or arrival.tag):
+def _check(channel: Channel, came: tuple[bytes, bytes], label: bytes, tag: bytes, nbytes: int) -> None:
+    """Is it the message of ``tag``, with its bytes? The peer is told otherwise."""
+    if came != (tag, _payload(label, tag, nbytes)):
         why = f"a message of {nbytes} bytes came with others than were sent"
         channel.abort(why)
         raise PeerFault(f"{channel.peer}: {why}")
-    channel.release(arrival)
-    return arrival.tag
 
 
 def _payload(label: bytes, tag: bytes, nbytes: int) -> bytes:

@@ -1,10 +1,11 @@
-"""The card of a channel of two lanes: a Card of each, and in which order its kernels see a NIC's writes. As with Card,
-nothing of it is trusted.
+"""The card of a channel of one lane or two: a Card of each, and in which order its kernels see a NIC's writes. As with
+Card, nothing of it is trusted.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamina.netstack.contract.fabric import HandshakeError
@@ -19,23 +20,22 @@ NEEDS = "take --transport gin or verbs"
 
 @dataclass(frozen=True)
 class LanedCard:
-    """``first``, ``bulk``: of its lanes. That of bulk has an inbox at who listens alone."""
+    """``lanes``: the first, and that of bulk if there is one, which has an inbox at who listens alone."""
 
-    first: Card
-    bulk: Card
+    lanes: tuple[Card, ...]
     ordering: int = STRICT
 
     def pack(self) -> bytes:
-        return HEAD.pack(MAGIC, self.ordering) + self.first.pack() + self.bulk.pack()
+        return HEAD.pack(MAGIC, self.ordering) + b"".join(card.pack() for card in self.lanes)
 
 
-def opened_lanes(text: bytes, sizes: tuple[int, int], *, our_lid: int) -> LanedCard:
+def opened_lanes(text: bytes, sizes: Sequence[int], *, our_lid: int) -> LanedCard:
     """The card that a peer sent, whose inboxes have ``sizes`` in bytes by the terms; ``our_lid``: 0 on Ethernet.
 
     Raises HandshakeError, which names what no honest peer can have said, or what this side cannot do for it.
     """
-    if len(text) != HEAD.size + 2 * WIRE.size:
-        raise HandshakeError(f"its card has {len(text)} bytes, not {HEAD.size + 2 * WIRE.size}")
+    if len(text) != HEAD.size + len(sizes) * WIRE.size:
+        raise HandshakeError(f"its card has {len(text)} bytes, not {HEAD.size + len(sizes) * WIRE.size}")
     magic, ordering = HEAD.unpack_from(text)
     if magic != MAGIC:
         raise HandshakeError(f"its card begins with {magic!r}, not {MAGIC!r}")
@@ -43,10 +43,10 @@ def opened_lanes(text: bytes, sizes: tuple[int, int], *, our_lid: int) -> LanedC
         raise HandshakeError(f"its GPU sees a NIC's writes in any order, ours sends as to a strict one: {NEEDS}")
     if ordering != STRICT:
         raise HandshakeError(f"its card names an order of a NIC's writes, {ordering}, that there is not")
-    parts = text[HEAD.size : HEAD.size + WIRE.size], text[HEAD.size + WIRE.size :]
-    first, bulk = (opened(t, inbox_bytes=n, our_lid=our_lid) for t, n in zip(parts, sizes, strict=True))
-    if (first.route.gid, first.route.lid) != (bulk.route.gid, bulk.route.lid):
+    parts = (text[at : at + WIRE.size] for at in range(HEAD.size, len(text), WIRE.size))
+    lanes = tuple(opened(part, inbox_bytes=n, our_lid=our_lid) for part, n in zip(parts, sizes, strict=True))
+    if len({(card.route.gid, card.route.lid) for card in lanes}) > 1:
         raise HandshakeError("its two queue pairs are of different ports")
-    if first.route.number == bulk.route.number:
-        raise HandshakeError(f"its two queue pairs are one, {bulk.route.number:#x}")
-    return LanedCard(first, bulk, ordering)
+    if len({card.route.number for card in lanes}) < len(lanes):
+        raise HandshakeError(f"its two queue pairs are one, {lanes[0].route.number:#x}")
+    return LanedCard(lanes, ordering)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lamina.netstack.host._native import KernelPair
 
 MLX5 = LinkKind("mlx5", StructLayout(*mlx5_layout()), has_bulk=True)
-FIRST, BULK = 1, 2  # Lane of csrc/netstack/mlx5_channel.h
+ALONE, FIRST, BULK = 0, 1, 2  # Lane of csrc/netstack/mlx5_channel.h
 SYNDROMES = {  # of a failed work request, by the mlx5 manual
     0x01: "local length error",
     0x02: "local queue pair error",
@@ -72,17 +72,20 @@ class NicEvents:
 
 
 class Mlx5Channel(KernelChannel):
-    """Owns ``sock`` and ``parts`` once this returns. ``lanes``: the first, and that of bulk; ``theirs``: the peer's."""
+    """Owns ``sock`` and ``parts`` once this returns. ``lanes``: the first, and that of bulk in channels of kernels;
+    ``theirs``: the peer's.
+    """
 
     def __init__(
-        self, driver: Driver, parts: ExitStack, lanes: tuple[NicLane, NicLane], theirs: LanedCard, sock: socket.socket,
+        self, driver: Driver, parts: ExitStack, lanes: Sequence[NicLane], theirs: LanedCard, sock: socket.socket,
         peer: str, session: Terms, *, listening: bool,
     ) -> None:  # fmt: skip
         self._nic = parts.enter_context(closing(NicEvents([lane.pair for lane in lanes])))
 
         def describe(abort: int) -> bytes:
             structs = list[bytes]()
-            for number, lane, card in ((FIRST, lanes[0], theirs.first), (BULK, lanes[1], theirs.bulk)):
+            numbers = (FIRST, BULK) if len(lanes) > 1 else (ALONE,)
+            for number, lane, card in zip(numbers, lanes, theirs.lanes, strict=True):
                 zero, queue = session.epoch << EPOCH_SHIFT, dict(lane.queue)
                 places = lane.staging or lanes[0].staging, lane.inbox or lanes[0].inbox  # never of no memory
                 ends = ends_of(*places, abort, lane.outbound, lane.inbound, zero)
@@ -110,7 +113,7 @@ class Mlx5Channel(KernelChannel):
         if status != FAILED:
             return super()._broken(status)
         try:
-            syndrome = next(filter(None, (self._struct(lane)["queue.syndrome"] for lane in (0, 1))), 0)
+            syndrome = next(filter(None, (self._struct(lane)["queue.syndrome"] for lane in range(self._lanes))), 0)
         except CudaError as error:
             return str(error)
         why = f"the NIC reports error {syndrome:#x} ({SYNDROMES.get(syndrome, 'see the mlx5 manual')})"

@@ -4,8 +4,8 @@ HARDWARE-UNVERIFIED. What the kernels do (csrc/netstack/mlx5.h) is proven on CPU
 memory, and this module runs with the distribution's libmlx5 over a stand-in of its kernel driver, and one of CUDA's.
 
 Peers meet as those of ``verbs`` do: over TCP, which stays as the life line, with cards under the session's keys. Each
-channel has two queue pairs: one for calls and for messages that somebody waits for, both ways, and one for bulk, from
-who connects to who listens, so that the former never wait in the NIC for the latter.
+channel has a queue pair for calls and for messages that somebody waits for, both ways; one of kernels has another for
+bulk, from who connects to who listens, so that the former never wait in the NIC for the latter.
 Inbox and staging are memory of the GPU, which the NIC reaches by dma-buf or nvidia-peermem: the inbox for a peer's
 writes, and nothing else for anything. Ring, completions and records of a queue pair lie in the GPU's memory too, where
 the NIC's firmware may be told so (DEVX, by dma-buf); else they are libmlx5's, in the host's memory, which is mapped for
@@ -35,6 +35,7 @@ from lamina.netstack.host.native import Ringer, mlx5_fault, open_kernel_pair, ri
 from lamina.netstack.meeting.handshake import PeerSession, exchanged
 from lamina.netstack.meeting.listener import Meeting
 from lamina.netstack.meeting.swap import swap
+from lamina.netstack.meeting.trial import by_host
 from lamina.netstack.rdma.card import Card, Route
 from lamina.netstack.rdma.native_way import TRIAL, NativeWay, Place
 from lamina.netstack.rdma.nearest import cores_of
@@ -43,6 +44,7 @@ from lamina.netstack.rdma.verbs import VerbsFabric
 from .card import LanedCard, opened_lanes
 from .channel import Mlx5Channel, NicLane
 from .gpu_memory import NO_PIECE, HostPages, Mailbox, NicMemory, doorbell_fault, lack
+from .trial import by_kernels
 
 if TYPE_CHECKING:
     from lamina.netstack.host._native import KernelPair
@@ -70,18 +72,19 @@ class KernelWay(NativeWay):
         if (most := max(outbound.slot_bytes, inbound.slot_bytes)) > MESSAGE_MOST:
             raise HandshakeError(f"slot_bytes is at most {MESSAGE_MOST} over {self.scheme}, not {most}")
         with ExitStack() as parts:
-            lanes = first, bulk = self._lanes(parts, self._place(), outbound, inbound, listening=listening)
+            shapes = outbound, inbound
+            lanes = self._lanes(parts, self._place(), *shapes, listening=listening, kernels=session.kernels)
             for lane in lanes:
                 if lane.inbound is not None:
                     clear_inbox(self._driver, lane.inbox, session.epoch << EPOCH_SHIFT)
-            ours = LanedCard(card_of(first.pair), card_of(bulk.pair))
-            sizes = inbox_bytes(outbound), 0 if listening else inbox_bytes(outbound)
+            ours = LanedCard(tuple(card_of(lane.pair) for lane in lanes))
+            sizes = (inbox_bytes(outbound), 0 if listening else inbox_bytes(outbound))[: len(lanes)]
             theirs: list[LanedCard] = []
 
             def reach(text: bytes) -> None:
-                theirs.append(opened_lanes(text, sizes, our_lid=ours.first.route.lid))
-                connect(first.pair, theirs[0].first)
-                connect(bulk.pair, theirs[0].bulk)
+                theirs.append(opened_lanes(text, sizes, our_lid=ours.lanes[0].route.lid))
+                for lane, card in zip(lanes, theirs[0].lanes, strict=True):
+                    connect(lane.pair, card)
 
             yield from exchanged(sock, swap(session, ours.pack(), reach, listening=listening))
             try:
@@ -97,26 +100,29 @@ class KernelWay(NativeWay):
     def _try(self, place: Place) -> None:
         self._has_rings = bool(self._driver.attribute(DMA_BUF))
         try:
-            with ExitStack() as parts:
-                self._lanes(parts, place, TRIAL, TRIAL, listening=False)
+            self._open_and_close(place)
         except OSError as error:
             if not self._has_rings:
                 raise
             log.info("rings of queue pairs lie in the host's memory, not in the GPU's: %s", error)
             self._has_rings = False
-            with ExitStack() as parts:
-                self._lanes(parts, place, TRIAL, TRIAL, listening=False)
+            self._open_and_close(place)
+
+    def _open_and_close(self, place: Place) -> None:
+        with ExitStack() as parts:
+            self._lanes(parts, place, TRIAL, TRIAL, listening=False, kernels=True)
 
     def _lanes(
-        self, parts: ExitStack, place: Place, outbound: Geometry, inbound: Geometry, *, listening: bool
-    ) -> tuple[NicLane, NicLane]:
-        """The first, and that of bulk. What they take is given back with ``parts``. Raises OSError with what the driver
-        or the device refused.
+        self, parts: ExitStack, place: Place, outbound: Geometry, inbound: Geometry, *, listening: bool, kernels: bool
+    ) -> tuple[NicLane, ...]:
+        """The first, and for ``kernels`` that of bulk. What they take is given back with ``parts``. Raises OSError with
+        what the driver or the device refused.
         """
+        if not kernels:
+            return (self._lane(parts, place, outbound, inbound),)
         first = self._lane(parts, place, outbound, inbound, credits=inbound.slots if listening else 0)
-        if listening:
-            return first, self._lane(parts, place, None, inbound)
-        return first, self._lane(parts, place, outbound, None)
+        bulk = (None, inbound) if listening else (outbound, None)
+        return first, self._lane(parts, place, *bulk)
 
     def _lane(
         self, parts: ExitStack, place: Place, outbound: Geometry | None, inbound: Geometry | None, credits: int = 0
@@ -182,9 +188,10 @@ def connect(pair: KernelPair, card: Card) -> None:
 
 
 class Mlx5Fabric(VerbsFabric):
-    """Listens and connects as ``verbs`` does."""
+    """Listens and connects as ``verbs`` does; its trials go by each queue of a channel."""
 
     scheme = "mlx5"
+    means = by_host, by_kernels
 
 
 def open_fabric(key: bytes, *, gpu: int = 0, device: str = "") -> Mlx5Fabric:

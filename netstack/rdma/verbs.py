@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import closing
+from dataclasses import replace
 from threading import BoundedSemaphore, Thread
 
 from lamina.netstack.contract.base import SPIN_S, affordable_spin, rdma_device
@@ -36,7 +37,7 @@ from lamina.netstack.host.native import verbs_fault
 from lamina.netstack.host.tcp import TcpFabric
 from lamina.netstack.meeting.handshake import PeerSession, drive
 from lamina.netstack.meeting.listener import Meeting, StreamListener, Visit
-from lamina.netstack.meeting.trial import TRIAL, TRIAL_S, answer_trial, run_trial
+from lamina.netstack.meeting.trial import TRIAL, TRIAL_S, Means, answer_trial, by_host, run_trial
 
 from .native_way import NativeWay
 from .way import NicWay
@@ -51,6 +52,7 @@ class VerbsFabric(TcpFabric):
     """
 
     scheme = "verbs"
+    means: tuple[Means, ...] = (by_host,)  # of trials
 
     def __init__(self, key: bytes, *, device: str = "", spin_s: float = SPIN_S, way: NicWay | None = None) -> None:
         super().__init__(key)
@@ -71,10 +73,10 @@ class VerbsFabric(TcpFabric):
         """Why messages to and from a listener that this transport has joined do not pass within TRIAL_S; empty if they
         do. Raises ChannelError where there is nobody to ask, ChannelTimeout where nobody accepts within ``timeout_s``.
         """
-        asks = Terms(outbound=TRIAL, inbound=TRIAL, name=terms.name, peer=terms.peer, key=terms.key)
+        asks = replace(terms, outbound=TRIAL, inbound=TRIAL, epoch=0)
         with closing(self._connect(url, asks, self.scheme + ASKS, timeout_s)) as channel:
             try:
-                run_trial(channel, TRIAL_S)
+                run_trial(channel, TRIAL_S, self.means)
             except ChannelError as error:
                 return str(error)
         return ""
@@ -104,7 +106,7 @@ class VerbsFabric(TcpFabric):
         def run() -> None:
             try:
                 with closing(channel):
-                    answer_trial(channel, TRIAL_S)
+                    answer_trial(channel, TRIAL_S, self.means)
             except ChannelError:
                 pass  # the peer has heard
             finally:

@@ -14,10 +14,11 @@ import re
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
 from common import line_of
 
@@ -25,12 +26,14 @@ from lamina import netstack
 from lamina.netstack.contract.base import RDMA_DEVICE
 from lamina.netstack.contract.key import KEY
 from lamina.netstack.cuda.cuda import DEVICE
+from lamina.netstack.doctor import Machine, mellanox
 from lamina.netstack.rdma.ports import NONE, Port, Wanted, lack, ports
 from lamina.netstack.schemes import SCHEMES
 
 from .competitors import Competitor, Course, Times, call, lamina, listening_server, needs_program
 
 BY_NIC = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}  # else GPUs of one host speak over NVLink, PCIe or the host
+DOORBELL = {"MLX5_SHUT_UP_BF": "1"}  # libmlx5 rings by 8 bytes, as Lamina's kernels do, and the NIC fetches the request
 DIRECT, THROUGH_HOST = {"NCCL_NET_GDR_LEVEL": "SYS"}, {"NCCL_NET_GDR_LEVEL": "LOC"}
 ROOT = Path(__file__).parents[2]
 WINDOW = 64
@@ -62,6 +65,14 @@ def needs_port() -> str:
     return ""
 
 
+def needs_connectx() -> str:
+    try:
+        port, _ = chosen_port()
+    except ValueError as error:
+        return str(error)
+    return "" if port.device in mellanox(Machine()) else f"a port of a ConnectX, which {port.device} is not"
+
+
 def needs_transport(scheme: str) -> Callable[[], str]:
     """Empty where this host opens it."""
 
@@ -91,9 +102,11 @@ def all_of(*needs: Callable[[], str]) -> Callable[[], str]:
     return lambda: "; ".join(filter(None, (need() for need in needs)))
 
 
-def perftest(program: str, way: Callable[[str], float], least: int = LEAST_ITERATIONS) -> Callable[[Course], Times]:
+def perftest(
+    program: str, way: Callable[[str], float], environment: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Course], Times]:
     """``way``: the microseconds of a message in what the program prints. It measures the rate of its clock first; where
-    others keep it from that it prints no numbers, and tries again.
+    others keep it from that it prints no numbers, and tries again. ``environment``: of both sides.
     """
 
     def one(course: Course, nbytes: int) -> tuple[float, float]:
@@ -105,10 +118,11 @@ def perftest(program: str, way: Callable[[str], float], least: int = LEAST_ITERA
     def once(course: Course, nbytes: int) -> tuple[float, float]:
         port, wanted = chosen_port()
         place = ["-d", port.device, "-i", str(port.number), "-x", str(port.gid_index(wanted))]
-        command = [program, *place, "-F", "-s", str(nbytes), "-n", str(max(least, course.rounds(nbytes)))]
+        command = [program, *place, "-F", "-s", str(nbytes), "-n", str(max(LEAST_ITERATIONS, course.rounds(nbytes)))]
         on = [["taskset", "-c", str(core)] for core in course.cores]
-        with listening_server([*on[1], *command], dict(os.environ)) as number:
-            text = call([*on[0], *command, "-p", str(number), "127.0.0.1"], limit_s=course.limit_s)
+        with listening_server([*on[1], *command], {**os.environ, **environment}) as number:
+            client = [*on[0], *command, "-p", str(number), "127.0.0.1"]
+            text = call(client, dict(environment), limit_s=course.limit_s)
         return way(text), late_of(text)
 
     return lambda course: {nbytes: one(course, nbytes) for nbytes in course.sizes}
@@ -200,10 +214,14 @@ def nccl(environment: dict[str, str]) -> Callable[[Course], Times]:
 TWO_GPUS = all_of(lambda: needs_gpus(2))
 PERFTEST = {name: all_of(needs_program(name), needs_port) for name in ("ib_write_lat", "ib_write_bw")}
 VERBS = needs_transport("verbs")
+WITHOUT_BLUEFLAME = (
+    perftest("ib_write_lat", typical_us, DOORBELL), all_of(needs_program("ib_write_lat"), needs_connectx),
+)  # fmt: skip
 OVER_NICS = [
     Competitor("lamina verbs put", "rdma", "native", lamina("verbs", "put_lat", "native"), VERBS),
     Competitor("lamina verbs copy", "rdma", "native", lamina("verbs", "rtt", "native"), VERBS),
     Competitor("ib_write_lat", "rdma", "native", perftest("ib_write_lat", typical_us), PERFTEST["ib_write_lat"], False),
+    Competitor("ib_write_lat, no BlueFlame", "rdma", "native", *WITHOUT_BLUEFLAME, False),
     Competitor("lamina verbs stream", "window", "native", lamina_window("verbs"), VERBS),
     Competitor("ib_write_bw", "window", "native", perftest("ib_write_bw", average_us), PERFTEST["ib_write_bw"], False),
     Competitor("lamina cuda graph", "gpu", "kernel", lamina_gpus("cuda", "device"), needs_transport("cuda")),

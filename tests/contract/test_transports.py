@@ -83,9 +83,18 @@ class Pair:
     b: Channel
 
 
-def connect(fabric: Fabric, listener: Listener, out: Geometry = SMALL, into: Geometry = SMALL, epoch: int = 0) -> Pair:
+def connect(
+    fabric: Fabric,
+    listener: Listener,
+    out: Geometry = SMALL,
+    into: Geometry = SMALL,
+    epoch: int = 0,
+    *,
+    kernels: bool = False,
+) -> Pair:
     accepted = Task(lambda: listener.accept(timeout_s=SOON_S))
-    a = fabric.connect(listener.url, Terms(outbound=out, inbound=into, epoch=epoch), timeout_s=SOON_S)
+    terms = Terms(outbound=out, inbound=into, epoch=epoch, kernels=kernels)
+    a = fabric.connect(listener.url, terms, timeout_s=SOON_S)
     return Pair(fabric, listener, a, accepted.join())
 
 
@@ -763,7 +772,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[Kernels, Kernels]]
     """Of both ends of a channel whose slots and epoch wrap soon."""
     with scheme_of(request.param) as scheme:
         fabric = open_or_skip(scheme, gpu=gpu_of(request.param))
-        pair, driver = connect(fabric, fabric.listen(), epoch=65535), Driver()
+        pair, driver = connect(fabric, fabric.listen(), epoch=65535, kernels=True), Driver()
         ends = Kernels(driver, pair.a), Kernels(driver, pair.b)
         yield ends
         fabric.close()

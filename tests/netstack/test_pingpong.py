@@ -14,7 +14,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -80,7 +80,14 @@ def test_a_turn_of_three() -> None:
 def test_rows_of_nics_and_gpus_are_left_out_by_name() -> None:
     done = run("--dry-run")
     assert done.returncode == 0
-    for name in ("ib_write_lat", "ib_write_bw", "lamina gin graph", "lamina mlx5 graph", "NCCL send/recv"):
+    for name in (
+        "ib_write_lat",
+        "ib_write_lat, no BlueFlame",
+        "ib_write_bw",
+        "lamina gin graph",
+        "lamina mlx5 graph",
+        "NCCL send/recv",
+    ):
         assert f"{name}: left out: needs " in done.stderr or name in done.stdout.splitlines()
 
 
@@ -146,6 +153,47 @@ def test_perftest_is_read_by_its_columns() -> None:
             way(text)
     with pytest.raises(RuntimeError, match="no figures"):
         nics.typical_us("Couldn't connect to 127.0.0.1:18515")
+
+
+PROGRAM = f"""#!{sys.executable}
+import os, socket, sys
+word = os.environ.get("MLX5_SHUT_UP_BF", "0").encode()
+port = int(sys.argv[sys.argv.index("-p") + 1])
+if sys.argv[-1] != "127.0.0.1":
+    with socket.create_server(("127.0.0.1", port)) as door:
+        door.accept()[0].sendall(word)
+    sys.exit()
+with socket.create_connection(("127.0.0.1", port)) as sock:
+    words = word + sock.recv(1)
+print({LATENCY!r}.replace("0.79", words.decode()))
+"""
+
+
+@pytest.mark.parametrize(("row", "words"), [("ib_write_lat", "00"), ("ib_write_lat, no BlueFlame", "11")])
+def test_perftest_rings_by_a_doorbell_where_it_is_told_to(
+    row: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both sides: the difference of the two rows is what BlueFlame gives on this host."""
+    program = tmp_path / "ib_write_lat"
+    program.write_text(PROGRAM)
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("MLX5_SHUT_UP_BF", raising=False)
+    nics = over_nics()
+    port = SimpleNamespace(device="mlx5_0", number=1, gid_index=lambda _: 3)
+    monkeypatch.setattr(nics, "chosen_port", lambda: (port, None))
+    (competitor,) = [c for c in nics.OVER_NICS if c.name == row]
+    core = min(os.sched_getaffinity(0))
+    course = SimpleNamespace(sizes=[8], rounds=lambda _: 5, cores=(core, core), limit_s=SOON_S)
+    assert competitor.run(course) == {8: (float(words), 0.93)}
+
+
+def test_a_port_of_another_maker_has_no_row_without_blueflame(monkeypatch: pytest.MonkeyPatch) -> None:
+    nics = over_nics()
+    monkeypatch.setattr(nics, "chosen_port", lambda: (SimpleNamespace(device="rxe0"), None))
+    assert nics.needs_connectx() == "a port of a ConnectX, which rxe0 is not"
+    monkeypatch.setattr(nics, "mellanox", lambda _: ["rxe0"])
+    assert nics.needs_connectx() == ""
 
 
 def test_send_and_receive_of_a_process_group() -> None:

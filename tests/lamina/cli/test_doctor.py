@@ -36,6 +36,9 @@ PORT = "sys__class__infiniband__mlx5_0__ports__1__state"
 NDEV, MTU = "sys__class__infiniband__mlx5_0__ports__1__gid_attrs__ndevs__3", "sys__class__net__eth2__mtu"
 VENDOR = "sys__class__infiniband__mlx5_0__device__vendor"
 DRIVER = "proc__driver__nvidia__version"
+GPU = "sys__bus__pci__devices__0000:15:00.0__"
+A_GPU = {GPU + "vendor": "0x10de", GPU + "class": "0x030200"}
+GROUPS = GPU + "iommu_group__type", "sys__class__infiniband__mlx5_0__device__iommu_group__type"
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,12 @@ DRIVER = "proc__driver__nvidia__version"
         ("RDMA device", {PORT: "1: DOWN"}, False),
         ("ConnectX", {PORT: "4: ACTIVE", VENDOR: "0x8086"}, False),
         ("ConnectX", {PORT: "4: ACTIVE", VENDOR: "0x15b3"}, None),
+        ("IOMMU", {}, False),
+        ("IOMMU", A_GPU | {VENDOR: "0x15b3"}, True),
+        ("IOMMU", A_GPU | {VENDOR: "0x15b3"} | dict.fromkeys(GROUPS, "identity"), True),
+        ("IOMMU", A_GPU | {VENDOR: "0x15b3", GROUPS[0]: "DMA-FQ", GROUPS[1]: "identity"}, None),
+        ("IOMMU", A_GPU | {VENDOR: "0x15b3", GROUPS[0]: "identity", GROUPS[1]: "DMA"}, None),
+        ("IOMMU", {VENDOR: "0x8086", GROUPS[1]: "DMA"}, False),
         ("verbs device nodes", {}, False),
         ("verbs device nodes", {"dev__infiniband__uverbs0": ""}, True),
         ("CUDA", {}, False),
@@ -87,10 +96,19 @@ def test_packets_are_as_large_as_frames_let_them_be(
     )
 
 
+def test_an_iommu_that_translates_is_named_by_device(
+    tmp_path: Path, checks: dict[str, Callable[[Machine], Verdict]]
+) -> None:
+    here = machine(tmp_path, **A_GPU, **{VENDOR: "0x15b3", GROUPS[0]: "DMA-FQ", GROUPS[1]: "DMA"})
+    _, detail, fix = checks["IOMMU"](here)
+    assert detail == "translates addresses of 0000:15:00.0 (DMA-FQ), mlx5_0 (DMA)"
+    assert "iommu=pt" in fix
+
+
 def test_verbs_needs_neither_a_gpu_nor_order() -> None:
     """Messages are host memory, and each is one write with its completion."""
     asked = {name for name, transports, _ in CHECKS if "verbs" in transports}
-    assert not asked & {"CUDA", "NVRTC", "GPU memory registration", "doorbell page", "ordered delivery"}
+    assert not asked & {"CUDA", "NVRTC", "IOMMU", "GPU memory registration", "doorbell page", "ordered delivery"}
     assert asked >= {"RDMA device", "verbs device nodes", "locked memory", "packet size"}
 
 

@@ -331,16 +331,16 @@ ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
   });
 }
 ncclResult_t ncclDevCommCreate(ncclComm_t comm, const ncclDevCommRequirements_t* wanted, ncclDevComm_t* made) {
-  const bool suits = wanted->magic == kMagic && wanted->forced && wanted->contexts == 2 && wanted->connection == 1 &&
-                     wanted->depth > 0 && wanted->strong && wanted->va && wanted->runtime;
+  const bool suits = wanted->magic == kMagic && wanted->forced && (wanted->contexts == 1 || wanted->contexts == 2) &&
+                     wanted->connection == 1 && wanted->depth > 0 && wanted->strong && wanted->va && wanted->runtime;
   if (!suits || busy(comm)) return kInvalidUsage;
   comm->meeting->made[comm->rank] = 1;
   ++comm->parts;
   ++live;
-  comm->pending = [comm, made] {
+  comm->pending = [comm, made, asked = unsigned(wanted->contexts)] {
     if (unsupported("FAKE_NCCL_MAKES_NO_DEVICE_SIDE")) return kInProgress;
     if (!comm->both(comm->meeting->made)) return kInProgress;
-    const unsigned contexts = unsupported("FAKE_NCCL_HAS_ONE_CONTEXT") ? 1 : 2;
+    const unsigned contexts = unsupported("FAKE_NCCL_HAS_ONE_CONTEXT") ? 1 : asked;
     *made = {kMagic, 23203, comm->rank, comm->ranks, contexts, {&comm->networks[0], &comm->networks[1]}};
     return 0;
   };

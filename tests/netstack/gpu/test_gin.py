@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ from wiring import KEY, ROOT, SOON_S, connect, send
 from lamina import netstack
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
 from lamina.netstack.cuda.driver import CudaStream, Pinned
+from lamina.netstack.cuda.ends import inbox_bytes
 from lamina.netstack.gin import compiler, gin, nccl
 from lamina.netstack.host.native import ABORTED, OK, TIMEOUT
 from lamina.netstack.host.tcp import TcpFabric
 from lamina.netstack.meeting import handshake
-from lamina.netstack.meeting.handshake import Hello
+from lamina.netstack.meeting.handshake import Hello, PeerSession
 from lamina.netstack.meeting.listener import StreamListener
 from lamina.netstack.meeting.swap import swap
 
@@ -259,7 +261,7 @@ def test_bulk_has_a_context_of_its_own_where_nccl_makes_two(
         monkeypatch.setenv("FAKE_NCCL_HAS_ONE_CONTEXT", "1")
     library.fake_nccl_hold(1)
     try:
-        a, b = connect(fabric, geometry=SMALL)
+        a, b = connect(fabric, geometry=SMALL, kernels=True)
     finally:
         library.fake_nccl_hold(-1)
     assert isinstance(a, gin.GinChannel)
@@ -286,6 +288,18 @@ def test_bulk_has_a_context_of_its_own_where_nccl_makes_two(
         end.close()
     for part in (*streams, mail):
         part.close()
+
+
+@pytest.mark.parametrize("listening", [False, True])
+def test_a_window_for_hosts_has_no_place_for_bulk(listening: bool) -> None:
+    session = PeerSession(scheme="gin", outbound=SMALL, inbound=netstack.Geometry(slots=9, slot_bytes=5000))
+    lanes, nbytes = gin.places_of(session, listening=listening)
+    more, more_bytes = gin.places_of(replace(session, kernels=True), listening=listening)
+    assert lanes == more[:1]
+    assert len(more) == 2
+    inbox = -(-inbox_bytes(SMALL) // gin.PAGE) * gin.PAGE
+    assert (more[1].to, more[1].origin)[:: -1 if listening else 1] == (nbytes, nbytes + inbox)
+    assert more_bytes == nbytes + inbox + gin.PAGE, "the inbox of bulk, and credits of it"
 
 
 def test_gin_answers_no_trials(fabric: netstack.Fabric) -> None:

@@ -304,22 +304,24 @@ def test_a_hello_is_not_changed_on_its_way(pool: ThreadPoolExecutor, field: str)
         assert "keys differ" in str(error)
 
 
-def test_a_listener_answers_another_version_by_its_own(pool: ThreadPoolExecutor) -> None:
-    """A hello of version 2 was 73 bytes, its challenge 38, of which all of a later one's beginning is the same."""
+@pytest.mark.parametrize(("version", "nbytes"), [(2, 73), (3, 216)])
+def test_a_listener_answers_another_version_by_its_own(version: int, nbytes: int) -> None:
+    """A challenge has had 38 bytes ever since, of which the beginning is the same: so old peers name versions too."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall((handshake.MAGIC + (2).to_bytes(2, "big")).ljust(73, b"\0"))
-        with pytest.raises(HandshakeError, match=f"speaks version 2 .* we speak version {handshake.VERSION}"):
+        theirs.sendall((handshake.MAGIC + version.to_bytes(2, "big")).ljust(nbytes, b"\0"))
+        with pytest.raises(HandshakeError, match=f"speaks version {version} .* we speak version {handshake.VERSION}"):
             run(ours, answering(), "peer", deadline=time.monotonic() + SOON_S)
         assert PREFIX.unpack_from(theirs.recv(38)) == (handshake.MAGIC, handshake.VERSION)
 
 
-def test_a_connector_names_the_older_version_of_its_listener() -> None:
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_connector_names_the_older_version_of_its_listener(version: int) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall((handshake.MAGIC + (2).to_bytes(2, "big")).ljust(38, b"\0"))
+        theirs.sendall((handshake.MAGIC + version.to_bytes(2, "big")).ljust(38, b"\0"))
         theirs.shutdown(socket.SHUT_WR)
-        with pytest.raises(HandshakeError, match=f"speaks version 2 .* we speak version {handshake.VERSION}"):
+        with pytest.raises(HandshakeError, match=f"speaks version {version} .* we speak version {handshake.VERSION}"):
             run(ours, offer(KEY, TERMS), "peer", deadline=time.monotonic() + SOON_S)
 
 

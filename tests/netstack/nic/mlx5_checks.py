@@ -7,19 +7,18 @@ import gc
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from mlx5_without_nic import FAKE
 from test_verbs_faults import SMALL, fault_of
-from wiring import KEY, SOON_S, beyond_memory, connect, send
+from wiring import KEY, SOON_S, connect, send
 
 from lamina import netstack
 from lamina.netstack import Geometry
-from lamina.netstack.auto import AutoFabric
-from lamina.netstack.contract.base import RDMA_DEVICE
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
 from lamina.netstack.cuda import kernel_channel
 from lamina.netstack.cuda.driver import CudaStream, Driver, Pinned
@@ -49,8 +48,9 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 def ends() -> tuple[netstack.Fabric, Mlx5Channel, Mlx5Channel]:
+    """Of a channel of kernels."""
     fabric = netstack.open("mlx5", key=KEY)
-    a, b = connect(fabric, geometry=SMALL)
+    a, b = connect(fabric, geometry=SMALL, kernels=True)
     assert isinstance(a, Mlx5Channel)
     assert isinstance(b, Mlx5Channel)
     return fabric, a, b
@@ -85,7 +85,7 @@ def test_mlx5_credits_of_kernels_ride_on_messages() -> None:
     tells the rest.
     """
     fabric = netstack.open("mlx5", key=KEY)
-    a, b = connect(fabric, geometry=Geometry(slots=4, slot_bytes=200))
+    a, b = connect(fabric, geometry=Geometry(slots=4, slot_bytes=200), kernels=True)
     assert isinstance(a, Mlx5Channel)
     assert isinstance(b, Mlx5Channel)
     driver = Driver()
@@ -174,22 +174,28 @@ def test_mlx5_a_thread_rings_where_the_gpu_may_not(
     assert len(os.listdir("/proc/self/task")) <= before
 
 
+@pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("variable", ["", "FAKE_CUDA_EXPORTS_NOTHING", "FAKE_MLX5_TAKES_NO_EXPORT"])
-def test_mlx5_registers_inbox_and_staging_and_no_more(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first lane both at each end, of bulk the staging of who connects and the inbox of who listens. By dma-buf;
-    by address, as nvidia-peermem knows it, where the GPU's driver exports nothing, or the NIC's takes nothing of it.
+def test_mlx5_registers_inbox_and_staging_and_no_more(
+    variable: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first lane both at each end; of bulk, which kernels alone have, the staging of who connects and the inbox
+    of who listens. By dma-buf; by address, as nvidia-peermem knows it, where the GPU's driver exports nothing, or the
+    NIC's takes nothing of it.
     """
+    pieces = 6 if kernels else 4
     FAKE.fake_mlx5_bytes.restype = ctypes.c_uint64
     if variable:
         monkeypatch.setenv(variable, "1")
     fabric = netstack.open("mlx5", key=KEY)
     before = FAKE.fake_mlx5_memories(), FAKE.fake_mlx5_exported(), FAKE.fake_mlx5_bytes()
-    a, b = connect(fabric, geometry=SMALL)
+    a, b = connect(fabric, geometry=SMALL, kernels=kernels)
     send(a, b"hello")
     assert b.wait_signal(timeout_s=SOON_S).data == b"hello"
-    assert FAKE.fake_mlx5_memories() == before[0] + 6
-    assert FAKE.fake_mlx5_bytes() == before[2] + 6 * inbox_bytes(SMALL), "staging is as large as the inbox of the peer"
-    assert FAKE.fake_mlx5_exported() == (0 if variable else 6)
+    assert FAKE.fake_mlx5_memories() == before[0] + pieces
+    nbytes = pieces * inbox_bytes(SMALL)
+    assert FAKE.fake_mlx5_bytes() == before[2] + nbytes, "staging is as large as the inbox of the peer"
+    assert FAKE.fake_mlx5_exported() == (0 if variable else pieces)
     fabric.close()
 
 
@@ -296,11 +302,16 @@ def test_mlx5_kernels_that_wait_for_an_o_hear_of_bulk_that_was_lost() -> None:
         part.close()
 
 
-LIES = {
-    "its two queue pairs are one": lambda card: replace(card, bulk=replace(card.bulk, route=card.first.route)),
+def with_bulk(card: LanedCard, **changes: Any) -> LanedCard:
+    first, bulk = card.lanes
+    return replace(card, lanes=(first, replace(bulk, **changes)))
+
+
+LIES: dict[str, Callable[[LanedCard], LanedCard]] = {
+    "its two queue pairs are one": lambda card: with_bulk(card, route=card.lanes[0].route),
     "sees a NIC's writes in any order.*take --transport gin or verbs": lambda card: replace(card, ordering=FENCED),
     "names an order of a NIC's writes, 7, that": lambda card: replace(card, ordering=7),
-    "has 4096 bytes where the terms need": lambda card: replace(card, bulk=replace(card.bulk, nbytes=4096)),
+    "has 4096 bytes where the terms need": lambda card: with_bulk(card, nbytes=4096),
 }
 
 
@@ -313,18 +324,19 @@ def test_mlx5_a_peer_that_lies_about_its_lanes_is_refused_in_one_line(
     honest, lie, lied = LanedCard.pack, LIES[words], list[LanedCard]()
 
     def pack(card: LanedCard) -> bytes:
-        if (card.bulk.nbytes == 0) == (liar == "connector"):
+        if (card.lanes[1].nbytes == 0) == (liar == "connector"):
             lied.append(lie(card))
             return honest(lied[-1])
         return honest(card)
 
     monkeypatch.setattr(LanedCard, "pack", pack)
+    of_kernels = netstack.Terms(outbound=SMALL, inbound=SMALL, kernels=True)
     listener = fabric.listen()
     assert isinstance(listener, StreamListener)
     with ThreadPoolExecutor(1) as threads:
         accepted = threads.submit(listener.accept, timeout_s=SOON_S)
         with pytest.raises(netstack.ChannelError) as refused:
-            fabric.connect(listener.url, netstack.Terms(outbound=SMALL, inbound=SMALL), timeout_s=SOON_S)
+            fabric.connect(listener.url, of_kernels, timeout_s=SOON_S)
         deadline = time.monotonic() + SOON_S
         while not listener._refusal and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -388,29 +400,6 @@ def test_mlx5_a_gpu_that_is_none_for_it_is_refused_in_one_line(
     with pytest.raises(ImportError, match=words) as refusal:
         netstack.open("mlx5", key=KEY)
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(("kernels", "deaf"), [(True, False), (False, False), (True, True)])
-def test_mlx5_is_what_auto_takes_for_kernels_once_messages_pass(
-    kernels: bool, deaf: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both ends compute on a GPU and name a device; where its NIC's packets do not arrive, they meet all the same."""
-    monkeypatch.setenv(RDMA_DEVICE, "mlx5_0")
-    fabric = netstack.open("auto", key=KEY, gpu=0)
-    assert isinstance(fabric, AutoFabric)
-    FAKE.fake_mlx5_deafen(deaf)
-    a, b = connect(fabric, beyond_memory(fabric), geometry=SMALL, kernels=kernels)
-    FAKE.fake_mlx5_deafen(False)
-    if kernels and not deaf:
-        assert "mlx5, for " in fabric.reason
-        assert isinstance(a, Mlx5Channel)
-        assert isinstance(b, Mlx5Channel)
-    else:
-        assert not isinstance(a, netstack.DeviceChannel)
-        assert ("RDMA by kernels (a trial failed: " in fabric.reason) == deaf
-    talk(a, b)
-    talk(b, a)
-    fabric.close()
 
 
 def test_mlx5_takes_each_page_once() -> None:

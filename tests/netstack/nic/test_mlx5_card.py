@@ -15,8 +15,15 @@ from lamina.netstack.mlx5.card import FENCED, HEAD, STRICT, LanedCard, opened_la
 from lamina.netstack.rdma.card import WIRE, Card, Route
 
 ROUTE = Route(IPv6Address("::ffff:10.9.0.1").packed, lid=0, number=17, psn=0xFFFFFF, mtu=3)
-LISTENER = LanedCard(Card(ROUTE, 8192, 1, 4096), Card(replace(ROUTE, number=18), 8192, 2, 1 << 20))
-CONNECTOR = LanedCard(Card(ROUTE, 8192, 1, 4096), Card(replace(ROUTE, number=18), 0, 0, 0))
+FIRST, BULK = Card(ROUTE, 8192, 1, 4096), Card(replace(ROUTE, number=18), 8192, 2, 1 << 20)
+LISTENER = LanedCard((FIRST, BULK))
+CONNECTOR = LanedCard((FIRST, Card(replace(ROUTE, number=18), 0, 0, 0)))
+ALONE = LanedCard((FIRST,))  # of either, for hosts
+
+
+def with_bulk(**changes: object) -> LanedCard:
+    """That of the listener, of which the second lane's queue pair is another."""
+    return LanedCard((FIRST, replace(BULK, route=replace(BULK.route, **changes))))  # type: ignore[arg-type]
 
 
 def read(card: LanedCard, bulk_bytes: int = 8192) -> LanedCard:
@@ -26,6 +33,7 @@ def read(card: LanedCard, bulk_bytes: int = 8192) -> LanedCard:
 def test_honest_cards_pass() -> None:
     assert read(LISTENER) == LISTENER
     assert read(CONNECTOR, 0) == CONNECTOR
+    assert opened_lanes(ALONE.pack(), (8192,), our_lid=0) == ALONE
     assert LISTENER.ordering == STRICT
 
 
@@ -33,12 +41,10 @@ LIES: dict[str, Callable[[], LanedCard]] = {
     "in any order, ours sends as to a strict one: take": lambda: replace(LISTENER, ordering=FENCED),
     "an order of a NIC's writes, 0, that there is not": lambda: replace(LISTENER, ordering=0),
     "an order of a NIC's writes, 3, that there is not": lambda: replace(LISTENER, ordering=3),
-    "its two queue pairs are one, 0x11": lambda: replace(LISTENER, bulk=replace(LISTENER.bulk, route=ROUTE)),
-    "are of different ports": lambda: replace(
-        LISTENER, bulk=replace(LISTENER.bulk, route=replace(ROUTE, number=18, gid=IPv6Address("fe80::1").packed))
-    ),
+    "its two queue pairs are one, 0x11": lambda: with_bulk(number=17),
+    "are of different ports": lambda: with_bulk(gid=IPv6Address("fe80::1").packed),
     "its inbox has 0 bytes where the terms need 8192": lambda: CONNECTOR,
-    "queue pair 0x1 is none": lambda: replace(LISTENER, bulk=replace(LISTENER.bulk, route=replace(ROUTE, number=1))),
+    "queue pair 0x1 is none": lambda: with_bulk(number=1),
 }
 
 
@@ -54,10 +60,13 @@ def test_who_connects_opens_no_inbox_for_bulk() -> None:
         read(LISTENER, 0)
 
 
-@pytest.mark.parametrize("text", [b"", LISTENER.first.pack(), LISTENER.pack()[:-1], LISTENER.pack() + b"x"])
+@pytest.mark.parametrize("text", [b"", FIRST.pack(), ALONE.pack(), LISTENER.pack()[:-1], LISTENER.pack() + b"x"])
 def test_a_card_of_another_kind_is_refused(text: bytes) -> None:
     with pytest.raises(HandshakeError, match=f"has {len(text)} bytes, not {HEAD.size + 2 * WIRE.size}"):
         opened_lanes(text, (8192, 8192), our_lid=0)
+    if len(text) > len(ALONE.pack()):
+        with pytest.raises(HandshakeError, match=f"has {len(text)} bytes, not {HEAD.size + WIRE.size}"):
+            opened_lanes(text, (8192,), our_lid=0)
 
 
 @given(at=st.integers(0, HEAD.size + 2 * WIRE.size - 1), byte=st.integers(0, 255))
@@ -70,4 +79,4 @@ def test_one_changed_byte_is_refused_or_still_what_it_packs_to(at: int, byte: in
         return
     assert card.pack() == text
     assert card.ordering == STRICT
-    assert card.first.route.number != card.bulk.route.number
+    assert card.lanes[0].route.number != card.lanes[1].route.number

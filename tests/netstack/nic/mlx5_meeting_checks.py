@@ -1,0 +1,146 @@
+"""Before a channel of mlx5 is taken: trials by each of its queues, peers of another version. Run as mlx5_checks.py."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from mlx5_checks import _nothing_is_left, talk  # noqa: F401 - a fixture of all tests here, too
+from mlx5_without_nic import FAKE
+from test_verbs_faults import SMALL
+from wiring import KEY, SOON_S, beyond_memory, connect
+
+from lamina import netstack
+from lamina.netstack.auto import AutoFabric
+from lamina.netstack.contract.base import RDMA_DEVICE
+from lamina.netstack.meeting import handshake
+from lamina.netstack.meeting.listener import HANDSHAKE_S, StreamListener
+from lamina.netstack.meeting.trial import SIZES
+from lamina.netstack.mlx5 import mlx5
+from lamina.netstack.mlx5.channel import Mlx5Channel, NicLane
+from lamina.netstack.mlx5.trial import KernelCalls
+
+
+@pytest.mark.parametrize(("kernels", "deaf"), [(True, False), (False, False), (True, True)])
+def test_mlx5_is_what_auto_takes_for_kernels_once_messages_pass(
+    kernels: bool, deaf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ends compute on a GPU and name a device; where its NIC's packets do not arrive, they meet all the same."""
+    monkeypatch.setenv(RDMA_DEVICE, "mlx5_0")
+    fabric = netstack.open("auto", key=KEY, gpu=0)
+    assert isinstance(fabric, AutoFabric)
+    FAKE.fake_mlx5_deafen(deaf)
+    a, b = connect(fabric, beyond_memory(fabric), geometry=SMALL, kernels=kernels)
+    FAKE.fake_mlx5_deafen(False)
+    if kernels and not deaf:
+        assert "mlx5, for " in fabric.reason
+        assert isinstance(a, Mlx5Channel)
+        assert isinstance(b, Mlx5Channel)
+    else:
+        assert not isinstance(a, netstack.DeviceChannel)
+        assert ("RDMA by kernels (a trial failed: " in fabric.reason) == deaf
+    talk(a, b)
+    talk(b, a)
+    fabric.close()
+
+
+@pytest.fixture
+def fabric(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of auto, whose GPU computes."""
+    monkeypatch.setenv(RDMA_DEVICE, "mlx5_0")
+    fabric = netstack.open("auto", key=KEY, gpu=0)
+    assert isinstance(fabric, AutoFabric)
+    yield fabric
+    fabric.close()
+
+
+@pytest.mark.parametrize("lane", [0, 1])
+def test_mlx5_is_not_taken_where_one_of_its_queues_carries_nothing(
+    lane: int, fabric: AutoFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of bulk carried nothing in a trial once, and was found dead by the first K and V."""
+
+    class Half(Mlx5Channel):
+        def __init__(self, driver: Any, parts: Any, lanes: tuple[NicLane, ...], *rest: Any, **more: Any) -> None:
+            assert len(lanes) == 2
+            FAKE.fake_mlx5_silence(lanes[lane].queue["number"])
+            super().__init__(driver, parts, lanes, *rest, **more)
+
+    monkeypatch.setattr(mlx5, "Mlx5Channel", Half)
+    a, b = connect(fabric, beyond_memory(fabric), geometry=SMALL, kernels=True)
+    assert "RDMA by kernels (a trial failed: " in fabric.reason
+    assert not isinstance(a, netstack.DeviceChannel)
+    talk(a, b)
+
+
+@pytest.mark.parametrize("listens", [False, True])
+@pytest.mark.parametrize("nth", range(len(SIZES) - 1))  # the last one has no byte
+def test_mlx5_is_not_taken_where_kernels_get_another_byte(
+    nth: int, listens: bool, fabric: AutoFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There by the queue of bulk, or back."""
+    honest, bent = KernelCalls.send, list[bytes]()
+
+    def send(calls: KernelCalls, tag: bytes, payload: bytes, deadline: float) -> None:
+        if tag[-1] == len(SIZES) + nth and (calls._out.lane_of_bulk is None) != listens:
+            payload = payload[:-1] + bytes([payload[-1] ^ 1])
+            bent.append(tag)
+        honest(calls, tag, payload, deadline)
+
+    monkeypatch.setattr(KernelCalls, "send", send)
+    a, b = connect(fabric, beyond_memory(fabric), geometry=SMALL, kernels=True)
+    assert f"a message of {SIZES[nth]} bytes came with others than were sent" in fabric.reason
+    assert len(bent) == 1
+    assert not isinstance(a, netstack.DeviceChannel)
+    talk(a, b)
+
+
+HELLO_3 = struct.Struct("!4sHH16s8sIQIQ64s64s32s")  # of version 3, by which mlx5 had one queue, and then two
+CHALLENGE_3 = struct.Struct("!4sH32s")
+BOTH = f"speaks version 3 of the protocol, we speak version {handshake.VERSION}"
+
+
+def test_mlx5_a_connector_of_an_older_version_is_refused_at_once() -> None:
+    """Both sides can name both versions; nobody waits for a card."""
+    fabric = netstack.open("mlx5", key=KEY)
+    listener = fabric.listen()
+    assert isinstance(listener, StreamListener)
+    host, port = listener.url.rpartition("/")[2].split(":")
+    hello = HELLO_3.pack(b"LMNA", 3, 0, b"", b"mlx5", 4, 64, 4, 64, b"", b"", bytes(32))
+    start = time.monotonic()
+    with ThreadPoolExecutor(1) as pool, socket.create_connection((host, int(port)), SOON_S) as sock:
+        accepting = pool.submit(listener.accept, timeout_s=SOON_S)
+        sock.sendall(hello)
+        magic, version, _ = CHALLENGE_3.unpack(sock.recv(CHALLENGE_3.size, socket.MSG_WAITALL))
+        assert (magic, version) == (b"LMNA", handshake.VERSION)
+        assert sock.recv(1) == b"", "and hangs up"
+        assert time.monotonic() - start < HANDSHAKE_S
+        listener.close()
+        with pytest.raises(netstack.ChannelAborted):
+            accepting.result(SOON_S)
+    assert listener._refusal == f"the peer {BOTH}"
+    fabric.close()
+
+
+def test_mlx5_a_listener_of_an_older_version_is_named_at_once() -> None:
+    """It answers by a challenge of its own version, as version 3 does, and hangs up."""
+    fabric = netstack.open("mlx5", key=KEY)
+    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as door:
+
+        def answer() -> None:
+            sock, _ = door.accept()
+            with sock:
+                sock.recv(6, socket.MSG_WAITALL)
+                sock.sendall(CHALLENGE_3.pack(b"LMNA", 3, bytes(32)))
+
+        answering = pool.submit(answer)
+        terms = netstack.Terms(outbound=SMALL, inbound=SMALL, kernels=True)
+        with pytest.raises(netstack.HandshakeError, match=BOTH) as refused:
+            fabric.connect(f"mlx5://127.0.0.1:{door.getsockname()[1]}", terms, timeout_s=SOON_S)
+        answering.result(SOON_S)
+    assert "\n" not in str(refused.value)
+    fabric.close()
