@@ -168,11 +168,13 @@ struct TensorCore {
     }
   }
 
+  // Of wide heads half at a time: the addresses of all rows at once would take more registers than a lane has beside its
+  // queries and its part of o.
   template <int kDim>
   LAMINA_DEVICE void copy_rows(const S* from, int position, char* to, int stride) {
     constexpr int kRow = kDim * int(sizeof(S)), kPiece = kRow % 16 ? 8 : 16;  // bytes
-    constexpr int kPieces = kRow / kPiece, kAll = kTokens * kPieces;
-#pragma unroll
+    constexpr int kPieces = kRow / kPiece, kAll = kTokens * kPieces, kTurns = (kAll + kLanes - 1) / kLanes;
+#pragma unroll(kDim > 128 ? (kTurns + 1) / 2 : kTurns)
     for (int i = 0; i < kAll; i += kLanes) {
       const int piece = i + lane(), token = least(piece / kPieces, kTokens - 1), at = piece % kPieces * kPiece;
       const char* const row = reinterpret_cast<const char*>(from + i64(shuffle(row_, token)) * kDim);
