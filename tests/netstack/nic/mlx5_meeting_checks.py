@@ -6,6 +6,7 @@ import socket
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -117,7 +118,8 @@ def test_mlx5_a_connector_of_an_older_version_is_refused_at_once() -> None:
         sock.sendall(hello)
         magic, version, _ = CHALLENGE_3.unpack(sock.recv(CHALLENGE_3.size, socket.MSG_WAITALL))
         assert (magic, version) == (b"LMNA", handshake.VERSION)
-        assert sock.recv(1) == b"", "and hangs up"
+        with suppress(ConnectionResetError):  # of a hello the listener has read no more than the version
+            assert sock.recv(1) == b"", "and hangs up"
         assert time.monotonic() - start < HANDSHAKE_S
         listener.close()
         with pytest.raises(netstack.ChannelAborted):
