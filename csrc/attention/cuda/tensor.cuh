@@ -173,7 +173,8 @@ struct TensorCore {
   template <int kDim>
   LAMINA_DEVICE void copy_rows(const S* from, int position, char* to, int stride) {
     constexpr int kRow = kDim * int(sizeof(S)), kPiece = kRow % 16 ? 8 : 16;  // bytes
-    constexpr int kPieces = kRow / kPiece, kAll = kTokens * kPieces, kTurns = (kAll + kLanes - 1) / kLanes;
+    constexpr int kPieces = kRow / kPiece, kAll = kTokens * kPieces;
+    [[maybe_unused]] constexpr int kTurns = (kAll + kLanes - 1) / kLanes;  // g++ unrolls as it likes
 #pragma unroll(kDim > 128 ? (kTurns + 1) / 2 : kTurns)
     for (int i = 0; i < kAll; i += kLanes) {
       const int piece = i + lane(), token = least(piece / kPieces, kTokens - 1), at = piece % kPieces * kPiece;
