@@ -37,7 +37,7 @@ def test_its_end_can_be_polled_for() -> None:
     assert call.result.done(), "readable means that there is a result"
     assert call.result.result() == 7
     call.close()
-    assert descriptors() == before
+    assert descriptors() <= before  # threads of tests before may give some back meanwhile
 
 
 def test_what_it_raises_is_its_result() -> None:
@@ -59,7 +59,7 @@ def test_one_that_nobody_waits_for_touches_no_other_descriptor() -> None:
             if thread.name == "test":
                 thread.join(SOON_S)
         os.fstat(other.fileno())
-    assert descriptors() == before
+    assert descriptors() <= before  # threads of tests before may give some back meanwhile
 
 
 def test_a_host_without_a_thread_for_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_a_host_without_a_thread_for_it_says_so(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(beside.threading.Thread, "start", full)
     with pytest.raises(OSError, match="no thread for lamina-test: can't start new thread"):
         BesideCall(lambda: 7, "lamina-test")
-    assert descriptors() == before
+    assert descriptors() <= before  # threads of tests before may give some back meanwhile
 
 
 def test_a_peer_hangs_up_whatever_it_has_said() -> None:
