@@ -33,6 +33,20 @@ def spent_if_stopped(pid: int) -> int | None:
     return spent
 
 
+def naps_of(pid: int) -> int | None:
+    """How often the first thread of a process has given up its core so far, where it sleeps now; None: it does not. So
+    one that sleeps at two looks, with the same number, has not run meanwhile.
+    """
+    try:
+        status = Path(f"/proc/{pid}/task/{pid}/status").read_text()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    if fields["State"].split()[0] != "S":
+        return None
+    return sum(int(fields[name]) for name in ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches"))
+
+
 def birth_of(pid: int) -> str:
     """When it started, in clock ticks since boot; "" where it does not live."""
     fields = fields_of(pid)

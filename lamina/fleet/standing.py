@@ -35,3 +35,22 @@ class StandingStill(Generic[Who]):
     def longest_s(self, who: Who) -> float:
         """For how long, at most, one of the last look has stood still and been waited for."""
         return self._looked - self._free[who]
+
+
+class Asleep:
+    """Looks a few times a second at a thread that wakes up once a second at least, unless it hangs."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._looked = self._slept_s = 0.0
+        self._last: tuple[int, int] | None = None
+
+    def look(self, who: int, naps: int | None) -> float:
+        """Seconds for which it has slept without a moment in between. ``naps``: how often it has gone to sleep so far;
+        None: it does not sleep now. Time in which nobody looked hardly counts: nobody may have run then.
+        """
+        now, state = self._clock(), None if naps is None else (who, naps)
+        passed = min(now - self._looked, STALE_S)
+        self._slept_s = self._slept_s + passed if state is not None and state == self._last else 0.0
+        self._looked, self._last = now, state
+        return self._slept_s

@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -134,7 +135,10 @@ class Warm:
             except OSError as error:
                 ours.close()
                 raise WarmGoneError(f"the warm process takes no order ({error.strerror})") from error
-        if not _readable(ours.fileno(), FORK_S):
+        deadline = time.monotonic() + FORK_S
+        while not (answered := _readable(ours.fileno(), min(1.0, FORK_S))) and time.monotonic() < deadline:
+            pass  # who did not wake up would count as hung
+        if not answered:
             ours.close()
             raise NoForkError(f"the warm process has not answered for {FORK_S:g} s")
         answer, passed = _receive(ours, 0.0)

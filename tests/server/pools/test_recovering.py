@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,3 +87,41 @@ def worker(server: Running, role: str) -> int:
     module = others.get(role, f"{role}.main")
     wanted = f"lamina.{module}:".encode()
     return next(p for p in server.descendants() if wanted in Path(f"/proc/{p}/cmdline").read_bytes())
+
+
+def descriptors(pid: int) -> Counter[str]:
+    """Of a process, by kind."""
+    kinds = Counter[str]()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):
+            kinds[os.readlink(f"/proc/{pid}/fd/{fd}").partition(":")[0]] += 1
+    return kinds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victims", [["engine"] * 11, ["memory", "compute", "prefill"] * 4], ids=["engines", "workers"])
+def test_a_server_keeps_no_descriptor_of_those_that_died(victims: list[str], tmp_path: Path) -> None:
+    """Killed at rest, one after the other; a request is answered before each and behind all."""
+    server = Running(tmp_path / "log", "--prefill-workers=1", "--max-recoveries=100")
+    try:
+        counts = list[dict[str, Counter[str]]]()
+        for victim in [*victims, ""]:
+            with httpx.Client(base_url=server.url, timeout=120) as http:
+                assert http.post("/v1/completions", json={**BODY, "max_tokens": 8, "stream": False}).is_success
+            counts.append({"server": descriptors(server.process.pid), "engine": descriptors(worker(server, "engine"))})
+            if victim:
+                os.kill(dead := worker(server, victim), signal.SIGKILL)
+                assert eventually(partial(is_replaced, server, victim, dead), 120)
+        for name in counts[0]:  # the first deaths may open what stays, such as another warm process
+            pid = server.process.pid if name == "server" else worker(server, "engine")
+            assert eventually(lambda n=name, p=pid: not descriptors(p) - counts[3][n], 10), (  # type: ignore[misc]
+                f"{name}: {descriptors(pid) - counts[3][name]} more"
+            )
+    finally:
+        server.kill()
+
+
+def is_replaced(server: Running, role: str, dead: int) -> bool:
+    with suppress(OSError, StopIteration), httpx.Client(base_url=server.url, timeout=120) as http:
+        return worker(server, role) != dead and health(http) == (200, "ok")
+    return False
