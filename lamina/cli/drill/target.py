@@ -76,7 +76,7 @@ def places_of(log: Sequence[str]) -> dict[int, str]:
 
 
 class Target:
-    """A server in processes of its own. What it logs goes on to stderr."""
+    """A server in processes of its own, which end with this one. What it logs goes on to stderr."""
 
     def __init__(
         self, model: str, flags: list[str], *, journal: bool = False, environment: Mapping[str, str] = os.environ
@@ -89,10 +89,13 @@ class Target:
         self._folder = Path(tempfile.mkdtemp(prefix="lamina-drill-"))
         self._tripwire = Tripwire(self._folder / "tripwire")
         self.journal = self._folder / "journal"
+        held, self._life_line = os.pipe()
         command = [
             sys.executable,
             "-m",
-            "lamina.cli.launch",
+            "lamina.cli.drill.leash",
+            str(held),
+            str(self._folder),
             "serve",
             model,
             "--port",
@@ -103,8 +106,10 @@ class Target:
         ]
         own = {TRIPWIRE: str(self._folder / "tripwire"), "LAMINA_ADMIN_KEY": self._key}
         self._server = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment, **own}
-        )
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment, **own},
+            pass_fds=[held],
+        )  # fmt: skip
+        os.close(held)
         threading.Thread(target=self._read_log, name="lamina-log", daemon=True).start()
         try:
             self.url = self._await_url()
@@ -238,6 +243,7 @@ class Target:
         deadline = time.perf_counter() + END_S
         while (left := [pid for pid in pids if lives(pid)]) and time.perf_counter() < deadline:
             time.sleep(LOOK_S)
+        os.close(self._life_line)
         shutil.rmtree(self._folder, ignore_errors=True)
         return len(left)
 

@@ -8,9 +8,11 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +28,7 @@ from lamina.cli.drill.streams import KINDS as STREAMS
 from lamina.cli.drill.streams import StreamTold, has_one_answer, seeds_of
 from lamina.cli.drill.target import Target, Victim, places_of
 from lamina.cli.launch import main
+from lamina.processes import lives
 from lamina.request import SamplingParams
 from lamina.server.journal.journal import Journal
 from lamina.server.journal.records import Accepted, KeptPrompt
@@ -239,3 +242,33 @@ def test_memory_workers_are_killed_while_pages_are_saved_and_loaded(tmp_path: Pa
     assert (status, found["hits"], found["left"]) == (0, 8, 0), out
     assert {SAVE, LOAD} <= set(found["kinds"]), out
     assert main(["kv", "verify", str(tmp_path / "kv")]) == 0
+
+
+DRILL = """
+import sys
+from lamina.cli.drill.target import Target
+target = Target(sys.argv[1], ["--dtype", "float32"], journal=True)
+print(target._folder, *target.pids(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_the_server_ends_with_its_drill_however_that_ends(how: signal.Signals) -> None:
+    """Also who was stopped, and hears of nothing."""
+    command = [sys.executable, "-c", DRILL, MODEL]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder, *words = process.stdout.readline().split()
+        pids = list(map(int, words))
+        engine = next(p for p in pids if b"engine_process:" in Path(f"/proc/{p}/cmdline").read_bytes())
+        os.kill(engine, signal.SIGSTOP)
+        assert Path(folder, "journal").exists()
+        process.send_signal(how)
+        process.wait()
+    for pid in pids:
+        while lives(pid):  # until the test's own deadline
+            time.sleep(0.02)
+    assert not Path(folder).exists()
