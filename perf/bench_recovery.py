@@ -58,6 +58,9 @@ def main() -> None:
     parser.add_argument("--kv-parity", type=int, default=0)
     parser.add_argument("--spare-compute", type=int, default=0)
     parser.add_argument("--spare-memory", type=int, default=0)
+    parser.add_argument("--kv-memory", default="auto", help="of a memory worker")
+    parser.add_argument("--roles", default="", help="of whom is killed, by comma; empty = of all")
+    parser.add_argument("--rest-s", type=float, default=0.0, help="before a kill, for the next spare to get ready")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -72,6 +75,7 @@ def main() -> None:
         "kv_parity": args.kv_parity,
         "spare_compute": args.spare_compute,
         "spare_memory": args.spare_memory,
+        "kv_memory": args.kv_memory,
     }
     begun = time.perf_counter()
     with LLM(args.model, max_recoveries=10**6, dtype=args.dtype, deterministic=args.deterministic, **options) as llm:
@@ -102,6 +106,9 @@ def measure(llm: LLM, args: argparse.Namespace, start_s: float) -> tuple[dict[st
     for _ in range(args.kills):
         for victim in sorted(llm.pools.pids):
             role, pause = victim.partition("-")[0], None
+            if args.roles and role not in args.roles.split(","):
+                continue
+            time.sleep(args.rest_s)
             while pause is None:  # a kill behind the last token says nothing
                 completions, pause, _ = stream(llm, prompts, params, victim, rng.uniform(0.1, 0.8) * took)
                 late += pause is None

@@ -62,20 +62,28 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
         working = resident()
         working = working._replace(private=working.private + CUT_WITH_WEIGHTS)
         idle = measured()
-    topology = config.topology
+    topology, spares = config.topology, config.launching.spares
     runtimes = {role: idle if role == "memory" else working for role in topology.counts}
-    left = free - sum(runtimes[role].private * n for role, n in topology.counts.items())
+    left = free - sum(runtimes[role].private * (n + spares.get(role, 0)) for role, n in topology.counts.items())
     own = facts.weights.copied + facts.packed - facts.shared
-    left -= own * (topology.num_compute + topology.prefill_groups) + facts.shared
+    left -= own * (topology.num_compute + topology.prefill_groups + spares["compute"]) + facts.shared
     workers = [
         *(_compute(facts, config, i) for i in range(topology.num_compute)),
         *(_prefill(facts, config, i, left) for i in range(topology.prefill_workers)),
         *(_memory(facts, config, i, left) for i in range(topology.counts["memory"])),
+        *(_spare(_compute(facts, config, i), i) for i in range(spares["compute"])),
+        *(_spare(_memory(facts, config, 0, left), i) for i in range(spares["memory"])),
     ]
     _check_longest(facts, config, left)
     in_process = netstack.in_process(config.launching.scheme)
     alone = workers[:1] if in_process else workers  # threads of one process have one runtime
     return [*(_run_by(w, runtimes[w.name.partition("-")[0]]) for w in alone), *workers[len(alone) :]]
+
+
+def _spare(like: WorkerMemory, number: int) -> WorkerMemory:
+    """Which has met nobody, and computes nothing."""
+    role = like.name.partition("-")[0]
+    return replace(like, name=f"{role}-spare-{number}", slots=0, workspace=0)
 
 
 def _run_by(worker: WorkerMemory, runtime: Resident) -> WorkerMemory:

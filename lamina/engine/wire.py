@@ -23,6 +23,14 @@ class WorkerError(RuntimeError):
     """A worker died, hung or failed; the text says which and how. The pools have been ended."""
 
 
+class FewerError(WorkerError):
+    """The same; for a run with so many memory workers as are ``left`` there would be room."""
+
+    def __init__(self, text: str, left: int) -> None:
+        super().__init__(text)
+        self.left = left
+
+
 class ViewChanged(NamedTuple):
     """Workers were lost, or memory workers come or go, and all are at rest: no step in flight will be done any more."""
 

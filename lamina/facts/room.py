@@ -18,10 +18,14 @@ def free_bytes() -> int:
 
 
 def check_kv_room(config: EngineConfig, free: int) -> None:
-    """Raises ValueError where ``free`` bytes of this host are less than --kv-memory on all memory workers."""
-    workers = config.topology.counts["memory"]
+    """Raises ValueError where ``free`` bytes of this host are less than --kv-memory on all memory workers, and on their
+    spares.
+    """
+    spares = config.launching.spare_memory
+    workers = config.topology.counts["memory"] + spares
     if (asked := config.devices.kv_bytes() * workers) > free:
         on = f" on {workers} memory workers" if workers > 1 else ""
+        on += f", {spares} of them spare" if spares else ""
         raise ValueError(f"--kv-memory {config.devices.kv_memory}{on}: {too_little(asked, free, workers)}")
 
 

@@ -11,6 +11,7 @@ from lamina.engine.wire import Clock
 from lamina.protocol.control import Failed, LinkClosedError, Loaded
 from lamina.protocol.options.engine import EngineConfig
 
+from .launchers import NoRoomError
 from .members import LostError, Member, Members
 
 log = logging.getLogger(__name__)
@@ -37,14 +38,15 @@ class Absent:
 
     def leave(self, lost: Member) -> bool:
         """Go on without one that is lost, where another replica lives: it is no member any more, and another one is
-        started in its place. Whether that is so. Raises OSError, ValueError.
+        started in its place, if there is room. Whether that is so. Raises OSError, ValueError.
         """
         others = [m for m in self._members.compute if m not in self._members.lost]
         if lost.handle.role != "compute" or not self._possible or not others:
             return False
         self._begin(lost.handle.index)
         self._members.drop(lost)
-        log.info("%s is done without until another one has loaded", lost.name)
+        if lost.handle.index in self._coming:
+            log.info("%s is done without until another one has loaded", lost.name)
         return True
 
     def due(self) -> bool:
@@ -91,7 +93,12 @@ class Absent:
             member.handle.join(max(0.0, deadline - self._clock()))
 
     def _begin(self, place: int) -> None:
-        member = self._start("compute", place)
+        self._coming.pop(place, None)
+        try:
+            member = self._start("compute", place)
+        except NoRoomError as error:
+            log.warning("%s: decoding goes on without it", error)
+            return
         with self._members.while_open(member):
             self._coming[place] = member, self._clock() + self._limit_s
 

@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -72,20 +71,20 @@ class Cohort:
         self._one_process = netstack.in_process(config.launching.scheme)
         self._starting = f"to start (--start-timeout-s {config.deadlines.start_timeout_s:g})"
         self._deadline = 0.0
-        self._launcher: Launcher | None = None
+        self.launcher: Launcher | None = None
         self._compute_key = b""
         self._model: Any = None
         self.topology = config.topology  # with the memory workers' parts of the work, once they are measured
         self._urls: dict[Member, str] = {}  # of memory workers
         self._loaded: dict[Member, Loaded] = {}  # of compute and prefill workers
         self._told_models = False  # whether these were told to load
-        self._started: dict[tuple[str, int], int] = {}  # role and index -> workers that were started for them
+        self._started: dict[tuple[str, int], int] = {}  # role and index -> workers that were started for them, less one
         self._size = config.topology.tensor_parallel_size  # ranks of a replica
         self._names = members.names
         self._keys: dict[WorkerHandle, bytes] = {}  # of memory workers on loan, which have keys of their own
         self.tier = TierKeeper(config, self._incarnation)
         self.moving = config.moves_stripes  # whether memory workers meet each other, to copy KV
-        self.spares = Spares(members, config.launching.spares, self._start_spare)
+        self.spares = Spares(self, members, config.launching.spares)
         self.absent = Absent(config, members, self.start_beside, clock)
         self.kv_bytes: list[list[int]] = []  # rank -> of its memory workers, once they are known
         self.binds: list[Bind] = []  # rank -> of its first memory worker, once it is known
@@ -133,7 +132,7 @@ class Cohort:
 
     def may_replace(self, member: Member) -> bool:
         """Whether another worker can be started in its place. A thread cannot: it might go on."""
-        launcher = self._launcher
+        launcher = self.launcher
         return not (launcher is None or isinstance(member.handle, ThreadWorker)) and launcher.may_replace(member.handle)
 
     def has_started(self, member: Member) -> bool:
@@ -144,8 +143,6 @@ class Cohort:
         """Start others in the places of those that are lost, and fenced, and have them load; nobody waits for replicas
         without which others go on. Again where it was broken off. Raises as ``start``.
         """
-        launcher = self._launcher
-        assert launcher is not None
         self._begin()
         self._on_progress = lambda stage, done, total: None  # who looked has gone on
         self._loaded |= self.absent.back()
@@ -159,14 +156,14 @@ class Cohort:
                 continue
             if self.absent.leave(lost):
                 continue
-            member = self._members.prepare(self._start_one(launcher, role, index))
+            member = self._members.prepare(self._named(self._start_one(role, index)))
             self._members.replace(lost, member)
             self._tell_start(member)
         self._await_starts()
 
     def may_have(self, count: int, stay: Sequence[int] = ()) -> bool:
         """Whether there may be so many memory workers from now on. ``stay``: of those that there are, in this order."""
-        launcher = None if self._one_process or self._config.topology.on_loan else self._launcher
+        launcher = None if self._one_process or self._config.topology.on_loan else self.launcher
         if launcher is not None and stay:
             launcher.keep("memory", stay)
         return launcher is None or launcher.grow("memory", count)
@@ -189,17 +186,16 @@ class Cohort:
         """End the spares, and give back what the launcher holds. Idempotent."""
         self.spares.close()
         self.absent.close()
-        if self._launcher is not None:
-            self._launcher.close()
-
-    def _start_spare(self, role: str, number: int) -> Member:
-        """As if for one of the places that there are: which one it takes is told as it meets the others."""
-        return self.start_beside(role, number % self._config.topology.counts[role])
+        if self.launcher is not None:
+            self.launcher.close()
 
     def start_beside(self, role: str, index: int) -> Member:
         """A worker that is none of the members yet, and loads. Raises OSError, ValueError."""
-        assert self._launcher is not None
-        spare = self._members.prepare(self._start_one(self._launcher, role, index))
+        return self.beside(self._start_one(role, index))
+
+    def beside(self, handle: WorkerHandle) -> Member:
+        """The same of one that was started."""
+        spare = self._members.prepare(self._named(handle))
         first = self._first_message(spare)
         if isinstance(first, StartCompute):  # nobody listens: it must not wait until somebody does
             first = msgspec.structs.replace(first, progress=False)
@@ -216,21 +212,25 @@ class Cohort:
         here = self._one_process or module is not None
         threaded = {"memory": self._one_process, "compute": here, "prefill": here}
         wanted = {role: 0 if threaded[role] else count for role, count in counts.items()}
-        self._launcher = launcher = self._launch_by(config, key := cluster_key(), wanted)
+        self.launcher = launcher = self._launch_by(config, key := cluster_key(), wanted)
         self._compute_key = key if here else launcher.key
         for role, count in counts.items():
             for index in range(count):
                 extra = (module,) if module is not None and role != "memory" else ()
-                self._started[role, index] = int(threaded[role])
+                self._started[role, index] = int(threaded[role]) - 1
                 thread = ThreadWorker(role, index, *extra) if threaded[role] else None
-                self._members.add(thread or self._start_one(launcher, role, index))
+                self._members.add(thread or self._named(self._start_one(role, index)))
 
-    def _start_one(self, launcher: Launcher, role: str, index: int) -> WorkerHandle:
-        before = self._started.get((role, index), 0)
-        self._started[role, index] = before + 1
-        start = ThreadWorker if self._one_process else partial(launcher.start, threads=self._threads(role, index))
-        handle = start(role, index)
-        self._names[handle] = f"{role}-{index}-{self._incarnation}" + f"-{before}" * bool(before)
+    def _start_one(self, role: str, index: int) -> WorkerHandle:
+        if self._one_process:
+            return ThreadWorker(role, index)
+        assert self.launcher is not None
+        return self.launcher.start(role, index, threads=self.threads(role, index))
+
+    def _named(self, handle: WorkerHandle) -> WorkerHandle:
+        place = handle.role, handle.index
+        self._started[place] = before = self._started.get(place, -1) + 1
+        self._names[handle] = f"{place[0]}-{place[1]}-{self._incarnation}" + f"-{before}" * bool(before)
         return handle
 
     def _open_memory(self) -> None:
@@ -334,12 +334,12 @@ class Cohort:
             if member is self._members.compute[0]:  # they all do the same
                 self._on_progress(message.stage, message.done, message.total)
 
-    def _threads(self, role: str, index: int) -> int:
+    def threads(self, role: str, index: int) -> int:
         """Memory workers of one host run at the same time, the compute worker while they rest; its ranks, if it has
         several, at the same time too. In one process all share torch's threads: those are left as they are. 0 = all
         cores.
         """
-        config, launcher = self._config, self._launcher
+        config, launcher = self._config, self.launcher
         if role != "memory" and (config.devices.compute_threads or self._size == 1):
             return config.devices.compute_threads
         chosen = config.devices.memory_threads if role == "memory" else 0
@@ -352,8 +352,8 @@ class Cohort:
             scheme=config.launching.scheme,
             address=named[index] if named else handle.place,
             name=self._name(handle),
-            key=own or (self._launcher.key if self._launcher else b""),
-            threads=0 if own else self._threads("memory", index),
+            key=own or (self.launcher.key if self.launcher else b""),
+            threads=0 if own else self.threads("memory", index),
             devices=config.devices,
             device_number=self._gpu_number(handle),
             device_users=1 if handle.place else config.gpu_number("memory", self.topology.memory_workers),
@@ -374,7 +374,7 @@ class Cohort:
             rank=handle.index % self._size,
             copies=self._copies(handle),
             device_number=self._gpu_number(handle),
-            threads=self._threads(handle.role, handle.index),
+            threads=self.threads(handle.role, handle.index),
             scheme=config.launching.scheme,
             address=handle.place,
             name=self._name(handle),

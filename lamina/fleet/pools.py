@@ -80,7 +80,7 @@ class Pools:
                 self._cohort.start(model)
                 self.ready = self._cohort.connect()
                 self._read_clocks()
-                self._cohort.spares.fill()
+                self._cohort.spares.fill(config.deadlines.start_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -253,7 +253,7 @@ class Pools:
             yield
         except (ValueError, OSError) as error:  # of a place where all went well before
             self._members.end(JOIN_AFTER_LOSS_S)
-            raise WorkerError(f"a lost worker could not be replaced: {error}") from error
+            raise self._supervisor.no_other(error) from error
         finally:
             self.recovering = False
 

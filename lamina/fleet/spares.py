@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from lamina.protocol.control import Failed, LinkClosedError
+from lamina.protocol.plan import Bind
+from lamina.protocol.recut import MakeRoom
 
 from .members import Member, Members
+
+if TYPE_CHECKING:
+    from .cohort import Cohort
 
 log = logging.getLogger(__name__)
 END_S = 2.0  # for all of them to end with their links
@@ -15,36 +24,75 @@ END_S = 2.0  # for all of them to end with their links
 
 class Spares:
     """Spare workers, so many of each role, for the ranks of a replica in turn. Nobody listens to a spare until it is
-    taken.
+    taken. One of memory workers takes the memory of a pool ahead, the largest that its rank has: another place that
+    needs no more has it from there, and what is too much goes back.
     """
 
-    def __init__(self, members: Members, counts: dict[str, int], start: Callable[[str, int], Member]) -> None:
-        """``start``: a worker of a role, as if for the place with that number."""
-        self._members, self._counts, self._start = members, counts, start
+    def __init__(self, cohort: Cohort, members: Members, counts: dict[str, int]) -> None:
+        """``cohort``: whose places they may take."""
+        self._cohort, self._members, self._counts = cohort, members, counts
         self._there: dict[tuple[str, int], Member] = {}  # role and number among the spares
+        self._coming: set[tuple[str, int]] = set()  # of those that there should be, who may still come up
+        self._pools: list[Bind] = []  # by rank, what a memory worker is to have memory for
+        self._told: dict[Member, Bind] = {}
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._there.values())
 
-    def fill(self) -> None:
-        """Start those that there should be; they load while others work. Raises OSError, ValueError."""
-        for role, count in self._counts.items():
-            for number in range(count):
-                if (role, number) in self._there:
-                    continue
-                spare = self._start(role, number)
-                with self._members.ending:
-                    if self._members.closed:  # by another thread, which does not know of it
-                        self._members.fence(spare)
-                        return
-                    self._there[role, number] = spare
+    def fill(self, wait_s: float = 0.0) -> None:
+        """Start those that there should be; they load while others work. Who takes longer than ``wait_s`` to come up is
+        left to ``bring``. Raises OSError, ValueError.
+        """
+        self._pools = [
+            structs.replace(bind, worker=own.index(max(own)), kv_bytes=max(own))
+            for bind, own in zip(self._cohort.binds, self._cohort.kv_bytes, strict=False)
+        ]
+        for (role, number), spare in self._there.items():
+            self._make_ready(role, number, spare)
+        each = {(role, number) for role, count in self._counts.items() for number in range(count)}
+        self._coming = each - self._there.keys()
+        self.bring(wait_s)
+
+    def bring(self, wait_s: float = 0.0) -> None:
+        """Go on with those that were still to come up. Raises as ``fill``: then one of them does not come."""
+        for role, number in sorted(self._coming):
+            self._coming.discard((role, number))
+            spare = self._start(role, number, wait_s)
+            if spare is None:
+                self._coming.add((role, number))
+                continue
+            with self._members.ending:
+                if self._members.closed:  # by another thread, which does not know of it
+                    self._members.fence(spare)
+                    return
+                self._there[role, number] = spare
+            self._make_ready(role, number, spare)
+
+    def _start(self, role: str, number: int, wait_s: float) -> Member | None:
+        """As if for one of the places that there are: which one it takes is told as it meets the others."""
+        cohort, launcher = self._cohort, self._cohort.launcher
+        assert launcher is not None
+        index = number % cohort.topology.counts[role]
+        handle = launcher.start_spare(role, number, cohort.threads(role, index), wait_s)
+        if handle is None:
+            return None
+        handle.index = index
+        return cohort.beside(handle)
+
+    def _make_ready(self, role: str, number: int, spare: Member) -> None:
+        """Have a memory worker take its memory, unless it has it."""
+        pool = self._pools[number % len(self._pools)] if self._pools and role == "memory" else None
+        if pool is not None and self._told.get(spare) != pool.unconnected:
+            self._told[spare] = pool.unconnected
+            with suppress(LinkClosedError):  # its end is noticed as it is to take a place
+                spare.link.send(MakeRoom(pool))
 
     def dead(self) -> list[Member]:
         """The spares that have ended, and take no place any more."""
         gone = {key: member for key, member in self._there.items() if member.handle.fate() is not None}
         for key, member in gone.items():
             log.warning("the spare %s %s", member.name, member.handle.fate())
-            self._there.pop(key, None)
+            self._let_go(key)
             self._members.fence(member)
         return list(gone.values())
 
@@ -54,14 +102,19 @@ class Spares:
         """
         for (kind, number), member in list(self._there.items()):
             if kind == role and (role != "compute" or number % ranks == index % ranks):
-                del self._there[kind, number]
+                self._let_go((kind, number))
                 if not (why := self._defect(member)):
                     log.info("a spare takes the place of %s worker %d (pid %d)", role, index, member.handle.pid)
+                    if self._cohort.launcher is not None:
+                        self._cohort.launcher.seat(role, number, index)
                     member.handle.index = index
                     return member
                 log.warning("the spare %s cannot take a place: %s", member.name, why)
                 self._members.fence(member)
         return None
+
+    def _let_go(self, key: tuple[str, int]) -> None:
+        self._told.pop(self._there.pop(key), None)
 
     def _defect(self, member: Member) -> str:
         """Why it takes no place; or nothing. What it has said is kept for who listens to it from now on."""
@@ -76,7 +129,7 @@ class Spares:
 
     def close(self) -> None:
         """End them. Idempotent."""
-        there, self._there = list(self._there.values()), {}
+        there, self._there, self._told, self._coming = list(self._there.values()), {}, {}, set()
         for member in there:
             member.link.close()
         for member in there:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from lamina.engine.wire import Clock
+from lamina.engine.wire import Clock, FewerError, WorkerError
 from lamina.protocol.control import ComputeReady, Halt, Halted, StepDone
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.plan import Keep
 
 from .cohort import Cohort
+from .launchers import NoRoomError
 from .members import LostError, Member, Members
 from .parity import Parity
 from .recoveries import Recoveries
@@ -53,16 +54,25 @@ class Supervisor:
 
     def tend_spares(self) -> None:
         """Others are started for spares that have died, as often as recoveries may be; not while there is one."""
-        self._short = bool(self._cohort.spares.dead()) or self._short
-        if self._short and not self._recoveries.under_way and self._deaths.allow([]):
+        spares = self._cohort.spares
+        self._short = bool(spares.dead()) or self._short
+        if self._recoveries.under_way:
+            return
+        if self._short and self._deaths.allow([]):
             self._deaths.count([self], [])
             self._deaths.end()
             self._fill_spares()
+        else:
+            self._start_spares(spares.bring)
 
     def _fill_spares(self) -> None:
         self._short = False
+        self._start_spares(self._cohort.spares.fill)
+
+    @staticmethod
+    def _start_spares(start: Callable[[], None]) -> None:
         try:
-            self._cohort.spares.fill()
+            start()
         except (OSError, ValueError) as error:
             log.warning("there are fewer spares than asked for: %s", error)
 
@@ -83,6 +93,13 @@ class Supervisor:
         else:
             return str(loss)
         return f"{loss}; its pool cannot go on{limit} and was ended: start again"
+
+    def no_other(self, error: Exception) -> WorkerError:
+        """About a run that ends as no other worker could be started."""
+        text, lost = f"a lost worker could not be replaced: {error}", self._members.lost
+        left = sum(member not in lost for member in self._members.memory)
+        fewer = isinstance(error, NoRoomError) and left and all(m.handle.role == "memory" for m in lost)
+        return FewerError(text, left) if fewer else WorkerError(text)
 
     def _is_curable(self, loss: LostError) -> bool:
         """Whether all that are lost are processes that ended without a word, or can be ended; not one that has failed

@@ -32,14 +32,27 @@ class Slabs:
         self._most = 0  # the most tensors that are kept
         self._lock = threading.Lock()
 
-    def prepare(self, shapes: Iterable[Shape]) -> None:
-        """Take memory for tensors of these shapes, and touch it. Raises as ``fresh``."""
+    def prepare(self, shapes: Iterable[Shape], slack: int = 0) -> None:
+        """Take memory for tensors of these shapes, and touch it; of each there may be ``slack`` bytes more, whose pages
+        come when first written. Raises as ``fresh``.
+        """
         for shape, dtype in shapes:
-            slab = fresh(shape, dtype)
+            slab = fresh(shape, dtype, slack)
             touch([slab])
             with self._lock:
                 self._free.append(slab)
                 self._most += 1
+
+    def serves(self, shapes: Iterable[Shape]) -> bool:
+        """Whether all of these, taken one after the other, would lie in memory that is here."""
+        with self._lock:
+            free = list(self._free)
+        for shape, dtype in shapes:
+            slab = _tightest(free, prod(shape) * dtype.itemsize, dtype)
+            free = [x for x in free if x is not slab]
+            if slab is None:
+                return False
+        return True
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor with whatever lies there; where nothing that is free is large enough fresh zeros, whose pages come
@@ -47,8 +60,7 @@ class Slabs:
         """
         nbytes = prod(shape) * dtype.itemsize
         with self._lock:
-            fitting = [x for x in self._free if x.dtype == dtype and _capacity(x) >= nbytes]
-            slab = min(fitting, key=_capacity, default=None)
+            slab = _tightest(self._free, nbytes, dtype)
             self._free = [x for x in self._free if x is not slab]
         if slab is None:
             return fresh(shape, dtype)
@@ -77,12 +89,12 @@ class Slabs:
             return sum(x.nbytes for x in self._free)
 
 
-def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros in huge pages where the kernel has them: with small ones a core reads half as fast (madvise(2)). Raises
-    OSError, OverflowError, RuntimeError where the host has no room for such.
+def fresh(shape: Sequence[int], dtype: torch.dtype, slack: int = 0) -> Tensor:
+    """Zeros in huge pages where the kernel has them: with small ones a core reads half as fast (madvise(2)). ``slack``:
+    bytes of its storage that lie behind them. Raises OSError, OverflowError, RuntimeError where the host has no room.
     """
     nbytes = prod(shape) * dtype.itemsize
-    size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
+    size = -(-(nbytes + slack) // HUGE_PAGE) * HUGE_PAGE
     memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
     with suppress(OSError, ValueError, AttributeError):  # a kernel without: small pages
@@ -102,6 +114,11 @@ def touch(tensors: Iterable[Tensor], wanted: Callable[[], bool] = lambda: True) 
             if not wanted():
                 return
             _madvise(low, min(AT_ONCE, stop - low), MADV_POPULATE_WRITE)
+
+
+def _tightest(free: Sequence[Tensor], nbytes: int, dtype: torch.dtype) -> Tensor | None:
+    fitting = [x for x in free if x.dtype == dtype and _capacity(x) >= nbytes]
+    return min(fitting, key=_capacity, default=None)
 
 
 def _capacity(slab: Tensor) -> int:

@@ -5,6 +5,7 @@ Compute workers load the model meanwhile, so torch is not imported here before t
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from contextlib import suppress
@@ -43,6 +44,7 @@ from .lease import check_within, reception, tell_reads
 if TYPE_CHECKING:
     from .worker import MemoryWorker
 
+log = logging.getLogger(__name__)
 FROM_DRIVER = (
     StartMemory | Connect | Halt | MakeRoom | Recut | Rebuild | AskStats | AskClock | AskRate | AskTrace | Stop
 )
@@ -140,10 +142,12 @@ class MemoryServer:
             if order is not self._room:
                 return  # threads begin in any order
             try:
-                self._loaded().prepare(order.bind, order.tier)
+                self._loaded().prepare(order.bind, order.tier, ahead=order.ahead)
             except (ProtocolError, ValueError, OSError, MemoryError, RuntimeError) as e:
                 error = f"{type(e).__name__}: {e}"
-        if order.bind is not None:
+        if order.ahead and error:
+            log.warning("a spare memory worker takes its memory with a place, not before: %s", error)
+        elif order.bind is not None and not order.ahead:
             with suppress(LinkClosedError):
                 self._service.link.send(RoomMade(error, order.number))
 

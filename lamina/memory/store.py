@@ -317,8 +317,7 @@ def layer_window(shape: LayerShape) -> int:
 
 def _shape(bind: Bind) -> Bind:
     """The part of a Bind that the tensors and tables of a store follow from."""
-    alone = structs.replace(bind, view=0, replicas=1, prefill_workers=0, prefill_pipeline=1, direct=False)
-    return structs.replace(alone, kv_bytes=0, kv_most=0)
+    return structs.replace(bind.unconnected, kv_bytes=0, kv_most=0)
 
 
 def check_bind(bind: Bind) -> None:

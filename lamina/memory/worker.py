@@ -19,7 +19,7 @@ from msgspec import structs
 from lamina.build import build_id
 from lamina.kv.media import Medium, MediumError, MediumPlace, open_medium
 from lamina.kv.pages import PROMPT, Recipe
-from lamina.kv.slabs import Slabs, touch
+from lamina.kv.slabs import touch
 from lamina.netstack import Channel, ChannelError, ChannelTimeout, Fabric
 from lamina.observe.trace import OFF, Recorder
 from lamina.protocol.control import Connect
@@ -42,8 +42,9 @@ from .pages.room import room_of
 from .pages.transfers import Transfers
 from .rate import read_rate
 from .rebuild import Rebuilder
+from .room import StoreRoom
 from .session import Session
-from .store import Store, check_bind, shapes_by_layer
+from .store import Store, check_bind
 
 POLL_S = 1.0  # of a wait that only an event ends: somebody comes
 TURN_S = 0.02  # of the same, while the next view may be called for at any time
@@ -62,12 +63,11 @@ class MemoryWorker:
         around: Surroundings = HERE,
     ) -> None:
         """``share``: see Store. ``report``: to the driver, from any thread."""
-        self.device, self._share, self._report, self._around, self._clock = device, share, report, around, around.clock
+        self.device, self._report, self._around, self._clock = device, report, around, around.clock
         self._meter = Meter()
         self._trace = trace
         self._store: Store | None = None  # outlives the sessions
-        self._slabs = Slabs()  # for the layers of the next one
-        self._preparing = threading.Lock()
+        self._room = StoreRoom(device, share, self._meter)  # of the next one
         self._medium: Medium | None = None  # so does it
         self._tier: TierPlace | None = None  # where that is
         self._transfers: Transfers | None = None  # of the session
@@ -184,7 +184,7 @@ class MemoryWorker:
             with _ended_by_damage(self._around.end), self._meter.time("move_s"), torch.inference_mode():
                 self._store, nbytes = self._moved(door, view, order, old)
         finally:
-            self._slabs.clear()
+            self._room.slabs.clear()
             view.close()
         self._meter.add("move_cpu_s", time.thread_time() - begun)
         if self._store is not None:
@@ -200,8 +200,7 @@ class MemoryWorker:
         try:
             with _ended_by_damage(self._around.end), self._meter.time("move_s"), torch.inference_mode():
                 if order.bind is not None:
-                    store = Store(order.bind, self.device, self._share)
-                    self._meter.add("stores", 1)
+                    store = self._room.open(order.bind)
                 elif self._store is not None:
                     self._store.reconcile(order.keep)
                     if self._store.sums:
@@ -218,22 +217,11 @@ class MemoryWorker:
         self._meter.add("moved_bytes", rebuilder.nbytes)
         return rebuilder.nbytes
 
-    def prepare(self, bind: Bind | None, tier: TierPlace | None = None) -> None:
-        """Take memory for the store of ``bind``, which a ``recut`` may bring: for all of it, or where there is a store,
-        which gives up its own layer by layer, for one layer of each form. None: what was taken goes back. Safe from
-        any thread. Raises as Store, and as room_of for ``tier``.
+    def prepare(self, bind: Bind | None, tier: TierPlace | None = None, *, ahead: bool = False) -> None:
+        """Take memory for the store of ``bind``, which a ``recut`` may bring, or ``ahead`` a Bind; see StoreRoom. Safe
+        from any thread.
         """
-        with self._preparing:
-            self._slabs.clear()
-            if bind is not None and tier is not None:
-                room_of(tier, bind, bind.kv_bytes)
-            self._prepare(bind)
-
-    def _prepare(self, bind: Bind | None) -> None:
-        if bind is not None and self.device == CPU:
-            layers = shapes_by_layer(bind)
-            for shapes in dict.fromkeys(map(tuple, layers)) if self._store is not None else layers:
-                self._slabs.prepare(shapes)
+        self._room.prepare(bind, tier, self._store, ahead=ahead)
 
     def _settle(self, store: Store) -> None:
         """Take the memory of what nobody has written yet."""
@@ -245,9 +233,8 @@ class MemoryWorker:
         if old is not None and old.sums:
             old.sums.look(order.keep)
         if order.bind is not None:
-            new = Store(order.bind, self.device, self._share, slabs=self._slabs, given=self._slabs.nbytes + given)
+            new = self._room.recut(order.bind, given)
             new.tables.reconcile(order.keep, moved=True)
-            self._meter.add("stores", 1)
         mover = Mover(order, old, new, self._clock)
         mover.meet(view, door)
         for layer in range(mover.num_layers):
@@ -258,7 +245,7 @@ class MemoryWorker:
                 tensors = [x for piece in old.layers[layer] for x in piece.kv.tensors]
                 for tensor in tensors if old.bind.kv.zero_on_free else []:
                     tensor.zero_()
-                self._slabs.give(tensors)
+                self._room.slabs.give(tensors)
                 old.layers[layer] = []
         if new is not None:
             new.written.reconcile(order.keep)
@@ -301,8 +288,7 @@ class MemoryWorker:
         else:
             check_bind(bind)  # before the sequences of the old one are given up
             self._store = None  # both may not fit
-            self._store = Store(bind, self.device, self._share)
-            self._meter.add("stores", 1)
+            self._store = self._room.open(bind)
         if meeting.keep is not None:
             self._store.reconcile(meeting.keep)
         if meeting.tier is not None:

@@ -311,13 +311,12 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """Worker -> driver: what happened, in one line for people. ``user_error``: bad input, not a defect;
-    ``by_peer``: a channel ended, so that the other end knows better.
-    """
+    """Worker -> driver: what happened, in one line for people."""
 
     text: str
-    user_error: bool = False
-    by_peer: bool = False
+    user_error: bool = False  # bad input, not a defect
+    by_peer: bool = False  # a channel ended, so that the other end knows better
+    left: int = 0  # of a server's engine: memory workers for which there is room, see FewerError
 
 
 class ControlLink:

@@ -290,6 +290,12 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
     direct: bool = False  # the devices of this side could send and receive what is of a layer
     parity: bool = False  # K and V are to be stored alone: no Q comes, and nobody waits for O
 
+    @property
+    def unconnected(self) -> Bind:
+        """The same, whoever connects: of what the memory of a store follows from."""
+        alone = {"view": 0, "replicas": 1, "prefill_workers": 0, "prefill_pipeline": 1, "direct": False}
+        return msgspec.structs.replace(self, **alone)
+
 
 class Join(msgspec.Struct, frozen=True, kw_only=True):
     """Another replica, or a prefill worker, whose numbers follow the replicas'. ``layers`` must be those of Bind."""

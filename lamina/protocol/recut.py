@@ -29,12 +29,18 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
 class MakeRoom(msgspec.Struct, frozen=True, tag="make-room"):
     """Driver -> memory worker, at any time: a Recut to ``bind`` may come; have memory ready. None: it does not come.
     Answered by RoomMade, but for None, or where another one has come. ``tier``: where pages will lie beside the pool,
-    which must do for one sequence. ``number``: of the change.
+    which must do for one sequence. ``number``: of the change; 0 = of none: a spare may take a place with such a Bind,
+    and nobody waits for an answer.
     """
 
     bind: Bind | None
     tier: TierPlace | None = None
     number: int = 0
+
+    @property
+    def ahead(self) -> bool:
+        """Whether it is for the first store that there will be."""
+        return self.bind is not None and not self.number
 
 
 class RoomMade(msgspec.Struct, frozen=True, tag="room-made"):

@@ -207,6 +207,64 @@ def test_where_a_node_is_gone_its_worker_goes_to_another(
         cluster.close()
 
 
+def resident(pid: int) -> int:
+    """Bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def spares_of(llm: LLM, count: int) -> dict[str, int]:
+    """The processes of its spares by their roles, once there are so many, and no other one of them comes up."""
+    spares: Callable[[], dict[str, int]] = lambda: {  # noqa: E731
+        m.handle.role: m.handle.pid for m in llm.pools._cohort.spares
+    }
+    assert eventually(lambda: llm.engine.look() == [] and len(spares()) == count, 60.0)
+    return spares()
+
+
+def test_spares_take_the_places_of_lost_workers_and_have_successors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On nodes of their kind; where a node is gone and no other one has room, there are fewer, and all goes on."""
+    ray = pytest.importorskip("ray")
+    numbers, pool = range(2, 5), 96 << 20
+    memory = [{"resources": {"lamina_memory": 1, f"node-{number}": 1}} for number in numbers]
+    cluster = FakeCluster(tmp_path, {}, {"resources": {"lamina_compute": 2}}, *memory)
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    options = {**OPTIONS, "kv_memory": "96MiB", "transport": "tcp", "spare_memory": 1, "spare_compute": 1}
+    try:
+        with LLM(MODEL, ray_address=cluster.address, deterministic=True, **options) as llm:
+            wanted, launcher = tokens(llm), llm.pools._cohort.launcher
+            assert isinstance(launcher, RayLauncher)
+            hosts = {launcher._spares["memory"][0].at.host.name, *(p.host.name for p in launcher.places["memory"])}
+            assert len(hosts) == 3, "one on each node that has room for a memory worker"
+            for victim in ("memory-1", "compute-0", "memory-1"):
+                role, before, spares = victim.partition("-")[0], llm.pools.pids, spares_of(llm, 2)
+                assert not {*spares.values()} & {*before.values()}
+                assert eventually(lambda pid=spares["memory"]: resident(pid) > pool, 60.0), "its pages are not there"
+                with llm.stream(PROMPTS, GREEDY) as stream:
+                    outputs = dict[int, list[int]]()
+                    for output in stream:
+                        if not outputs:
+                            os.kill(before[victim], signal.SIGKILL)
+                        outputs[output.request_id] = output.outputs[0].token_ids
+                    assert [outputs[i] for i in stream.request_ids] == wanted
+                assert llm.pools.pids[victim] == spares[role]
+                assert [name for name, pid in llm.pools.pids.items() if pid != before[name]] == [victim]
+            spares, last = spares_of(llm, 2), launcher.places["memory"][1].host
+            cluster.remove(next(number for number in numbers if f"node-{number}" in last.resources))
+            assert eventually(lambda: not any(host.name == last.name for host in ray_cluster.hosts_of(ray)), 60.0)
+            assert tokens(llm) == wanted
+            assert llm.pools.pids["memory-1"] == spares["memory"]
+            assert "there are fewer spares than asked for" in caplog.text
+            assert [*spares_of(llm, 1)] == ["compute"]
+            assert tokens(llm) == wanted
+            pids = [*llm.pools.pids.values(), *spares.values()]
+        assert eventually(lambda: all(gone(pid) for pid in pids), 10.0)
+    finally:
+        cluster.close()
+
+
 def test_a_servers_engine_is_replaced_too(cluster: FakeCluster, tmp_path: Path) -> None:
     """Its wardens go with it; another one finds room for its own."""
     body = {"prompt": "def f(", "max_tokens": 120, "ignore_eos": True, "stream": True, "temperature": 0.8, "seed": 5}
@@ -231,6 +289,48 @@ def test_a_servers_engine_is_replaced_too(cluster: FakeCluster, tmp_path: Path) 
             assert eventually(lambda: http.get("/health").status_code == 200, 30)
     finally:
         server.kill()
+
+
+def test_a_server_goes_on_with_fewer_memory_workers_where_a_node_stays_away(tmp_path: Path) -> None:
+    """No other node has room: another engine has those that are left, and all streams go on there."""
+    pytest.importorskip("ray")
+    cluster, server = FakeCluster(tmp_path, *NODES), None
+    body = {"prompt": "def f(", "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 0.0}
+    flags = ("--ray-address", cluster.address, "--memory-workers", "2", "--placement", "spread", "--deterministic")
+    try:
+        server = Running(
+            tmp_path / "server", *flags, "--dtype", "float32", "--kv-memory", "32MiB", env=cluster.environment
+        )
+        with httpx.Client(base_url=server.url, timeout=150) as http:
+
+            def told(*, hit: bool) -> str:
+                lines = list[str]()
+                with http.stream("POST", "/v1/completions", json=body) as response:
+                    for line in response.iter_lines():
+                        lines.append(line)
+                        if hit and len(lines) == 40:
+                            cluster.remove(2)
+                assert "data: [DONE]" in lines
+                events = (json.loads(line[6:]) for line in lines if line.startswith("data: {"))
+                return "".join(choice["text"] for event in events for choice in event["choices"])
+
+            wanted = told(hit=False)
+            assert told(hit=True) == wanted
+            assert http.get("/health").status_code == 200
+            assert told(hit=False) == wanted
+        assert "the server goes on with --memory-workers 1" in server.log.read_text()
+        assert sum(b"lamina.memory.main" in Path(f"/proc/{p}/cmdline").read_bytes() for p in workers_of(server)) == 1
+    finally:
+        if server is not None:
+            server.kill()
+        cluster.close()
+
+
+def workers_of(server: Running) -> list[int]:
+    """Processes whose key is that of its engine: they are children of Ray's."""
+    log = server.log.read_text()
+    met = [line for line in log.splitlines() if "is pid" in line][-1]
+    return [int(word.strip(",")) for word, before in zip(met.split()[1:], met.split(), strict=False) if before == "pid"]
 
 
 def engine_of(server: Running) -> int:

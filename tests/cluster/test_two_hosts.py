@@ -106,3 +106,31 @@ def test_a_host_that_falls_silent_is_noticed(hosts: Hosts) -> None:
         assert driver.returncode == 1
         assert time.monotonic() - start < 7.0
         assert "its host does not answer" in errors
+
+
+@pytest.mark.parametrize("more", [("--spare-memory", "1"), ()], ids=["a spare", "room for another one"])
+def test_where_a_host_stays_silent_all_goes_on_without_it(hosts: Hosts, more: tuple[str, ...]) -> None:
+    """Its worker's place is taken on the other host, and the cable stays out to the end."""
+    first, second = hosts.spaces
+    lines = hosts.file.read_text().splitlines()[:2]
+    lines += [f"  - {{address: {first.host}, compute: 1, memory: 2, cores: 1}}"]
+    lines += [f"  - {{address: {second.host}, memory: 1, cores: 1}}", ""]
+    hosts.file.write_text("\n".join(lines))
+    target = str(hosts.file)
+    hosts.run("cluster", "up", target)
+    ask = ("--prompt", "import os", "--max-tokens", "1900", "--ignore-eos", "--dtype", "float32", "--deterministic")
+    workers = ("--memory-workers", "2", "--kv-memory", "64MiB")
+    wanted = hosts.run("generate", MODEL, *ask, *workers)
+    over_ray = ("--ray-address", target, "--placement", "spread", *more)
+    with subprocess.Popen(
+        hosts.command("generate", MODEL, *ask, *workers, *over_ray),
+        cwd=ROOT, env=hosts.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as driver:  # fmt: skip
+        assert driver.stdout is not None
+        begun = driver.stdout.read(20)  # it decodes
+        ip("-n", second.name, "link", "set", "eth0", "down")
+        rest, errors = driver.communicate(timeout=RUN_S)
+    assert driver.returncode == 0, errors
+    assert begun + rest == wanted
+    assert "its host does not answer; whoever is lost is replaced" in errors
+    assert ("there are fewer spares" in errors) == bool(more), errors

@@ -21,6 +21,10 @@ from lamina.protocol.options.engine import EngineConfig
 LAUNCHERS = {"local": "local", "ray": "ray", "static": "static"}
 
 
+class NoRoomError(OSError):
+    """The host of a lost worker is gone, and no other one has room."""
+
+
 class WorkerHandle(Protocol):
     """A started worker, as the driver sees it."""
 
@@ -58,7 +62,21 @@ class Launcher(Protocol):
         ...
 
     def start(self, role: str, index: int, threads: int = 0) -> WorkerHandle:
-        """``threads`` of OpenMP; 0 = what the environment says, else all cores. Raises OSError, ValueError."""
+        """``threads`` of OpenMP; 0 = what the environment says, else all cores. Raises OSError, ValueError; NoRoomError
+        where there has been one at that place.
+        """
+        ...
+
+    def start_spare(self, role: str, number: int, threads: int = 0, wait_s: float = 0.0) -> WorkerHandle | None:
+        """A worker that has no place yet, of those of its role the one with that number. None: it comes up meanwhile,
+        longer than ``wait_s``; ask again. Raises as ``start``.
+        """
+        ...
+
+    def seat(self, role: str, number: int, index: int) -> None:
+        """That spare takes the place ``index``, whose worker is lost; the next one of that number has the room that the
+        lost one had.
+        """
         ...
 
     def may_replace(self, lost: WorkerHandle) -> bool:

@@ -148,6 +148,12 @@ class LocalLauncher:
         packed = f"/proc/{os.getpid()}/fd/{self._packed.fileno()}"
         return ProcessWorker(role, index, threads, self._cores(role, index), **{PACKED: packed})
 
+    def start_spare(self, role: str, number: int, threads: int = 0, wait_s: float = 0.0) -> ProcessWorker:
+        return self.start(role, number, threads)
+
+    def seat(self, role: str, number: int, index: int) -> None:
+        """All are on this host, and with --cores there are no spares."""
+
     def _cores(self, role: str, index: int) -> cores.Cores:
         """Of one in the place of a worker that somebody else had lent, those of the last one here."""
         return self._on[role][min(index, len(self._on[role]) - 1)]

@@ -15,21 +15,22 @@ import json
 import logging
 import math
 import secrets
-import threading
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from lamina import __version__
-from lamina.fleet.hosts.placement import HostPlace, check_kv_memory, demand, names_type, on_gpu, place, wishes
+from lamina.fleet.hosts.placement import HostPlace, check_kv_memory, demand, names_type, on_gpu, wishes
 from lamina.fleet.hosts.ray_cluster import answers, first_line, hosts_of, join, load
+from lamina.fleet.hosts.ray_places import FREED_S, find_places
 from lamina.fleet.hosts.ray_token import MODE
 from lamina.netstack import ChannelError
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.sealed import SealedSocket
 
-from . import WorkerHandle
+from . import NoRoomError, WorkerHandle
 from .ray_warden import Warden
 from .remote_worker import any_port, connect
 
@@ -38,7 +39,6 @@ CALL_S = 60.0  # for a warden to come up and answer
 REACH_S = 10.0
 END_S = 1.0
 NODE_ID = "ray.io/node-id"  # a label that Ray gives each host
-FREED_S = 5.0  # for Ray to tell that workers which have ended hold nothing any more
 
 
 class RayWorker:
@@ -93,9 +93,24 @@ class RayWorker:
             return f"on {self._where} is lost: its host's Ray, or the actor that watched it, is gone"
 
 
+@dataclass(eq=False)
+class _Seat:
+    """Room for one worker in the cluster: of a place, or of a spare."""
+
+    at: HostPlace
+    group: Any
+    bundle: int  # its number in the group
+    warden: Any = None
+    used: bool = False  # whether that warden has had a worker
+    asked: Any = None  # its answer to ``listen``, once it is there
+    asked_at: float = 0.0
+    names: tuple[str, str] = "", ""  # of the two ends of the control link
+
+
 class RayLauncher:
     """Wardens come up all at once, when it is made; ``start`` waits for one. A worker in the place of a lost one gets a
     warden of its own, in the same bundle, and so on the same host; where that is lost, in a bundle on another one.
+    Spares have bundles of their own, behind those of the places: they are placed by the same rules.
     """
 
     key = b""  # workers have it from their wardens
@@ -104,41 +119,81 @@ class RayLauncher:
         self._ray, self._owned, self._config, self._key = ray, owned, config, key
         self._limit_s = min(CALL_S, config.deadlines.start_timeout_s)
         self._incarnation = secrets.token_hex(8)  # part of the names on control links
-        self._wardens: dict[tuple[str, int], Any] = {}
-        self._used: set[tuple[str, int]] = set()  # places whose wardens have had a worker
+        self._seats: dict[str, list[_Seat]] = {}  # of places, by role
+        self._spares: dict[str, list[_Seat]] = {}
         self._groups: list[Any] = []
         self._lost: set[str] = set()  # hosts, by name
         try:
-            group, self.places = reserve(ray, config, wanted, self._limit_s)
+            spares = {role: count for role, count in config.launching.spares.items() if wanted.get(role)}
+            counts = {role: count + spares.get(role, 0) for role, count in wanted.items()}
+            group, places = reserve(ray, config, counts, self._limit_s)
             self._groups += [group] if group is not None else []
-            check_kv_memory(self.places, config.devices.kv_bytes())
-            self._bundles = {(role, index): (group, n) for n, (role, index, _) in enumerate(_each(self.places))}
-            for role, index, _ in _each(self.places):
-                self._call_warden(role, index)
+            check_kv_memory(places, config.devices.kv_bytes())
+            for bundle, (role, index, at) in enumerate(_each(places)):
+                kind = self._seats if index < wanted[role] else self._spares
+                kind.setdefault(role, []).append(_Seat(at, group, bundle))
+            for seat in self._all_seats():
+                self._call_warden(seat)
         except BaseException:
             self.close()
             raise
 
+    @property
+    def places(self) -> dict[str, list[HostPlace]]:
+        """Of all workers that have one, by role."""
+        return {role: [seat.at for seat in seats] for role, seats in self._seats.items()}
+
     def share(self, role: str, index: int) -> int:
-        at = self.places[role][index].host
-        return max(1, at.cores // sum(p.host == at for p in self.places[role]))
+        return self._share(role, self._seats[role][index])
+
+    def _share(self, role: str, seat: _Seat) -> int:
+        at = seat.at.host
+        return max(1, at.cores // max(1, sum(other.at.host == at for other in self._seats[role])))
 
     def start(self, role: str, index: int, threads: int = 0) -> RayWorker:
-        if (role, index) in self._used:
+        seat, what = self._seats[role][index], f"{role} worker {index}"
+        self._call(seat, role, what, threads, patient=True)
+        return self._finish(seat, role, index, what)
+
+    def start_spare(self, role: str, number: int, threads: int = 0, wait_s: float = 0.0) -> RayWorker | None:
+        seat, what = self._spares[role][number], f"the spare {role} worker {number}"
+        if seat.asked is None:
+            self._call(seat, role, what, threads, patient=bool(wait_s))
+        done, _ = self._ray.wait([seat.asked], timeout=wait_s)
+        if done:
+            return self._finish(seat, role, number, what)
+        if time.monotonic() - seat.asked_at > self._limit_s:
+            seat.asked = None
+            raise OSError(f"{what} did not come up in {self._limit_s:g} s")
+        return None
+
+    def seat(self, role: str, number: int, index: int) -> None:
+        seats, spares = self._seats[role], self._spares[role]
+        seats[index], spares[number] = spares[number], seats[index]
+
+    def _call(self, seat: _Seat, role: str, what: str, threads: int, *, patient: bool) -> None:
+        """Have its warden listen. ``patient``: whether to wait for room on another host, where its own is lost."""
+        if seat.used:
             hosts = {host.name: host for host in hosts_of(self._ray, whole=True)}
-            there = hosts.get(self.places[role][index].host.name)
+            there = hosts.get(seat.at.host.name)
             if there is None or not answers(there):  # which tells of a lost one long before Ray does
-                self._move(role, index)
-            self._call_warden(role, index)
-        self._used.add((role, index))
-        at, warden = self.places[role][index], self._wardens[role, index]
-        host, who = at.host.address, f"the warden of {role} worker {index} on {at.host.address}"
-        name, driver = (f"{end}-{self._incarnation}" for end in (f"{role}-{index}", "driver"))
+                self._move(seat, role, what, patient=patient)
+            self._call_warden(seat)
+        seat.used, seat.asked_at = True, time.monotonic()
+        own = f"{what.replace(' ', '-')}-{self._incarnation}"
+        seat.names = own, f"driver-{self._incarnation}"
         order = {
-            "role": role, "threads": threads or self.share(role, index), "key": self._key.hex(), "host": host,
-            "name": name, "driver": driver,
+            "role": role, "threads": threads or self._share(role, seat), "key": self._key.hex(),
+            "host": seat.at.host.address, "name": own, "driver": seat.names[1],
         }  # fmt: skip
-        answer = self._ask(who, warden.listen.remote(json.dumps(order)))
+        seat.asked = seat.warden.listen.remote(json.dumps(order))
+
+    def _finish(self, seat: _Seat, role: str, index: int, what: str) -> RayWorker:
+        """The worker of a warden that was called, once it has come up. Raises OSError, ValueError."""
+        asked, seat.asked = seat.asked, None
+        host, (name, driver) = seat.at.host.address, seat.names
+        who, warden = f"the warden of {what} on {host}", seat.warden
+        answer = self._ask(who, asked)
         if answer["version"] != __version__:
             raise ValueError(f"{host} has Lamina {answer['version']}, this host has {__version__}: install the same")
         if answer["auth"] != "token":
@@ -150,23 +205,15 @@ class RayLauncher:
         started = self._ask(who, warden.started.remote())
         if "error" in started:
             raise OSError(f"{who}: {started['error']}")
-        return RayWorker(self._ray, warden, role, index, at, started["pid"], sock)
+        return RayWorker(self._ray, warden, role, index, seat.at, started["pid"], sock)
 
     def grow(self, role: str, count: int) -> bool:
         """Fewer alone: its places are taken from the cluster at the start."""
-        return count <= len(self.places[role])
+        return count <= len(self._seats[role])
 
     def keep(self, role: str, numbers: Sequence[int]) -> None:
         """The cluster has the places of the others back with the end of all."""
-        stay = {old: new for new, old in enumerate(numbers)}
-
-        def renumbered(who: tuple[str, int]) -> tuple[str, int] | None:
-            return (role, stay[who[1]]) if who[0] == role and who[1] in stay else None if who[0] == role else who
-
-        self.places[role] = [self.places[role][n] for n in numbers]
-        self._bundles = {new: n for who, n in self._bundles.items() if (new := renumbered(who))}
-        self._wardens = {new: w for who, w in self._wardens.items() if (new := renumbered(who))}
-        self._used = {new for who in self._used if (new := renumbered(who))}
+        self._seats[role] = [self._seats[role][n] for n in numbers]
 
     def may_replace(self, lost: WorkerHandle) -> bool:
         """Any, on the lost one's host or on another one. A host that has fallen silent keeps its worker, which nobody
@@ -175,43 +222,49 @@ class RayLauncher:
         return isinstance(lost, RayWorker)
 
     def close(self) -> None:
-        wardens, self._wardens = list(self._wardens.values()), {}
+        seats, self._seats, self._spares = self._all_seats(), {}, {}
         if not self._ray.is_initialized():
             return
-        for warden in wardens:
-            self._ray.kill(warden)
+        for seat in seats:
+            if seat.warden is not None:
+                self._ray.kill(seat.warden)
         while self._groups:
             _give_back(self._groups.pop())
         if self._owned:
             self._ray.shutdown()
 
-    def _move(self, role: str, index: int) -> None:
-        """To another host, as the one of that place is lost. Raises OSError."""
-        lost = self.places[role][index].host
-        self._lost.add(lost.name)
-        try:
-            group, places = reserve(self._ray, self._config, {role: 1}, self._limit_s, self._lost)
-        except ValueError as error:
-            text = f"{lost.address} is lost, and {role} worker {index} was there: {error}"
-            raise OSError(text) from None
-        self._groups.append(group)
-        self.places[role][index], self._bundles[role, index] = places[role][0], (group, 0)
-        log.warning("%s is lost: %s worker %d goes to %s", lost.address, role, index, places[role][0].host.address)
+    def _all_seats(self) -> list[_Seat]:
+        return [seat for kind in (self._seats, self._spares) for seats in kind.values() for seat in seats]
 
-    def _call_warden(self, role: str, index: int) -> None:
-        """In the bundle of that place, in the stead of the one that was there."""
+    def _move(self, seat: _Seat, role: str, what: str, *, patient: bool) -> None:
+        """To another host, as its own is lost. Raises OSError, NoRoomError."""
+        lost = seat.at.host
+        self._lost.add(lost.name)
+        freed_s = FREED_S if patient else 0.0
+        try:
+            group, places = reserve(self._ray, self._config, {role: 1}, self._limit_s, self._lost, freed_s)
+        except ValueError as error:
+            raise NoRoomError(f"{lost.address} is lost, and {what} was there: {error}") from None
+        self._groups.append(group)
+        seat.at, seat.group, seat.bundle = places[role][0], group, 0
+        log.warning("%s is lost: %s goes to %s", lost.address, what, seat.at.host.address)
+
+    def _call_warden(self, seat: _Seat) -> None:
+        """In its bundle, in the stead of the one that was there."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        if (role, index) in self._wardens:
-            self._ray.kill(self._wardens[role, index])  # Ray gives its bundle to nobody else before
-        takes, (group, number) = dict(self.places[role][index].takes), self._bundles[role, index]
-        self._wardens[role, index] = (
+        if seat.warden is not None:
+            self._ray.kill(seat.warden)  # Ray gives its bundle to nobody else before
+        takes = dict(seat.at.takes)
+        seat.warden = (
             self._ray.remote(Warden)
             .options(
                 num_cpus=takes.pop("CPU", 0.0),
                 num_gpus=takes.pop("GPU", 0.0),
                 resources=takes,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    seat.group, placement_group_bundle_index=seat.bundle
+                ),
                 max_concurrency=4,  # started, stands_still and fate wait, end comes meanwhile
                 max_restarts=0,
             )
@@ -240,16 +293,21 @@ def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -
 
 
 def reserve(
-    ray: Any, config: EngineConfig, wanted: Mapping[str, int], limit_s: float, without: Container[str] = ()
+    ray: Any,
+    config: EngineConfig,
+    wanted: Mapping[str, int],
+    limit_s: float,
+    without: Container[str] = (),
+    freed_s: float = FREED_S,
 ) -> tuple[Any, dict[str, list[HostPlace]]]:
     """A placement group for all workers, and their places as Ray says them. Where a look at what is free has shown
     more than there is, since another engine starts, there is another look. ``without``: names of hosts where none is
-    to be. Raises ValueError, OSError.
+    to be; ``freed_s``: see find_places. Raises ValueError, OSError.
     """
     deadline, patience = time.monotonic() + limit_s, 1
     while True:
         try:
-            places, pinned = find_places(ray, config, wanted, without), True
+            places, pinned = find_places(ray, config, wanted, without, freed_s), True
         except ValueError as error:
             if not config.launching.ray_wait_s:
                 raise
@@ -310,27 +368,3 @@ def _hoped_for(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, lis
 def _each(places: Mapping[str, list[HostPlace]]) -> Iterator[tuple[str, int, HostPlace]]:
     for role, each in places.items():
         yield from ((role, index, at) for index, at in enumerate(each))
-
-
-def find_places(
-    ray: Any, config: EngineConfig, wanted: Mapping[str, int], without: Container[str] = ()
-) -> dict[str, list[HostPlace]]:
-    """The places of the workers, on hosts of other names than ``without``. The resources of a service that has just
-    ended are free a moment later: where the cluster has room at all, they are waited for. Raises ValueError.
-    """
-    asked = wishes(config, wanted), config.launching.placement, on_gpu(config)
-    deadline = time.monotonic() + FREED_S
-    while True:
-        try:
-            return place([h for h in hosts_of(ray) if h.name not in without], *asked)
-        except ValueError:
-            if time.monotonic() > deadline or not _has_room(ray, without, *asked):
-                raise
-        threading.Event().wait(0.1)  # Ray tells nobody of it: asked again
-
-
-def _has_room(ray: Any, without: Container[str], *asked: Any) -> bool:
-    try:
-        return bool(place([h for h in hosts_of(ray, whole=True) if h.name not in without], *asked))
-    except ValueError:
-        return False

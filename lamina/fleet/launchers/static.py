@@ -143,6 +143,12 @@ class StaticLauncher:
             raise OSError(f"{who} did not start it: see what it says there")
         return StaticWorker(warden, role, index, sock)
 
+    def start_spare(self, role: str, number: int, threads: int = 0, wait_s: float = 0.0) -> StaticWorker:
+        raise OSError("people start the workers of --launcher static: there are no spares")
+
+    def seat(self, role: str, number: int, index: int) -> None:
+        """There are no spares."""
+
     def grow(self, role: str, count: int) -> bool:
         """Fewer alone: people start its workers."""
         return count <= self._wanted.get(role, 0)

@@ -240,10 +240,12 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
     spare_compute: Annotated[
         int,
         Meta(ge=0),
-        "with --launcher local, on CPUs: compute workers that are loaded and wait to take the place of a lost one; a "
-        "multiple of --tensor-parallel-size",
+        "with --launcher local or ray, on CPUs: compute workers that are loaded and wait to take the place of a lost "
+        "one; a multiple of --tensor-parallel-size",
     ] = 0
-    spare_memory: Annotated[int, Meta(ge=0), "the same of memory workers"] = 0
+    spare_memory: Annotated[
+        int, Meta(ge=0), "the same of memory workers, each of which has taken --kv-memory before it takes a place"
+    ] = 0
     ledger: Annotated[
         str, "with --borrow or --lend: the ledger of who lends, HOST:PORT of `lamina-launch ledger serve`"
     ] = ""

@@ -179,8 +179,8 @@ def _check_spares(config: EngineConfig) -> None:
         name = flag(f"spare_{role}")
         if not count:
             continue
-        if launching.starter != "local":
-            raise ValueError(f"{name} is for --launcher local: over {launching.starter} a new worker takes the place")
+        if launching.by_hand:
+            raise ValueError(f"{name} is for --launcher local or ray: people start the workers of static")
         if in_process(launching.scheme):
             raise ValueError(f"{name}: with --transport {launching.transport} no worker is replaced: use shm")
         if devices[role] != "cpu":

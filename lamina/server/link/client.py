@@ -17,11 +17,11 @@ from lamina.engine.conversations.terms import PLAIN, KVTerms
 from lamina.engine.wire import WorkerError
 from lamina.fleet.launchers import WorkerHandle
 from lamina.fleet.launchers.local import ProcessWorker
-from lamina.fleet.standing import STOPPED_S, StandingStill
 from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import Blame, Refusal, SamplingParams
 
+from .engine_watch import EngineWatch
 from .messages import (
     AskSessions,
     Cancel,
@@ -104,9 +104,8 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FROM_ENGINE)
         self._live: dict[int, _OpenPrompt] = {}
-        self._closing = False
+        self._closing, self._next_key = False, 0
         self._resizing = Resizing(self._send)
-        self._next_key = 0
         self._questions = Questions()
         self._state_at = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
@@ -285,13 +284,13 @@ class EngineClient:
             each.feed.fail(EngineGoneError(reason))
 
     async def _watch(self) -> None:
-        """An engine that is stopped is as one that has died, also while it is idle: who asks /health would wait."""
-        standing = StandingStill[int](time.monotonic)
-        while self._restarts is not None and not self.lost.is_set():
+        """An engine that makes no way is as one that has died, also while it is idle: who asks /health would wait."""
+        watch = EngineWatch(self._restarts.config.deadlines) if self._restarts else None
+        while watch is not None and self._restarts is not None and not self.lost.is_set():
             await asyncio.sleep(WATCH_S)
-            replaceable = self._is_ready and self._restarts.allowed
-            if standing.look([self._handle.pid] if replaceable and self._handle.stopped else []):
-                log.warning("the engine process (pid %d) has been stopped for %g s", self._handle.pid, STOPPED_S)
+            wanted, recovering = self._is_ready and self._restarts.allowed, bool(self.state and self.state.recovering)
+            if words := watch.look(self._handle, wanted=wanted, recovering=recovering):
+                log.warning("the engine process (pid %d) %s", self._handle.pid, words)
                 await asyncio.to_thread(self._handle.join, 0.0)
 
     async def _listen(self) -> str | None:
@@ -300,7 +299,8 @@ class EngineClient:
             while True:
                 message = await self._receive()
                 if isinstance(message, Failed):
-                    return message.text
+                    fewer = self._restarts is not None and self._restarts.shrink(message.left)
+                    return await self._restart(message.text) if fewer else message.text
                 self._handle_message(message)
         except EngineGoneError as e:
             return await self._restart(str(e))

@@ -15,7 +15,7 @@ from lamina.engine.conversations.sessions import SessionCopy, SessionName
 from lamina.engine.engine import Engine
 from lamina.engine.tuning.alone import check_limits
 from lamina.engine.tuning.measure import tune
-from lamina.engine.wire import WorkerError
+from lamina.engine.wire import FewerError, WorkerError
 from lamina.fleet.choose_transport import nearest
 from lamina.fleet.pools import Pools
 from lamina.models.tokens import load_beside
@@ -67,7 +67,7 @@ def serve_engine(sock: socket.socket) -> None:
     except (ValueError, OSError, ImportError) as e:
         _tell(link, Failed(text=str(e), user_error=True))
     except WorkerError as e:
-        _tell(link, Failed(text=str(e)))
+        _tell(link, Failed(text=str(e), left=e.left if isinstance(e, FewerError) else 0))
     except Exception as e:
         _tell(link, Failed(text=f"engine: {type(e).__name__}: {e}"))
         raise

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import random
 import time
 from collections.abc import Callable
 
 from msgspec import structs
 
+from lamina.config import changed
 from lamina.engine.conversations.terms import PLAIN, KVTerms
 from lamina.fleet.launchers import WorkerHandle
 from lamina.fleet.recoveries import Recoveries
@@ -21,6 +23,7 @@ from lamina.request import SamplingParams, Told
 
 from .messages import Add, Delta, Start
 
+log = logging.getLogger(__name__)
 GONE_S = 10.0  # for the workers of an engine to follow it
 LOOK_S = 0.02
 
@@ -66,6 +69,16 @@ class EngineRestarts:
     def adopt(self, config: EngineConfig) -> None:
         """The engine has ``config`` by now: so will the next one."""
         self._start = structs.replace(self._start, config=config)
+
+    def shrink(self, left: int) -> bool:
+        """There is room for ``left`` memory workers: the next engine is to have no more. Whether that can be."""
+        left -= left % self.config.topology.tensor_parallel_size
+        try:
+            self.adopt(changed(self.config, {"memory_workers": left}))
+        except ValueError:
+            return False
+        log.warning("the server goes on with --memory-workers %d: say `lamina-launch scale` once there are more", left)
+        return True
 
     def give_up(self, why: str) -> bool:
         """No engine starts as planned: go back to what there was. False where there was nothing to go back to."""

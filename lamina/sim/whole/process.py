@@ -316,6 +316,11 @@ class SimHost:
         self.processes.append(SimProcess(self, role, index, 100 + len(self.processes)))
         return self.processes[-1]
 
+    def start_spare(self, role: str, number: int, threads: int = 0, wait_s: float = 0.0) -> SimProcess:
+        return self.start(role, number)
+
+    def seat(self, role: str, number: int, index: int) -> None: ...
+
     def may_replace(self, lost: Any) -> bool:
         return True
 

@@ -207,7 +207,7 @@ def test_workers_that_come_to_an_idle_engine_take_their_memory_once(
                     outcome = llm.pools.elastic.take_outcome()
             assert outcome.error == ""
             assert len(taken) == ahead, "a store was taken beside the one that was made ready"
-            assert not any(w._slabs.nbytes for w in workers), "what was made ready is nobody's"
+            assert not any(w._room.slabs.nbytes for w in workers), "what was made ready is nobody's"
         assert run(llm)[0] == wanted
 
 

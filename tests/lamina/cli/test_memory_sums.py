@@ -14,6 +14,7 @@ from lamina.compute.prefill.beginnings import prompts_inboxes
 from lamina.compute.prefill.stages import stage_cuts, stage_inboxes
 from lamina.config import make_config
 from lamina.facts.memory import WorkerMemory, check_fits, host_bytes, memory_text
+from lamina.facts.room import check_kv_room
 
 MODEL = str(Path(__file__).resolve().parents[3] / "examples" / "tiny_lm" / "model")
 GB = 10**9
@@ -104,6 +105,26 @@ def test_every_dry_run_has_it(command: list[str], capsys: pytest.CaptureFixture[
     assert "would start 1 compute worker, 1 prefill worker and 2 memory workers over shm" in lines[0]
     assert [line.split()[0] for line in lines[1:6]] == ["memory", "compute-0", "prefill-0", "memory-0", "memory-1"]
     assert "  8.4 MB  " in lines[4], "KV blocks are as many as --kv-memory holds"
+
+
+def test_spares_have_weights_and_pools_and_no_slots(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--kv-memory", "8MiB", "--spare-memory", "1", "--spare-compute", "2"]
+    assert main([*STARTERS[0], "--dry-run", *flags]) == 0
+    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert [name for name in rows if "spare" in name] == ["compute-spare-0", "compute-spare-1", "memory-spare-0"]
+    assert rows["compute-spare-1"][:3] == rows["compute-0"][:3], "weights"
+    assert rows["memory-spare-0"][2:4] == ["8.4", "MB"]
+    assert "-" in rows["memory-spare-0"][4:6]
+
+
+def test_a_start_has_room_for_the_pools_of_spares() -> None:
+    config = make_config({"memory_workers": 2, "spare_memory": 1, "kv_memory": "1GiB"})
+    check_kv_room(config, 3 << 30)
+    words = (
+        r"^--kv-memory 1GiB on 3 memory workers, 1 of them spare: KV blocks take 3\.2 GB, .* lower --kv-memory below"
+    )
+    with pytest.raises(ValueError, match=words):
+        check_kv_room(config, (3 << 30) - 1)
 
 
 def test_a_dry_run_refuses_what_the_host_has_no_room_for(

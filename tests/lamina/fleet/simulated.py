@@ -81,6 +81,11 @@ class World:
     key = b"k" * 32
     restarts = True
 
+    def start_spare(self, role: str, number: int, threads: int = 0, wait_s: float = 0.0) -> SimulatedWorker:
+        return self.start(role, number)
+
+    def seat(self, role: str, number: int, index: int) -> None: ...
+
     def may_replace(self, lost: Any) -> bool:
         return self.restarts
 

@@ -8,13 +8,15 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from msgspec import structs
 from simulated import SimulatedWorker, World
 from test_cohort import LIMIT_S, OPTIONS
 
 from lamina.config import make_config
-from lamina.engine.wire import ViewChanged, WorkerError
+from lamina.engine.wire import FewerError, ViewChanged, WorkerError
 from lamina.fleet.cohort import Cohort
 from lamina.fleet.elastic import Change, Elastic
+from lamina.fleet.launchers import NoRoomError
 from lamina.fleet.launchers.local import ProcessWorker
 from lamina.fleet.members import AGAIN_S, LostError, Member, Members
 from lamina.fleet.notices import Notices
@@ -36,7 +38,9 @@ from lamina.protocol.control import (
     StepDone,
 )
 from lamina.protocol.groups import Capacity
-from lamina.protocol.plan import Keep
+from lamina.protocol.options.engine import KVOptions
+from lamina.protocol.partition import PARTITIONS
+from lamina.protocol.plan import Bind, Keep, LayerShape
 from lamina.protocol.recut import MakeRoom, RoomMade
 
 KEEP = [Keep(4, 17), Keep(9, 3)]
@@ -187,6 +191,71 @@ def test_a_dead_spare_has_a_successor_at_once_as_often_as_recoveries_may_be() ->
     assert len(run.world.workers) == NUM_WORKERS + 5
     assert not run.members.lost
     assert run.supervisor._recoveries.allow([]), "nobody was lost by it"
+
+
+def test_a_spare_takes_the_memory_of_the_largest_place_and_another_where_that_is_another() -> None:
+    run = Run(spare_compute=1, spare_memory=2)
+    layer = LayerShape(2, 2, 8, 8, b"")
+    bind = Bind(
+        worker=0, partition=PARTITIONS["head"]([2], [1.0, 1.0], 1), layers=[layer], dtype="float32", kv=KVOptions(),
+        kv_bytes=100, max_rows=4, max_model_len=128, view=run.ready.view, replicas=2, prefill_workers=1,
+    )  # fmt: skip
+    run.cohort.binds = [bind]
+
+    def asked() -> list[list[tuple[int, int]]]:
+        """Of each spare, the places whose memory it was told to take."""
+        run.world.pass_until(run.world.now + 10.0, lambda: False)
+        rooms = [[x for x in w.got if isinstance(x, MakeRoom)] for w in run.world.workers[NUM_WORKERS:]]
+        assert all(x.ahead for each in rooms for x in each), "nobody waits for an answer"
+        return [[(x.bind.worker, x.bind.kv_bytes) for x in each if x.bind is not None] for each in rooms]
+
+    run.cohort.spares.fill()
+    assert asked() == [[], [(1, 200)], [(1, 200)]], "a compute worker has no pool"
+    run.cohort.binds = [structs.replace(bind, view=9, replicas=1)]
+    run.cohort.spares.fill()
+    assert asked() == [[], [(1, 200)], [(1, 200)]], "it is the same for whoever connects"
+    run.cohort.kv_bytes = [[300, 150]]
+    run.cohort.spares.fill()
+    assert asked() == [[], [(1, 200), (0, 300)], [(1, 200), (0, 300)]]
+
+
+def test_a_spare_that_comes_up_slowly_is_taken_in_once_it_has() -> None:
+    run, slow = Run(spare_memory=1), [True]
+    start = run.world.start_spare
+
+    def later(role: str, number: int, threads: int = 0, wait_s: float = 0.0) -> SimulatedWorker | None:
+        return None if slow[0] else start(role, number, threads)
+
+    run.world.start_spare = later  # type: ignore[method-assign]
+    run.cohort.spares.fill()
+    run.supervisor.look_round([])
+    assert not list(run.cohort.spares)
+    slow[0] = False
+    run.supervisor.look_round([])
+    assert [m.handle.role for m in run.cohort.spares] == ["memory"]
+    run.supervisor.look_round([])
+    assert len(run.world.workers) == NUM_WORKERS + 1
+
+
+def test_one_that_cannot_be_started_is_told_once_and_tried_again_behind_the_next_loss(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = Run(spare_memory=1)
+    right = run.world.start_spare
+
+    def full(*asked: Any) -> Any:
+        raise OSError("no host has room")
+
+    run.world.start_spare = full  # type: ignore[method-assign]
+    with caplog.at_level("WARNING"):
+        run.supervisor._fill_spares()
+        for _ in range(3):
+            run.supervisor.look_round([])
+    assert caplog.text.count("there are fewer spares than asked for: no host has room") == 1
+    run.world.start_spare = right  # type: ignore[method-assign]
+    run.worker(0).kill()
+    run.recover()
+    assert [m.handle.role for m in run.cohort.spares] == ["memory"]
 
 
 @pytest.mark.parametrize("how", ["has failed", "has ended its link"])
@@ -490,6 +559,49 @@ def test_where_nobody_can_be_started_again_the_loss_is_final() -> None:
     loss = run.loss()
     assert not run.supervisor.may_make_good(loss)
     assert run.supervisor.last_words(loss) == f"{loss}; its pool cannot go on and was ended: start again"
+
+
+def no_room(role: str, index: int, threads: int = 0) -> Any:
+    raise NoRoomError(f"10.0.0.3 is lost, and {role} worker {index} was there: no host has room")
+
+
+@pytest.mark.parametrize(("victims", "left"), [([0], 1), ([0, 1], 0), ([0, 4], 0), ([4], 0)])
+def test_a_run_without_room_for_memory_workers_says_how_many_are_left(victims: list[int], left: int) -> None:
+    """Of memory workers alone; a prefill worker (4) is no reason to have fewer of them."""
+    run = Run()
+    pools = pools_of(run)
+    run.world.start = no_room  # type: ignore[method-assign]
+    for victim in victims:
+        run.worker(victim).kill()
+    pools._loss = run.loss()
+    changed = pools.wait()
+    assert isinstance(changed, ViewChanged)
+    with pytest.raises(WorkerError, match="a lost worker could not be replaced: 10.0.0.3 is lost") as told:
+        pools.resume(KEEP)
+    assert (told.value.left if isinstance(told.value, FewerError) else 0) == left
+    assert pools.closed
+
+
+def test_a_replica_without_room_is_done_without_for_good(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run()
+    start = run.world.start
+    run.world.start = no_room  # type: ignore[method-assign]
+    run.now("compute", 0).kill()
+    with caplog.at_level("WARNING"):
+        run.supervisor.halt(run.loss())
+        ready = run.supervisor.resume(KEEP)
+    assert "no host has room: decoding goes on without it" in caplog.text
+    assert [m.handle.index for m in run.members.compute] == [1]
+    assert ready.replicas == 1
+    assert not list(run.cohort.absent)
+    assert not run.cohort.absent.due()
+    run.world.start = start  # type: ignore[method-assign]
+    run.now("memory", 0).kill()
+    run.supervisor.halt(run.loss())
+    assert run.supervisor.resume(KEEP).replicas == 1
+    run.now("compute", 1).kill()  # the last one
+    run.supervisor.halt(run.loss())
+    assert run.supervisor.resume(KEEP).replicas == 1
 
 
 @pytest.mark.parametrize("second", [1, 2, 4])

@@ -41,7 +41,9 @@ def test_the_next_layer_lies_where_the_last_one_was() -> None:
 
 def test_a_little_more_fits_and_more_than_that_is_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     made, right = list[int](), fresh
-    monkeypatch.setattr(module, "fresh", lambda shape, dtype: (made.append(prod(shape)), right(shape, dtype))[1])
+    monkeypatch.setattr(
+        module, "fresh", lambda shape, dtype, *slack: (made.append(prod(shape)), right(shape, dtype, *slack))[1]
+    )
     slabs = Slabs()
     slabs.prepare([((HUGE_PAGE - 100,), torch.int8), ((50,), torch.int16)])
     made.clear()
@@ -68,3 +70,22 @@ def test_what_is_touched_is_there_and_what_is_not_needed_goes_back() -> None:
     del slab
     assert resident() - before < 20 << 20
     assert (taken == 1).all()
+
+
+def test_what_is_ready_serves_what_has_a_little_more_in_any_order_of_sizes() -> None:
+    """And pages that nobody has asked for are not there."""
+    slabs, before = Slabs(), resident()
+    shapes = [((MANY,), torch.int16), ((MANY // 2,), torch.int16), ((50,), torch.float32)]
+    slabs.prepare(shapes, HUGE_PAGE)
+    assert 68 << 20 < resident() - before < 80 << 20
+    more = HUGE_PAGE // 2  # numbers of 2 bytes
+    assert slabs.serves([((MANY + more,), torch.int16), ((MANY // 2 + more,), torch.int16)])
+    assert slabs.serves([((MANY // 2,), torch.int16), ((MANY,), torch.int16), ((50,), torch.float32)])
+    assert not slabs.serves([((MANY + more,), torch.int16)] * 2), "there is one"
+    assert not slabs.serves([((MANY + 2 * more,), torch.int16)])
+    assert not slabs.serves([((50,), torch.float16)])
+    assert slabs.nbytes == 2 * (MANY + MANY // 2) + 200, "a question takes nothing"
+    taken = [slabs.take(shape, dtype) for shape, dtype in shapes]
+    assert slabs.nbytes == 0
+    assert resident() - before < 80 << 20
+    assert all((x == 0).all() for x in taken)

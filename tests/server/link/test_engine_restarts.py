@@ -250,6 +250,44 @@ def test_an_engine_that_says_why_it_ends_is_the_last_one() -> None:
     final(lambda engines: engines.all[0].link.send(Failed(text="memory worker 0: out of order")), "out of order")
 
 
+@pytest.mark.parametrize(("options", "had", "left", "wanted"), [({}, 3, 2, 2), ({"tensor_parallel_size": 2}, 4, 3, 2)])
+def test_one_whose_workers_have_no_room_is_followed_by_one_with_fewer(
+    options: dict[str, Any], had: int, left: int, wanted: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As many as are left, and of ranks equal numbers. So it goes on behind the next death, too."""
+
+    async def work(client: EngineClient, engines: Engines) -> None:
+        key = client.add([7], SamplingParams(), ReplyFeed(), Quiet())
+        engines.all[0].link.send(Failed(text="10.0.0.3 is lost, and no host has room", left=left))
+        second = await engines.next(client)
+        assert client.state is not None
+        assert client.state.recovering
+        second.link.send(READY)
+        assert (await asyncio.to_thread(second.asked)).key == key
+        assert not client.lost.is_set()
+        assert client.config is not None
+        assert client.config.topology.memory_workers == wanted
+        second.link.close()
+        await engines.next(client)
+        assert engines.workers == [wanted, wanted]
+        assert f"the server goes on with --memory-workers {wanted}" in caplog.text
+
+    with caplog.at_level(logging.WARNING):
+        play(work, memory_workers=had, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [({}, 0), ({"tensor_parallel_size": 2}, 1), ({"partition": "head", "kv_parity": 1}, 1)],
+    ids=["none is left", "too few for the ranks", "no parity of one"],
+)
+def test_where_nothing_can_go_on_with_those_that_are_left_it_is_the_last_one(
+    options: dict[str, Any], left: int
+) -> None:
+    final(lambda engines: engines.all[0].link.send(Failed(text="no host has room", left=left)), "no host has room",
+          memory_workers=2, **options)  # fmt: skip
+
+
 def test_so_is_one_whose_workers_others_start() -> None:
     final(lambda engines: engines.all[0].link.close(), "was killed", launcher="static", transport="tcp")
 

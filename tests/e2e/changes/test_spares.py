@@ -1,0 +1,59 @@
+"""A spare memory worker has the memory of its pool before it takes a place, and that one alone behind it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from running import eventually
+from tiny import llama
+
+from lamina import LLM, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("no_child_left")
+MIB = 1 << 20
+POOL = 256 * MIB
+MORE = 96 * MIB  # what a worker takes besides: channels, what it imports
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [9] * 40]
+SOON_S = 60.0
+
+
+def memory(pid: int, name: str) -> int:
+    """Bytes: VmRSS, as they are now, or VmHWM, the most that there were."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
+
+
+def told(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
+
+
+def spare_of(llm: LLM) -> int:
+    (spare,) = llm.pools._cohort.spares
+    return spare.handle.pid
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"partition": "request", "transport": "tcp"}, {"partition": "token", "kv_checks": 1.0, "deterministic": True}],
+    ids=["by head", "by request", "by token, checked"],
+)
+def test_its_pages_are_there_before_it_takes_a_place_and_there_is_no_second_store(
+    options: dict[str, object], tmp_path: Path
+) -> None:
+    llama().save_pretrained(tmp_path)
+    given = {"dtype": "float32", "memory_workers": 2, "transport": "shm", "spare_memory": 1, **options}
+    with LLM(str(tmp_path), kv_memory=f"{POOL // MIB}MiB", **given) as llm:  # type: ignore[arg-type]
+        wanted = told(llm)
+        for place in ("memory-1", "memory-0"):
+            spare = spare_of(llm)
+            assert eventually(lambda pid=spare: memory(pid, "VmRSS") > POOL, SOON_S), "its pages are not there"
+            os.kill(llm.pools.pids[place], signal.SIGKILL)
+            assert told(llm) == wanted
+            assert llm.pools.pids[place] == spare
+            assert POOL < memory(spare, "VmRSS") <= memory(spare, "VmHWM") < POOL + MORE
+            stats = llm.stats()[place]
+            assert stats["stores"] == 1
