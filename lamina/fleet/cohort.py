@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -75,13 +76,13 @@ class Cohort:
         self._compute_key = b""
         self._model: Any = None
         self.topology = config.topology  # with the memory workers' parts of the work, once they are measured
-        self._urls: dict[Member, str] = {}  # of memory workers
-        self._loaded: dict[Member, Loaded] = {}  # of compute and prefill workers
+        self._urls = WeakKeyDictionary[Member, str]()  # of memory workers
+        self._loaded = WeakKeyDictionary[Member, Loaded]()  # of compute and prefill workers
         self._told_models = False  # whether these were told to load
         self._started: dict[tuple[str, int], int] = {}  # role and index -> workers that were started for them, less one
         self._size = config.topology.tensor_parallel_size  # ranks of a replica
         self._names = members.names
-        self._keys: dict[WorkerHandle, bytes] = {}  # of memory workers on loan, which have keys of their own
+        self._keys = WeakKeyDictionary[WorkerHandle, bytes]()  # of memory workers on loan, which have their own
         self.tier = TierKeeper(config, self._incarnation)
         self.moving = config.moves_stripes  # whether memory workers meet each other, to copy KV
         self.spares = Spares(self, members, config.launching.spares)
@@ -145,18 +146,16 @@ class Cohort:
         """
         self._begin()
         self._on_progress = lambda stage, done, total: None  # who looked has gone on
-        self._loaded |= self.absent.back()
+        self._loaded.update(self.absent.back())
         for lost in [m for m in self._members if m in self._members.lost]:
-            self._urls.pop(lost, None)
-            self._loaded.pop(lost, None)
-            self._names.pop(lost.handle, None)
-            role, index = lost.handle.role, lost.handle.index
-            if (spare := self.spares.take(role, index, self._size)) is not None:
+            if lost.unreached and self.launcher is not None:
+                self.launcher.leave(lost.handle.role, lost.handle.index)
+            if (spare := self.spares.take(lost, self._size)) is not None:
                 self._members.replace(lost, spare)
                 continue
             if self.absent.leave(lost):
                 continue
-            member = self._members.prepare(self._named(self._start_one(role, index)))
+            member = self._members.prepare(self._named(self._start_one(lost.handle.role, lost.handle.index)))
             self._members.replace(lost, member)
             self._tell_start(member)
         self._await_starts()
@@ -170,7 +169,8 @@ class Cohort:
 
     def take_up(self, topology: TopologyOptions, kv_bytes: list[list[int]], coming: Mapping[Member, str]) -> None:
         """There are other memory workers, of which some listen at those URLs; the next ``connect`` says so to all."""
-        self.topology, self.kv_bytes, self._urls = topology, kv_bytes, {**self._urls, **coming}
+        self.topology, self.kv_bytes = topology, kv_bytes
+        self._urls.update(coming)
         self._config = msgspec.structs.replace(self._config, topology=topology)
 
     def address_of(self, member: Member) -> Address:
@@ -179,7 +179,7 @@ class Cohort:
 
     def adopt(self, handle: WorkerHandle, key: bytes) -> StartMemory:
         """The first message to a memory worker on loan, whose peers reach it by ``key``."""
-        self._keys[handle], self._names[handle] = key, f"guest-{len(self._names)}-{self._incarnation}"
+        self._keys[handle], self._names[handle] = key, f"guest-{secrets.token_hex(4)}-{self._incarnation}"
         return self._start_memory(handle)
 
     def close(self) -> None:

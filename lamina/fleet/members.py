@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from lamina.engine.wire import Clock, WorkerError
 from lamina.protocol.control import Broken, Failed, LinkClosedError, LinkStalledError, StepDone, Stop
@@ -52,6 +53,7 @@ class Member:
         self.link.limit_sends(TAKE_S)
         self.inbox: deque[Any] = deque()  # messages that came while another one was awaited
         self.parts = StepParts()
+        self.unreached = False  # though it lives: others have lost their way to it
 
     @property
     def label(self) -> str:
@@ -80,7 +82,7 @@ class Members:
         self.view = 0  # messages of older views are dropped
         self._still_heard: tuple[type[Any], ...] = ()  # but of these kinds
         self.lost: dict[Member, LostError] = {}  # nobody listens to these any more
-        self.names = dict[WorkerHandle, str]()  # that they prove to their peers
+        self.names = WeakKeyDictionary[WorkerHandle, str]()  # that they prove to their peers
         self._named = dict[Member, float]()  # when somebody has lost its way to a memory worker that lives
         self.closed = False  # by ``end``
         self.ending = threading.RLock()  # one thread ends them; another may wait for a message meanwhile
@@ -332,6 +334,7 @@ class Members:
                 self._take(other, said)
         named = next((m for m in self.memory if message.peer and self.names.get(m.handle) == message.peer), None)
         if named and self._clock() - self._named.get(named, -AGAIN_S) < AGAIN_S:
+            named.unreached = True
             return self._lose(named, f"others have lost their way to {named.name} twice: {message.text}", ended=True)
         if named:
             self._named = {m: at for m, at in self._named.items() if m in self.memory} | {named: self._clock()}

@@ -96,11 +96,14 @@ class Spares:
             self._members.fence(member)
         return list(gone.values())
 
-    def take(self, role: str, index: int, ranks: int) -> Member | None:
-        """One for place ``index``, which it has from now on; None where there is none that lives. ``ranks``: of a
-        compute worker's replica; it has the weights of its own rank alone.
+    def take(self, lost: Member, ranks: int) -> Member | None:
+        """One for the place of ``lost``, which it has from now on; None where there is none that lives, and whose host
+        others reach. ``ranks``: of a compute worker's replica; it has the weights of its own rank alone.
         """
+        role, index, place = lost.handle.role, lost.handle.index, lost.handle.place
         for (kind, number), member in list(self._there.items()):
+            if lost.unreached and place and member.handle.place == place:
+                continue
             if kind == role and (role != "compute" or number % ranks == index % ranks):
                 self._let_go((kind, number))
                 if not (why := self._defect(member)):

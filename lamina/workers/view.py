@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, Fabric, Listener, Terms
+from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, ChannelUnreachable, Fabric, Listener, Terms
 
 ATTEMPT_S = 1.0  # to be taken by a peer, before a worker looks whether its view is over
+SILENT_S = 15.0  # of attempts that nothing answers; then a worker tells that it cannot reach a peer's host
 LOOK_S = 0.25  # while nobody comes, before a worker looks whether its view is over
 
 
@@ -60,19 +61,21 @@ class ViewFabric:
 
     def connect(self, url: str, terms: Terms, *, timeout_s: float) -> Channel:
         """Connect as Fabric.connect does, in this view's epoch; but no longer than this view lasts, as the peer may
-        have gone on, and take nobody of this view any more.
+        have gone on, and take nobody of this view any more, nor to a host that is silent for SILENT_S.
         """
         if self._fabric is None:
             raise ValueError(f"{url}: this worker connects to nobody")
         self._asked[url] = terms.peer
         terms, deadline = replace(terms, epoch=self.view), self._clock() + timeout_s
+        heard = self._clock()
         while True:
             self._check()
             left = deadline - self._clock()
             try:
                 return self._keep(self._fabric.connect(url, terms, timeout_s=min(left, ATTEMPT_S)))
-            except ChannelTimeout:
-                if left <= ATTEMPT_S:
+            except ChannelTimeout as error:
+                heard = heard if isinstance(error, ChannelUnreachable) else self._clock()
+                if left <= ATTEMPT_S or self._clock() - heard > SILENT_S:
                     raise
 
     def peer_of(self, error: Exception) -> str:

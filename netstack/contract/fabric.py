@@ -55,6 +55,10 @@ class ChannelTimeout(ChannelError):  # noqa: N818
     """The deadline of a wait passed; the channel itself is still usable."""
 
 
+class ChannelUnreachable(ChannelTimeout):
+    """Nothing has answered at the peer's address, not even its host; it may yet."""
+
+
 class PeerFault(ChannelError):  # noqa: N818
     """The peer died, closed, or broke the protocol; the channel is unusable."""
 

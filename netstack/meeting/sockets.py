@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from time import monotonic, sleep
 
-from lamina.netstack.contract.fabric import ChannelError, ChannelTimeout
+from lamina.netstack.contract.fabric import ChannelError, ChannelTimeout, ChannelUnreachable
 
 LEAST_S = 1e-3  # 0 would make a socket non-blocking
 AGAIN_S = 0.01
@@ -27,7 +27,9 @@ def open_place(family: socket.AddressFamily, place: Place, url: str, choose: str
 
 
 def dial(family: socket.AddressFamily, place: Place, url: str, timeout_s: float) -> socket.socket:
-    """A connection to ``place``. Raises ChannelTimeout and ChannelError."""
+    """A connection to ``place``. Raises ChannelTimeout and ChannelError; of an IP socket ChannelUnreachable, as the
+    listener's host takes a connection before the listener does.
+    """
     deadline = monotonic() + timeout_s
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -43,7 +45,8 @@ def dial(family: socket.AddressFamily, place: Place, url: str, timeout_s: float)
                 sleep(min(AGAIN_S, left_s))
     except TimeoutError as error:
         sock.close()
-        raise ChannelTimeout(f"{url}: connect: the listener took nobody in time") from error
+        silent = ChannelTimeout if family == socket.AF_UNIX else ChannelUnreachable
+        raise silent(f"{url}: connect: the listener took nobody in time") from error
     except OSError as error:
         sock.close()
         raise ChannelError(f"{url}: connect: {error.strerror or error}; is the listener's process alive?") from error

@@ -79,6 +79,10 @@ class Launcher(Protocol):
         """
         ...
 
+    def leave(self, role: str, index: int) -> None:
+        """Others do not reach the host of that place: whoever is started there next goes to another one."""
+        ...
+
     def may_replace(self, lost: WorkerHandle) -> bool:
         """Whether another worker can be started in the place of ``lost``, once that has been ended."""
         ...

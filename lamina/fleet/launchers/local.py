@@ -154,6 +154,9 @@ class LocalLauncher:
     def seat(self, role: str, number: int, index: int) -> None:
         """All are on this host, and with --cores there are no spares."""
 
+    def leave(self, role: str, index: int) -> None:
+        """There is no other host."""
+
     def _cores(self, role: str, index: int) -> cores.Cores:
         """Of one in the place of a worker that somebody else had lent, those of the last one here."""
         return self._on[role][min(index, len(self._on[role]) - 1)]

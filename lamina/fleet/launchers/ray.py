@@ -102,6 +102,7 @@ class _Seat:
     bundle: int  # its number in the group
     warden: Any = None
     used: bool = False  # whether that warden has had a worker
+    left: bool = False  # whether nobody is to be started on that host any more
     asked: Any = None  # its answer to ``listen``, once it is there
     asked_at: float = 0.0
     names: tuple[str, str] = "", ""  # of the two ends of the control link
@@ -171,12 +172,15 @@ class RayLauncher:
         seats, spares = self._seats[role], self._spares[role]
         seats[index], spares[number] = spares[number], seats[index]
 
+    def leave(self, role: str, index: int) -> None:
+        self._seats[role][index].left = True
+
     def _call(self, seat: _Seat, role: str, what: str, threads: int, *, patient: bool) -> None:
         """Have its warden listen. ``patient``: whether to wait for room on another host, where its own is lost."""
         if seat.used:
             hosts = {host.name: host for host in hosts_of(self._ray, whole=True)}
             there = hosts.get(seat.at.host.name)
-            if there is None or not answers(there):  # which tells of a lost one long before Ray does
+            if seat.left or there is None or not answers(there):  # which tells of a lost one long before Ray does
                 self._move(seat, role, what, patient=patient)
             self._call_warden(seat)
         seat.used, seat.asked_at = True, time.monotonic()
@@ -238,16 +242,16 @@ class RayLauncher:
 
     def _move(self, seat: _Seat, role: str, what: str, *, patient: bool) -> None:
         """To another host, as its own is lost. Raises OSError, NoRoomError."""
-        lost = seat.at.host
+        lost, how = seat.at.host, "is out of the others' reach" if seat.left else "is lost"
         self._lost.add(lost.name)
         freed_s = FREED_S if patient else 0.0
         try:
             group, places = reserve(self._ray, self._config, {role: 1}, self._limit_s, self._lost, freed_s)
         except ValueError as error:
-            raise NoRoomError(f"{lost.address} is lost, and {what} was there: {error}") from None
+            raise NoRoomError(f"{lost.address} {how}, and {what} was there: {error}") from None
         self._groups.append(group)
-        seat.at, seat.group, seat.bundle = places[role][0], group, 0
-        log.warning("%s is lost: %s goes to %s", lost.address, what, seat.at.host.address)
+        seat.at, seat.group, seat.bundle, seat.left = places[role][0], group, 0, False
+        log.warning("%s %s: %s goes to %s", lost.address, how, what, seat.at.host.address)
 
     def _call_warden(self, seat: _Seat) -> None:
         """In its bundle, in the stead of the one that was there."""

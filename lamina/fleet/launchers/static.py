@@ -149,6 +149,9 @@ class StaticLauncher:
     def seat(self, role: str, number: int, index: int) -> None:
         """There are no spares."""
 
+    def leave(self, role: str, index: int) -> None:
+        """Nobody is started again."""
+
     def grow(self, role: str, count: int) -> bool:
         """Fewer alone: people start its workers."""
         return count <= self._wanted.get(role, 0)

@@ -321,6 +321,8 @@ class SimHost:
 
     def seat(self, role: str, number: int, index: int) -> None: ...
 
+    def leave(self, role: str, index: int) -> None: ...
+
     def may_replace(self, lost: Any) -> bool:
         return True
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -57,3 +60,40 @@ def test_its_pages_are_there_before_it_takes_a_place_and_there_is_no_second_stor
             assert POOL < memory(spare, "VmRSS") <= memory(spare, "VmHWM") < POOL + MORE
             stats = llm.stats()[place]
             assert stats["stores"] == 1
+
+
+def descriptors() -> Counter[str]:
+    """Of this process, which is the driver's, by kind."""
+    kinds = Counter[str]()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            kinds[os.readlink(f"/proc/self/fd/{fd}").partition(":")[0]] += 1
+    return kinds
+
+
+@pytest.mark.parametrize("what", ["spares die", "workers die", "workers come and go"])
+def test_no_descriptor_is_left_of_who_has_gone(what: str, tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    given = {"dtype": "float32", "memory_workers": 1, "transport": "shm", "partition": "request", "spare_memory": 1}
+    with LLM(str(tmp_path), kv_memory="16MiB", max_recoveries=100, **given) as llm:  # type: ignore[arg-type]
+        wanted, counts, elastic = told(llm), list[Counter[str]](), llm.pools.elastic
+        for turn in range(6):
+            if what == "workers come and go":
+                elastic.begin(elastic.plan(1 + (turn + 1) % 2))
+                while elastic.under_way:
+                    assert told(llm) == wanted
+                assert eventually(lambda: elastic.reap() is None and not elastic._gone, SOON_S)
+            else:
+                dead = spare_of(llm) if what == "spares die" else llm.pools.pids["memory-0"]
+                os.kill(dead, signal.SIGKILL)
+                assert eventually(lambda pid=dead: llm.engine.look() == [] and dead_is_replaced(llm, pid), SOON_S)
+                assert told(llm) == wanted
+            gc.collect()
+            counts.append(descriptors())
+        more = counts[5] - counts[1]  # as many workers are there, and the first turns may open what stays
+        assert not more, more
+
+
+def dead_is_replaced(llm: LLM, pid: int) -> bool:
+    spares = [m.handle.pid for m in llm.pools._cohort.spares]
+    return len(spares) == 1 and pid not in [*spares, *llm.pools.pids.values()]

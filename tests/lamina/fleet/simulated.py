@@ -86,6 +86,8 @@ class World:
 
     def seat(self, role: str, number: int, index: int) -> None: ...
 
+    def leave(self, role: str, index: int) -> None: ...
+
     def may_replace(self, lost: Any) -> bool:
         return self.restarts
 

@@ -12,6 +12,7 @@ import pytest
 from lamina import __version__
 from lamina.config import make_config
 from lamina.fleet.hosts.placement import Host, HostPlace
+from lamina.fleet.launchers import NoRoomError
 from lamina.fleet.launchers import ray as over_ray
 from lamina.fleet.launchers.ray import RayLauncher, RayWorker
 
@@ -160,3 +161,22 @@ def test_a_spare_goes_to_another_host_where_there_is_room_at_once(monkeypatch: p
     ray.hosts = []
     with pytest.raises(OSError, match=r"10.0.0.1 is lost, and the spare memory worker 0 was there: they do not fit"):
         launcher.start_spare("memory", 0)
+
+
+def test_where_others_do_not_reach_a_host_nobody_is_started_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it answers here: neither in the place, nor as the next spare."""
+    ray = ScriptedRay(monkeypatch)
+    launcher = ray.launcher({"memory": 1}, spare_memory=1)
+    launcher.start("memory", 0)
+    assert launcher.start_spare("memory", 0) is not None
+    launcher.leave("memory", 0)
+    assert launcher.start("memory", 0).place == "10.0.0.1:0"  # as if no spare were on another host
+    launcher.leave("memory", 0)
+    launcher.seat("memory", 0, 0)
+    spare = launcher.start_spare("memory", 0)
+    assert spare is not None
+    assert spare.place == "10.0.0.2:0"
+    launcher.leave("memory", 0)
+    ray.hosts = []
+    with pytest.raises(NoRoomError, match=r"10.0.0.1 is out of the others' reach, and memory worker 0 was there: they"):
+        launcher.start("memory", 0)

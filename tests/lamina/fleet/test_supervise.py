@@ -219,6 +219,23 @@ def test_a_spare_takes_the_memory_of_the_largest_place_and_another_where_that_is
     assert asked() == [[], [(1, 200), (0, 300)], [(1, 200), (0, 300)]]
 
 
+@pytest.mark.parametrize("place", ["10.0.0.7:0", "10.0.0.8:0"])
+def test_a_spare_on_a_host_that_others_do_not_reach_takes_no_place_of_that_host(place: str) -> None:
+    run, left = Run(spare_memory=1), list[tuple[str, int]]()
+    run.world.leave = lambda role, index: left.append((role, index))  # type: ignore[method-assign]
+    run.cohort.spares.fill()
+    run.world.pass_until(run.world.now + 10.0, lambda: False)
+    spare, lost = run.world.workers[-1], run.now("memory", 1)
+    lost.place, spare.place = "10.0.0.7:0", place
+    member = run.members.memory[1]
+    member.unreached = True
+    run.members.give_up(member, loss := LostError("others have lost their way to it", [member], ended=True))
+    run.supervisor.halt(loss)
+    run.whole(run.supervisor.resume(KEEP))
+    assert left == [("memory", 1)]
+    assert (run.now("memory", 1) is spare) == (place != lost.place)
+
+
 def test_a_spare_that_comes_up_slowly_is_taken_in_once_it_has() -> None:
     run, slow = Run(spare_memory=1), [True]
     start = run.world.start_spare

@@ -17,15 +17,29 @@ from lamina.compute.worker import ComputeWorker
 from lamina.engine.blocks.stripe_moves import StripeMoves
 from lamina.engine.engine import Engine
 from lamina.engine.sequence import Sequence
+from lamina.engine.wire import FewerError
+from lamina.fleet.launchers import NoRoomError
 from lamina.fleet.members import Members
 from lamina.fleet.pools import Pools
 from lamina.memory.main import MemoryServer
 from lamina.memory.store import Store
+from lamina.netstack import ChannelUnreachable, Terms
 from lamina.protocol.control import Connect, RunRound
 from lamina.protocol.plan import Keep
 from lamina.sim.play import is_broken
-from lamina.sim.whole.run import check_fleet, play_fleet, smaller_fleet
-from lamina.sim.whole.scenario import FleetScenario, fleet_scenario, leaving, longer, moving_fleet, planned_fleet
+from lamina.sim.whole.network import SimChannel, SimFabric
+from lamina.sim.whole.process import CUT, SimHost
+from lamina.sim.whole.run import _FleetPlay, check_fleet, play_fleet, smaller_fleet
+from lamina.sim.whole.scenario import (
+    FleetScenario,
+    Strike,
+    fleet_scenario,
+    leaving,
+    longer,
+    moving_fleet,
+    planned_fleet,
+)
+from lamina.workers.view import SILENT_S
 
 SEEDS, PARTS = 6, 3
 PLANNED = 10
@@ -53,6 +67,77 @@ def test_a_compute_worker_that_stops_is_noticed_while_prompts_are_computed_alone
 def test_a_memory_worker_goes_behind_two_cuts_of_its_channels() -> None:
     """Seed 910,132: a prefill worker and then another one lose their way to it."""
     assert check_fleet(planned_fleet(910_132)).cuts == 2
+
+
+class LastingCut:
+    """From the first cut on nobody reaches the host of that memory worker, whoever is started there; the driver does.
+    ``elsewhere``: whether another host has room.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, elsewhere: bool = True) -> None:
+        self.place, self.left, self.asked = "", False, 0  # the place, and whether it is on another host by now
+        self._there = set[str]()  # names of workers on that host
+        cut, connect, start = SimChannel.cut, SimFabric.connect, SimHost.start
+
+        def cut_off(channel: SimChannel) -> None:
+            self.place = "-".join(channel.peer_name.split("-")[:2])
+            cut(channel)
+
+        def reach(fabric: SimFabric, url: str, terms: Terms, *, timeout_s: float) -> Any:
+            if self.place and f"{terms.peer}-".startswith(f"{self.place}-"):
+                if not self.left:
+                    self._there.add(terms.peer)
+                if terms.peer in self._there:
+                    assert fabric._process is not None
+                    fabric._process._host.baton.sleep(timeout_s)
+                    self.asked += 1
+                    raise ChannelUnreachable(f"{url}: connect: the listener took nobody in time")
+            return connect(fabric, url, terms, timeout_s=timeout_s)
+
+        def leave(host: SimHost, role: str, index: int) -> None:
+            assert f"{role}-{index}" == self.place, "one that is reached"
+            self.left = True
+
+        def begin(host: SimHost, role: str, index: int, threads: int = 0) -> Any:
+            if self.left and not elsewhere:
+                raise NoRoomError("no host has room")
+            return start(host, role, index, threads)
+
+        monkeypatch.setattr(SimChannel, "cut", cut_off)
+        monkeypatch.setattr(SimFabric, "connect", reach)
+        monkeypatch.setattr(SimHost, "leave", leave)
+        monkeypatch.setattr(SimHost, "start", begin)
+
+
+def cut_once(call: int) -> FleetScenario:
+    """Of one compute worker and two memory workers."""
+    of = next(
+        of
+        for seed in range(1000)
+        if (of := fleet_scenario(seed)).options["pipeline"] == 1
+        and (of.options["memory_workers"], of.options["prefill_workers"]) == (2, 0)
+        and len(of.asks) > 2
+    )
+    return replace(of, hits=(Strike(("compute", 0), call, CUT),))
+
+
+@pytest.mark.parametrize("call", [12, 30, 70])
+def test_a_cut_that_lasts_sends_a_memory_worker_to_another_host(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First the compute worker goes, which is stateless, and then whom it does not reach: nobody waits for a start."""
+    lasting = LastingCut(monkeypatch)
+    monkeypatch.setattr(_FleetPlay, "_check_who_is_left", lambda play: None)  # who is blamed was not hit itself
+    played = check_fleet(cut_once(call))
+    assert (played.cuts, played.tokens > 0) == (1, True)
+    assert lasting.left
+    assert SILENT_S <= lasting.asked <= SILENT_S + 2
+    assert SILENT_S < played.seconds < 2 * SILENT_S
+
+
+def test_where_no_other_host_has_room_it_says_how_many_could_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    LastingCut(monkeypatch, elsewhere=False)
+    with pytest.raises(FewerError, match="no host has room") as told:
+        play_fleet(cut_once(30))
+    assert told.value.left == 1
 
 
 def test_engines_die_and_memory_workers_come_and_go() -> None:

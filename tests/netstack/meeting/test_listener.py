@@ -186,12 +186,36 @@ def test_a_connector_waits_where_too_many_wait_before_it() -> None:
     early = socket.socket(socket.AF_UNIX)
     early.connect(name)
     start = time.monotonic()
-    with pytest.raises(netstack.ChannelTimeout, match="took nobody in time"):
+    with pytest.raises(netstack.ChannelTimeout, match="took nobody in time") as told:
         fabric.connect(place.url, netstack.Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=0.2)
+    assert not isinstance(told.value, netstack.ChannelUnreachable)
     assert 0.2 <= time.monotonic() - start < SOON_S
     connect(fabric, place)  # once somebody accepts
     early.close()
     fabric.close()
+
+
+def test_where_nothing_answers_a_connector_says_so() -> None:
+    """As on the way to a host that is not there: the kernel drops who comes to a full queue. A listener that lives and
+    takes nobody, or a Unix socket, is another matter.
+    """
+    with socket.socket() as full, closing(netstack.open("tcp", key=KEY)) as fabric:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        waiting = [socket.socket() for _ in range(4)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())
+        terms = netstack.Terms(outbound=GEOMETRY, inbound=GEOMETRY)
+        url = f"tcp://127.0.0.1:{full.getsockname()[1]}"
+        with pytest.raises(netstack.ChannelUnreachable, match=f"^{url}: connect: the listener took nobody in time"):
+            fabric.connect(url, terms, timeout_s=0.3)
+        alive = fabric.listen()
+        with pytest.raises(netstack.ChannelTimeout) as slow:
+            fabric.connect(alive.url, terms, timeout_s=0.3)
+        assert not isinstance(slow.value, netstack.ChannelUnreachable)
+        for each in waiting:
+            each.close()
 
 
 def test_what_is_set_up_behind_the_handshake_goes_on_over_several_accepts(place: StreamListener) -> None:

@@ -25,14 +25,14 @@ from lamina.compute.ring import RingEnds
 from lamina.compute.view_group import ViewGroup
 from lamina.compute.worker import ComputeWorker
 from lamina.memory.worker import MemoryWorker
-from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, Fabric, PeerFault, Terms
+from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, ChannelUnreachable, Fabric, PeerFault, Terms
 from lamina.protocol.control import RunRound, StepDone
 from lamina.protocol.plan import Key, Kind, New, Rows, StepPlan
 from lamina.sim.clock import VirtualClock
 from lamina.sim.whole.baton import Baton, LongLife
 from lamina.sim.whole.network import SimFabric
 from lamina.workers.surroundings import HERE
-from lamina.workers.view import ATTEMPT_S, ViewDoor, ViewFabric
+from lamina.workers.view import ATTEMPT_S, SILENT_S, ViewDoor, ViewFabric
 
 KEY = b"k" * 32
 
@@ -277,6 +277,24 @@ def test_a_connect_that_waits_ends_with_its_view() -> None:
         view.connect(place.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=600.0)
     assert baton.clock.now < 5.0 + 2 * ATTEMPT_S
     baton.end()
+
+
+@pytest.mark.parametrize("answers", [0, 9])
+def test_a_connect_ends_where_nothing_answers_for_long(answers: int) -> None:
+    """And waits where the host answers now and then, as the peer may only be late."""
+    clock, attempts = VirtualClock(), list[float]()
+
+    def connect(url: str, terms: Terms, *, timeout_s: float) -> Channel:
+        attempts.append(clock.now)
+        clock.now += timeout_s
+        kind = ChannelTimeout if answers and len(attempts) % answers == 0 else ChannelUnreachable
+        raise kind(f"{url}: connect: the listener took nobody in time")
+
+    view = ViewFabric(1, SimpleNamespace(connect=connect), lambda: clock.now)  # type: ignore[arg-type]
+    with pytest.raises(ChannelTimeout) as told:
+        view.connect("tcp://10.0.0.3:7", Terms(outbound=GEOMETRY, inbound=GEOMETRY, peer="memory-1"), timeout_s=60.0)
+    assert SILENT_S < clock.now <= SILENT_S + 2 * ATTEMPT_S if not answers else clock.now == 60.0
+    assert view.peer_of(told.value) == "memory-1"
 
 
 def test_who_comes_to_a_view_that_has_ended_is_told_so() -> None:
