@@ -24,11 +24,13 @@ class WorkerError(RuntimeError):
 
 
 class FewerError(WorkerError):
-    """The same; for a run with so many memory workers as are ``left`` there would be room."""
+    """The same; for a run with so many memory workers as are ``left`` there would be room, on hosts other than those
+    ``without``.
+    """
 
-    def __init__(self, text: str, left: int) -> None:
+    def __init__(self, text: str, left: int, without: Sequence[str]) -> None:
         super().__init__(text)
-        self.left = left
+        self.left, self.without = left, list(without)
 
 
 class ViewChanged(NamedTuple):

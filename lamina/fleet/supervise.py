@@ -98,8 +98,9 @@ class Supervisor:
         """About a run that ends as no other worker could be started."""
         text, lost = f"a lost worker could not be replaced: {error}", self._members.lost
         left = sum(member not in lost for member in self._members.memory)
-        fewer = isinstance(error, NoRoomError) and left and all(m.handle.role == "memory" for m in lost)
-        return FewerError(text, left) if fewer else WorkerError(text)
+        if isinstance(error, NoRoomError) and left and all(m.handle.role == "memory" for m in lost):
+            return FewerError(text, left, error.without)
+        return WorkerError(text)
 
     def _is_curable(self, loss: LostError) -> bool:
         """Whether all that are lost are processes that ended without a word, or can be ended; not one that has failed

@@ -11,18 +11,22 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from typing import Protocol
 
 from lamina.protocol.options.engine import EngineConfig
 
-# name -> module of this package with open_launcher(config, key, wanted) -> Launcher; imported when first used
+# name -> module of this package with open_launcher(config, key, wanted, without) -> Launcher; imported when first used
 LAUNCHERS = {"local": "local", "ray": "ray", "static": "static"}
 
 
 class NoRoomError(OSError):
-    """The host of a lost worker is gone, and no other one has room."""
+    """The host of a lost worker is gone, and no other one has room. ``without``: hosts that were lost so, by name."""
+
+    def __init__(self, text: str, without: Collection[str] = ()) -> None:
+        super().__init__(text)
+        self.without = sorted(without)
 
 
 class WorkerHandle(Protocol):
@@ -100,11 +104,13 @@ class Launcher(Protocol):
     def close(self) -> None: ...
 
 
-def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> Launcher:
-    """The launcher of ``config``, for so many workers of each role.
+def open_launcher(
+    config: EngineConfig, key: bytes, wanted: Mapping[str, int], without: Collection[str] = ()
+) -> Launcher:
+    """The launcher of ``config``, for so many workers of each role, none of them on hosts ``without``; see NoRoomError.
 
     Raises ImportError where its own needs are missing, ValueError where the workers do not fit, with the fix.
     """
     module = import_module(f"{__package__}.{LAUNCHERS[config.launching.starter]}")
-    launcher: Launcher = module.open_launcher(config, key, wanted)
+    launcher: Launcher = module.open_launcher(config, key, wanted, without)
     return launcher

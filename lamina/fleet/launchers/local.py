@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -179,7 +179,9 @@ class LocalLauncher:
         self._packed.close()
 
 
-def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> LocalLauncher:
+def open_launcher(
+    config: EngineConfig, key: bytes, wanted: Mapping[str, int], without: Collection[str] = ()
+) -> LocalLauncher:
     if config.devices.memory_device == "cpu":  # of a GPU's memory its worker knows
         check_kv_room(config, free_bytes())
     on = {role: [cores.Cores()] * count for role, count in wanted.items()}

@@ -16,7 +16,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -116,18 +116,26 @@ class RayLauncher:
 
     key = b""  # workers have it from their wardens
 
-    def __init__(self, ray: Any, owned: bool, config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        ray: Any,
+        owned: bool,
+        config: EngineConfig,
+        key: bytes,
+        wanted: Mapping[str, int],
+        without: Collection[str] = (),
+    ) -> None:
         self._ray, self._owned, self._config, self._key = ray, owned, config, key
         self._limit_s = min(CALL_S, config.deadlines.start_timeout_s)
         self._incarnation = secrets.token_hex(8)  # part of the names on control links
         self._seats: dict[str, list[_Seat]] = {}  # of places, by role
         self._spares: dict[str, list[_Seat]] = {}
         self._groups: list[Any] = []
-        self._lost: set[str] = set()  # hosts, by name
+        self._lost = set(without)  # hosts, by name
         try:
             spares = {role: count for role, count in config.launching.spares.items() if wanted.get(role)}
             counts = {role: count + spares.get(role, 0) for role, count in wanted.items()}
-            group, places = reserve(ray, config, counts, self._limit_s)
+            group, places = reserve(ray, config, counts, self._limit_s, self._lost)
             self._groups += [group] if group is not None else []
             check_kv_memory(places, config.devices.kv_bytes())
             for bundle, (role, index, at) in enumerate(_each(places)):
@@ -248,7 +256,7 @@ class RayLauncher:
         try:
             group, places = reserve(self._ray, self._config, {role: 1}, self._limit_s, self._lost, freed_s)
         except ValueError as error:
-            raise NoRoomError(f"{lost.address} {how}, and {what} was there: {error}") from None
+            raise NoRoomError(f"{lost.address} {how}, and {what} was there: {error}", self._lost) from None
         self._groups.append(group)
         seat.at, seat.group, seat.bundle, seat.left = places[role][0], group, 0, False
         log.warning("%s %s: %s goes to %s", lost.address, how, what, seat.at.host.address)
@@ -287,13 +295,15 @@ class RayLauncher:
         return answer
 
 
-def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> RayLauncher:
+def open_launcher(
+    config: EngineConfig, key: bytes, wanted: Mapping[str, int], without: Collection[str] = ()
+) -> RayLauncher:
     """Joins the Ray cluster of ``config`` unless this process is in one already."""
     ray = load()
     owned = not ray.is_initialized()
     if owned:
         join(ray, config.launching.ray_address)
-    return RayLauncher(ray, owned, config, key, wanted)
+    return RayLauncher(ray, owned, config, key, wanted, without)
 
 
 def reserve(

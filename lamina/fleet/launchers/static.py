@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from lamina import __version__
 from lamina.fleet.hosts.cluster_file import look_up
@@ -277,7 +277,9 @@ class StaticLauncher:
         return visitor, who
 
 
-def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> StaticLauncher:
+def open_launcher(
+    config: EngineConfig, key: bytes, wanted: Mapping[str, int], without: Collection[str] = ()
+) -> StaticLauncher:
     if cluster_key() != key:
         raise ValueError(
             f"--launcher static: workers prove the cluster's key: put one in a file (openssl rand -hex 32), chmod 600, "

@@ -299,7 +299,7 @@ class EngineClient:
             while True:
                 message = await self._receive()
                 if isinstance(message, Failed):
-                    fewer = self._restarts is not None and self._restarts.shrink(message.left)
+                    fewer = self._restarts is not None and self._restarts.shrink(message.left, message.without)
                     return await self._restart(message.text) if fewer else message.text
                 self._handle_message(message)
         except EngineGoneError as e:

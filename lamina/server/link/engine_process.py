@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 import time
+from functools import partial
 from typing import Any
 
 from lamina import netstack
@@ -17,6 +18,7 @@ from lamina.engine.tuning.alone import check_limits
 from lamina.engine.tuning.measure import tune
 from lamina.engine.wire import FewerError, WorkerError
 from lamina.fleet.choose_transport import nearest
+from lamina.fleet.launchers import open_launcher
 from lamina.fleet.pools import Pools
 from lamina.models.tokens import load_beside
 from lamina.protocol.control import VIEW_BITS, ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
@@ -66,8 +68,10 @@ def serve_engine(sock: socket.socket) -> None:
         pass  # the server is gone: so are we
     except (ValueError, OSError, ImportError) as e:
         _tell(link, Failed(text=str(e), user_error=True))
+    except FewerError as e:
+        _tell(link, Failed(text=str(e), left=e.left, without=e.without))
     except WorkerError as e:
-        _tell(link, Failed(text=str(e), left=e.left if isinstance(e, FewerError) else 0))
+        _tell(link, Failed(text=str(e)))
     except Exception as e:
         _tell(link, Failed(text=f"engine: {type(e).__name__}: {e}"))
         raise
@@ -92,7 +96,7 @@ def _serve(link: ControlLink, start: Start) -> None:
     def progress(stage: str, done: int, total: int) -> None:
         link.send(Progress(stage=stage, done=done, total=total))
 
-    pools = Pools(start.model, config, progress)
+    pools = Pools(start.model, config, progress, launch=partial(open_launcher, without=start.without))
     try:
         engine = Engine(pools, config, trace=pools.tracer.recorder)
         pools.attend(engine)

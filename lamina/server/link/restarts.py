@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
@@ -60,7 +60,7 @@ class EngineRestarts:
         """The next engine is to have ``config``; the caller ends the one that there is. Returns the seconds without an
         engine; PlanFailedError where none can start so, and another one has what there was before.
         """
-        self._before, self._start = self._start, structs.replace(self._start, config=config)
+        self._before, self._start = self._start, structs.replace(self._start, config=config, without=[])
         self._planned, self._planned_at = asyncio.get_running_loop().create_future(), time.monotonic()
         self._free = True
         self._planned.add_done_callback(lambda done: done.cancelled() or done.exception())  # its reader may have gone
@@ -70,13 +70,16 @@ class EngineRestarts:
         """The engine has ``config`` by now: so will the next one."""
         self._start = structs.replace(self._start, config=config)
 
-    def shrink(self, left: int) -> bool:
-        """There is room for ``left`` memory workers: the next engine is to have no more. Whether that can be."""
+    def shrink(self, left: int, without: Sequence[str]) -> bool:
+        """There is room for ``left`` memory workers: the next engine is to have no more, on hosts that are not
+        ``without``, until the next plan. Whether that can be.
+        """
         left -= left % self.config.topology.tensor_parallel_size
         try:
             self.adopt(changed(self.config, {"memory_workers": left}))
         except ValueError:
             return False
+        self._start = structs.replace(self._start, without=list(without))
         log.warning("the server goes on with --memory-workers %d: say `lamina-launch scale` once there are more", left)
         return True
 

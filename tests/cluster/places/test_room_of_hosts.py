@@ -145,4 +145,4 @@ def test_hosts_are_filled_by_their_room_for_workers_with_a_gpu() -> None:
 def test_a_launcher_is_opened_by_its_name_with_all_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lamina.fleet.launchers.local.open_launcher", lambda *given: given)
     config = make_config({})
-    assert open_launcher(config, b"key", {"memory": 2}) == (config, b"key", {"memory": 2})
+    assert open_launcher(config, b"key", {"memory": 2}, ["n"]) == (config, b"key", {"memory": 2}, ["n"])

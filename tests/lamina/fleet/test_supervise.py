@@ -579,7 +579,7 @@ def test_where_nobody_can_be_started_again_the_loss_is_final() -> None:
 
 
 def no_room(role: str, index: int, threads: int = 0) -> Any:
-    raise NoRoomError(f"10.0.0.3 is lost, and {role} worker {index} was there: no host has room")
+    raise NoRoomError(f"10.0.0.3 is lost, and {role} worker {index} was there: no host has room", {"n3", "n1"})
 
 
 @pytest.mark.parametrize(("victims", "left"), [([0], 1), ([0, 1], 0), ([0, 4], 0), ([4], 0)])
@@ -596,6 +596,7 @@ def test_a_run_without_room_for_memory_workers_says_how_many_are_left(victims: l
     with pytest.raises(WorkerError, match="a lost worker could not be replaced: 10.0.0.3 is lost") as told:
         pools.resume(KEEP)
     assert (told.value.left if isinstance(told.value, FewerError) else 0) == left
+    assert not left or told.value.without == ["n1", "n3"]  # type: ignore[attr-defined]
     assert pools.closed
 
 

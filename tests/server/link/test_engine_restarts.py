@@ -81,9 +81,11 @@ class Engines:
         self.restarts = EngineRestarts(Start(model="m", tokenizer="", config=config), self.launch)
         self.refusal: Exception | None = None
         self.workers = list[int]()  # memory workers of those that were launched
+        self.without = list[list[str]]()  # and the hosts where none of theirs may be
 
     def launch(self, start: Start) -> Scripted:
         self.workers.append(start.config.topology.memory_workers)
+        self.without.append(start.without)
         if self.refusal is not None:
             raise self.refusal
         self.all.append(Scripted())
@@ -258,7 +260,7 @@ def test_one_whose_workers_have_no_room_is_followed_by_one_with_fewer(
 
     async def work(client: EngineClient, engines: Engines) -> None:
         key = client.add([7], SamplingParams(), ReplyFeed(), Quiet())
-        engines.all[0].link.send(Failed(text="10.0.0.3 is lost, and no host has room", left=left))
+        engines.all[0].link.send(Failed(text="10.0.0.3 is lost, and no host has room", left=left, without=["n3"]))
         second = await engines.next(client)
         assert client.state is not None
         assert client.state.recovering
@@ -270,6 +272,7 @@ def test_one_whose_workers_have_no_room_is_followed_by_one_with_fewer(
         second.link.close()
         await engines.next(client)
         assert engines.workers == [wanted, wanted]
+        assert engines.without == [["n3"]] * 2
         assert f"the server goes on with --memory-workers {wanted}" in caplog.text
 
     with caplog.at_level(logging.WARNING):

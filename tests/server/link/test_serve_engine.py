@@ -116,7 +116,7 @@ class Pools(Workers):
 
     made: list[Pools]
 
-    def __init__(self, model: str, config: Any, progress: Callable[[str, int, int], None]) -> None:
+    def __init__(self, model: str, config: Any, progress: Callable[[str, int, int], None], launch: Any) -> None:
         self.wire = FakeWire()
         super().__init__(self.wire)
         self.given = (model, config)
