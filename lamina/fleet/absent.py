@@ -11,7 +11,7 @@ from lamina.engine.wire import Clock
 from lamina.protocol.control import Failed, LinkClosedError, Loaded
 from lamina.protocol.options.engine import EngineConfig
 
-from .launchers import NoRoomError
+from .launchers import NoHostError
 from .members import LostError, Member, Members
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Absent:
         self._coming.pop(place, None)
         try:
             member = self._start("compute", place)
-        except NoRoomError as error:
+        except NoHostError as error:
             log.warning("%s: decoding goes on without it", error)
             return
         with self._members.while_open(member):

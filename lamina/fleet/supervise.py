@@ -16,7 +16,7 @@ from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.plan import Keep
 
 from .cohort import Cohort
-from .launchers import NoRoomError
+from .launchers import NoHostError
 from .members import LostError, Member, Members
 from .parity import Parity
 from .recoveries import Recoveries
@@ -98,7 +98,7 @@ class Supervisor:
         """About a run that ends as no other worker could be started."""
         text, lost = f"a lost worker could not be replaced: {error}", self._members.lost
         left = sum(member not in lost for member in self._members.memory)
-        if isinstance(error, NoRoomError) and left and all(m.handle.role == "memory" for m in lost):
+        if isinstance(error, NoHostError) and left and all(m.handle.role == "memory" for m in lost):
             return FewerError(text, left, error.without)
         return WorkerError(text)
 

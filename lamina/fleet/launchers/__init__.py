@@ -21,7 +21,7 @@ from lamina.protocol.options.engine import EngineConfig
 LAUNCHERS = {"local": "local", "ray": "ray", "static": "static"}
 
 
-class NoRoomError(OSError):
+class NoHostError(OSError):
     """The host of a lost worker is gone, and no other one has room. ``without``: hosts that were lost so, by name."""
 
     def __init__(self, text: str, without: Collection[str] = ()) -> None:
@@ -66,7 +66,7 @@ class Launcher(Protocol):
         ...
 
     def start(self, role: str, index: int, threads: int = 0) -> WorkerHandle:
-        """``threads`` of OpenMP; 0 = what the environment says, else all cores. Raises OSError, ValueError; NoRoomError
+        """``threads`` of OpenMP; 0 = what the environment says, else all cores. Raises OSError, ValueError; NoHostError
         where there has been one at that place.
         """
         ...
@@ -107,7 +107,7 @@ class Launcher(Protocol):
 def open_launcher(
     config: EngineConfig, key: bytes, wanted: Mapping[str, int], without: Collection[str] = ()
 ) -> Launcher:
-    """The launcher of ``config``, for so many workers of each role, none of them on hosts ``without``; see NoRoomError.
+    """The launcher of ``config``, for so many workers of each role, none of them on hosts ``without``; see NoHostError.
 
     Raises ImportError where its own needs are missing, ValueError where the workers do not fit, with the fix.
     """

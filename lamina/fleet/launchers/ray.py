@@ -30,7 +30,7 @@ from lamina.netstack import ChannelError
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.sealed import SealedSocket
 
-from . import NoRoomError, WorkerHandle
+from . import NoHostError, WorkerHandle
 from .ray_warden import Warden
 from .remote_worker import any_port, connect
 
@@ -94,7 +94,7 @@ class RayWorker:
 
 
 @dataclass(eq=False)
-class _Seat:
+class BundleSeat:
     """Room for one worker in the cluster: of a place, or of a spare."""
 
     at: HostPlace
@@ -128,8 +128,8 @@ class RayLauncher:
         self._ray, self._owned, self._config, self._key = ray, owned, config, key
         self._limit_s = min(CALL_S, config.deadlines.start_timeout_s)
         self._incarnation = secrets.token_hex(8)  # part of the names on control links
-        self._seats: dict[str, list[_Seat]] = {}  # of places, by role
-        self._spares: dict[str, list[_Seat]] = {}
+        self._seats: dict[str, list[BundleSeat]] = {}  # of places, by role
+        self._spares: dict[str, list[BundleSeat]] = {}
         self._groups: list[Any] = []
         self._lost = set(without)  # hosts, by name
         try:
@@ -140,7 +140,7 @@ class RayLauncher:
             check_kv_memory(places, config.devices.kv_bytes())
             for bundle, (role, index, at) in enumerate(_each(places)):
                 kind = self._seats if index < wanted[role] else self._spares
-                kind.setdefault(role, []).append(_Seat(at, group, bundle))
+                kind.setdefault(role, []).append(BundleSeat(at, group, bundle))
             for seat in self._all_seats():
                 self._call_warden(seat)
         except BaseException:
@@ -155,7 +155,7 @@ class RayLauncher:
     def share(self, role: str, index: int) -> int:
         return self._share(role, self._seats[role][index])
 
-    def _share(self, role: str, seat: _Seat) -> int:
+    def _share(self, role: str, seat: BundleSeat) -> int:
         at = seat.at.host
         return max(1, at.cores // max(1, sum(other.at.host == at for other in self._seats[role])))
 
@@ -183,7 +183,7 @@ class RayLauncher:
     def leave(self, role: str, index: int) -> None:
         self._seats[role][index].left = True
 
-    def _call(self, seat: _Seat, role: str, what: str, threads: int, *, patient: bool) -> None:
+    def _call(self, seat: BundleSeat, role: str, what: str, threads: int, *, patient: bool) -> None:
         """Have its warden listen. ``patient``: whether to wait for room on another host, where its own is lost."""
         if seat.used:
             hosts = {host.name: host for host in hosts_of(self._ray, whole=True)}
@@ -200,7 +200,7 @@ class RayLauncher:
         }  # fmt: skip
         seat.asked = seat.warden.listen.remote(json.dumps(order))
 
-    def _finish(self, seat: _Seat, role: str, index: int, what: str) -> RayWorker:
+    def _finish(self, seat: BundleSeat, role: str, index: int, what: str) -> RayWorker:
         """The worker of a warden that was called, once it has come up. Raises OSError, ValueError."""
         asked, seat.asked = seat.asked, None
         host, (name, driver) = seat.at.host.address, seat.names
@@ -245,23 +245,23 @@ class RayLauncher:
         if self._owned:
             self._ray.shutdown()
 
-    def _all_seats(self) -> list[_Seat]:
+    def _all_seats(self) -> list[BundleSeat]:
         return [seat for kind in (self._seats, self._spares) for seats in kind.values() for seat in seats]
 
-    def _move(self, seat: _Seat, role: str, what: str, *, patient: bool) -> None:
-        """To another host, as its own is lost. Raises OSError, NoRoomError."""
+    def _move(self, seat: BundleSeat, role: str, what: str, *, patient: bool) -> None:
+        """To another host, as its own is lost. Raises OSError, NoHostError."""
         lost, how = seat.at.host, "is out of the others' reach" if seat.left else "is lost"
         self._lost.add(lost.name)
         freed_s = FREED_S if patient else 0.0
         try:
             group, places = reserve(self._ray, self._config, {role: 1}, self._limit_s, self._lost, freed_s)
         except ValueError as error:
-            raise NoRoomError(f"{lost.address} {how}, and {what} was there: {error}", self._lost) from None
+            raise NoHostError(f"{lost.address} {how}, and {what} was there: {error}", self._lost) from None
         self._groups.append(group)
         seat.at, seat.group, seat.bundle, seat.left = places[role][0], group, 0, False
         log.warning("%s %s: %s goes to %s", lost.address, how, what, seat.at.host.address)
 
-    def _call_warden(self, seat: _Seat) -> None:
+    def _call_warden(self, seat: BundleSeat) -> None:
         """In its bundle, in the stead of the one that was there."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

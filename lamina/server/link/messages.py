@@ -24,7 +24,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     rules: ConductorRules = ConductorRules()  # of what is promised
     log_json: bool = False  # of the server: then the engine says no more than it must, as its lines are text
     first: bool = False  # of its server: then limits that a request alone does not keep are refused
-    without: list[str] = []  # hosts where no worker is to be; see NoRoomError
+    without: list[str] = []  # hosts where no worker is to be; see NoHostError
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):

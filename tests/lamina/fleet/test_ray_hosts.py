@@ -12,7 +12,7 @@ import pytest
 from lamina import __version__
 from lamina.config import make_config
 from lamina.fleet.hosts.placement import Host, HostPlace
-from lamina.fleet.launchers import NoRoomError
+from lamina.fleet.launchers import NoHostError
 from lamina.fleet.launchers import ray as over_ray
 from lamina.fleet.launchers.ray import RayLauncher, RayWorker
 
@@ -178,5 +178,5 @@ def test_where_others_do_not_reach_a_host_nobody_is_started_there_again(monkeypa
     assert spare.place == "10.0.0.2:0"
     launcher.leave("memory", 0)
     ray.hosts = []
-    with pytest.raises(NoRoomError, match=r"10.0.0.1 is out of the others' reach, and memory worker 0 was there: they"):
+    with pytest.raises(NoHostError, match=r"10.0.0.1 is out of the others' reach, and memory worker 0 was there: they"):
         launcher.start("memory", 0)

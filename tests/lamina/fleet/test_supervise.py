@@ -16,7 +16,7 @@ from lamina.config import make_config
 from lamina.engine.wire import FewerError, ViewChanged, WorkerError
 from lamina.fleet.cohort import Cohort
 from lamina.fleet.elastic import Change, Elastic
-from lamina.fleet.launchers import NoRoomError
+from lamina.fleet.launchers import NoHostError
 from lamina.fleet.launchers.local import ProcessWorker
 from lamina.fleet.members import AGAIN_S, LostError, Member, Members
 from lamina.fleet.notices import Notices
@@ -579,7 +579,7 @@ def test_where_nobody_can_be_started_again_the_loss_is_final() -> None:
 
 
 def no_room(role: str, index: int, threads: int = 0) -> Any:
-    raise NoRoomError(f"10.0.0.3 is lost, and {role} worker {index} was there: no host has room", {"n3", "n1"})
+    raise NoHostError(f"10.0.0.3 is lost, and {role} worker {index} was there: no host has room", {"n3", "n1"})
 
 
 @pytest.mark.parametrize(("victims", "left"), [([0], 1), ([0, 1], 0), ([0, 4], 0), ([4], 0)])

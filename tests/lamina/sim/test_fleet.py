@@ -18,7 +18,7 @@ from lamina.engine.blocks.stripe_moves import StripeMoves
 from lamina.engine.engine import Engine
 from lamina.engine.sequence import Sequence
 from lamina.engine.wire import FewerError
-from lamina.fleet.launchers import NoRoomError
+from lamina.fleet.launchers import NoHostError
 from lamina.fleet.members import Members
 from lamina.fleet.pools import Pools
 from lamina.memory.main import MemoryServer
@@ -100,7 +100,7 @@ class LastingCut:
 
         def begin(host: SimHost, role: str, index: int, threads: int = 0) -> Any:
             if self.left and not elsewhere:
-                raise NoRoomError("no host has room")
+                raise NoHostError("no host has room")
             return start(host, role, index, threads)
 
         monkeypatch.setattr(SimChannel, "cut", cut_off)
