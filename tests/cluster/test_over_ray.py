@@ -226,9 +226,9 @@ def test_spares_take_the_places_of_lost_workers_and_have_successors(
 ) -> None:
     """On nodes of their kind; where a node is gone and no other one has room, there are fewer, and all goes on."""
     ray = pytest.importorskip("ray")
-    numbers, pool = range(2, 5), 96 << 20
+    numbers, pool = range(1, 3), 96 << 20
     memory = [{"resources": {"lamina_memory": 1, f"node-{number}": 1}} for number in numbers]
-    cluster = FakeCluster(tmp_path, {}, {"resources": {"lamina_compute": 2}}, *memory)
+    cluster = FakeCluster(tmp_path, {"resources": {"lamina_compute": 2, "lamina_memory": 1}}, *memory)
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
     options = {**OPTIONS, "kv_memory": "96MiB", "transport": "tcp", "spare_memory": 1, "spare_compute": 1}
@@ -299,7 +299,14 @@ def test_a_server_goes_on_with_fewer_memory_workers_where_a_node_stays_away(tmp_
     flags = ("--ray-address", cluster.address, "--memory-workers", "2", "--placement", "spread", "--deterministic")
     try:
         server = Running(
-            tmp_path / "server", *flags, "--dtype", "float32", "--kv-memory", "32MiB", env=cluster.environment
+            tmp_path / "server",
+            *flags,
+            "--dtype",
+            "float32",
+            "--kv-memory",
+            "32MiB",
+            env=cluster.environment,
+            fresh=True,
         )
         with httpx.Client(base_url=server.url, timeout=150) as http:
 

@@ -244,6 +244,40 @@ def test_memory_workers_are_killed_while_pages_are_saved_and_loaded(tmp_path: Pa
     assert main(["kv", "verify", str(tmp_path / "kv")]) == 0
 
 
+HELD = """
+import os, signal, subprocess, sys
+from lamina.cli import launch
+from lamina.cli.drill import leash
+def serve():
+    child = subprocess.Popen(["sleep", "1000"])
+    os.kill(child.pid, signal.SIGSTOP)
+    print(*sys.argv[1:], child.pid, flush=True)
+    signal.pause()
+launch.program = serve
+leash.main(int(sys.argv[1]), sys.argv[2])
+"""
+
+
+def test_who_is_held_by_a_leash_ends_with_its_other_end_and_so_do_its_children(tmp_path: Path) -> None:
+    """By force: a child that is stopped hears of nobody's end."""
+    own = tmp_path / "own"
+    own.mkdir()
+    held, line = os.pipe()
+    command = [sys.executable, "-c", HELD, str(held), str(own)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, pass_fds=[held]) as process:
+        os.close(held)
+        assert process.stdout is not None
+        child = int(process.stdout.readline().split()[-1])
+        assert process.poll() is None
+        assert lives(child)
+        os.close(line)
+        assert process.wait() == -signal.SIGKILL
+    while lives(child):
+        time.sleep(0.01)
+    assert not own.exists()
+    assert tmp_path.exists()
+
+
 DRILL = """
 import sys
 from lamina.cli.drill.target import Target
@@ -254,7 +288,7 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_the_server_ends_with_its_drill_however_that_ends(how: signal.Signals) -> None:
     """Also who was stopped, and hears of nothing."""
