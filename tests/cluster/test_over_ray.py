@@ -221,6 +221,7 @@ def spares_of(llm: LLM, count: int) -> dict[str, int]:
     return spares()
 
 
+@pytest.mark.timeout(900)
 def test_spares_take_the_places_of_lost_workers_and_have_successors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -291,6 +292,7 @@ def test_a_servers_engine_is_replaced_too(cluster: FakeCluster, tmp_path: Path) 
         server.kill()
 
 
+@pytest.mark.timeout(900)
 def test_a_server_goes_on_with_fewer_memory_workers_where_a_node_stays_away(tmp_path: Path) -> None:
     """No other node has room: another engine has those that are left, and all streams go on there."""
     pytest.importorskip("ray")
