@@ -8,12 +8,17 @@ JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 NATIVE = $(shell find csrc tests perf -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-ray test-slow lint check properties format fuzz clean test-vm test-vm-all weekly
+.PHONY: demo test test-all test-ray test-slow lint check properties format fuzz clean test-vm test-vm-all weekly
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py $(MODEL) $(ARGS)
 
+# Of all tests those that are not long: whole paths of each subject among them.
 test: $(READY)
+	$(PYTEST) -m 'not long and not slow and not gpu and not rdma and not vm'
+
+# All that need neither a device nor minutes, as pytest itself takes them.
+test-all: $(READY)
 	$(PYTEST)
 
 # Workers on the nodes of a real Ray cluster on this machine, one test after another; none may take for ever.
@@ -42,8 +47,7 @@ lint: $(READY)
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 	$(BIN)/mypy
 
-check: lint
-	$(PYTEST)
+check: lint test
 
 # The property tests with examples that no run has tried before.
 properties: $(READY)

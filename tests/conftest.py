@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from cuda_stand_in import ONE_GPU
 from hypothesis import is_hypothesis_test, settings
+from long_cases import spare_cases
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -37,7 +38,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["LAMINA_CACHE"] = tempfile.mkdtemp(prefix="lamina-cache-")
     atexit.register(shutil.rmtree, os.environ["LAMINA_CACHE"], ignore_errors=True)
 
-# `make test` tries the same examples every time, and half of what a property asks for; `make mutation` tries all of
+# The tests try the same examples every time, and half of what a property asks for; `make mutation` tries all of
 # these, `make properties` new ones each time.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("whole", derandomize=True, deadline=None)
@@ -53,7 +54,8 @@ NEEDS = {
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    spare_cases(config, items)
     if settings.get_current_profile_name() == "fixed":
         halve_examples({item.function for item in items if isinstance(item, pytest.Function)})
     for item in items:
