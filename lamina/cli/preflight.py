@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lamina import netstack
@@ -21,11 +22,7 @@ def check(model: str, config: EngineConfig) -> int:
     """The longest sequence, in tokens. Raises what a start would: ValueError, naming the flag and the fix; ImportError
     or OSError where this machine lacks what the transport or a backend needs.
     """
-    from lamina.fleet.tiers import check_store
-    from lamina.memory.store import available_bytes
-    from lamina.models.checkpoint import check_one_dtype, check_room, check_weights, find_checkpoint, read_config
-    from lamina.models.load import max_model_len
-    from lamina.workers import devices
+    from lamina.models.checkpoint import find_checkpoint
 
     _check_names(config)
     elsewhere = config.launching.elsewhere  # weights, room and the transport are for its hosts to have
@@ -34,9 +31,20 @@ def check(model: str, config: EngineConfig) -> int:
     else:
         netstack.open(config.launching.scheme, key=cluster_key(), device=config.devices.rdma_device).close()
     directory = find_checkpoint(model, trust_remote_code=config.model.trust_remote_code, weights=not elsewhere)
+    return _check_checkpoint(directory, config)
+
+
+def _check_checkpoint(directory: Path, config: EngineConfig) -> int:
+    """Imports torch and transformers, seconds that nobody waits for whom ``check`` has refused by now."""
+    from lamina.fleet.tiers import check_store
+    from lamina.memory.store import available_bytes
+    from lamina.models.checkpoint import check_one_dtype, check_room, check_weights, read_config
+    from lamina.models.load import max_model_len
+    from lamina.workers import devices
+
     model_config = read_config(directory, trust_remote_code=config.model.trust_remote_code)
     limit = check_model(config, _facts(model_config, max_model_len(model_config)))
-    if elsewhere:
+    if config.launching.elsewhere:
         return limit
     _check_cores(config)
     check_store(config.tier)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,16 @@ def test_dry_run_checks_without_starting(
     printed = capsys.readouterr()
     assert words in printed.err
     assert ("would start 1 compute worker and 2 memory workers over shm" in printed.out) == (not flags)
+
+
+@pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "x"]], ids=lambda c: c[0])
+def test_a_dry_run_imports_torch_for_a_model_that_is_there_alone(command: list[str]) -> None:
+    """Which takes seconds: who mistyped a path, or lacks what a transport needs, is told at once."""
+    code = "import sys; from lamina.cli.launch import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    words = [sys.executable, "-c", code, *command, "no/such/model", "--dry-run"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "2 False\n"
+    assert "no such model directory: no/such/model" in done.stderr
 
 
 @pytest.mark.parametrize(
