@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -25,15 +25,19 @@ class Compiled(NamedTuple):
     status: int
 
 
-def made_by(command: Sequence[str], *options: str) -> Compiled:
-    """Run ``command``, whose sources are those of csrc and tests. A place {} in ``options`` is the folder to fill."""
-    told = [*command, *options]
+def made_by(command: Sequence[str], *options: str, files: Mapping[str, str] = {}) -> Compiled:
+    """Run ``command``, whose sources are those of csrc and tests. A place {} in ``options`` is the folder to fill,
+    where ``files`` lie by then: name -> text.
+    """
+    told = [*command, *options, *files.items()]
     digest = hashlib.sha256(repr((told, _version(command[0]), _sources())).encode()).hexdigest()[:32]
     folder = KEPT / digest
     if not folder.exists():
-        KEPT.mkdir(parents=True, exist_ok=True)
         ours = KEPT / f"{digest}.{os.getpid()}"  # others may make the same
-        ours.mkdir()
+        ours.mkdir(parents=True)
+        for name, text in files.items():
+            (ours / name).parent.mkdir(parents=True, exist_ok=True)
+            (ours / name).write_text(text)
         filled = [*command, *(option.replace("{}", str(ours)) for option in options)]
         done = subprocess.run(filled, capture_output=True, text=True, check=False, timeout=SECONDS)
         said = done.stdout + done.stderr

@@ -25,6 +25,7 @@ MODEL = CSRC / "netstack" / "nic_model"
 ARGUED = Path(__file__).with_name("mlx5_survivors.txt")
 POSTS = "20000"
 COMPILE_S, RUN_S = 600.0, 30.0
+FLAGS = ("-std=c++17", "-O1", "-w")
 
 # (what to look for in a line of code, what to put there); one mutant for each place
 RULES = [
@@ -161,28 +162,34 @@ class Proof:
 
     def __init__(self, scratch: Path, compiler: str = "g++") -> None:
         self._scratch = scratch
-        self._command = [compiler, "-std=c++17", "-O1", "-w"]
+        self._command = [compiler, *FLAGS]
         self._model = scratch / "nic.o"
         build = [*self._command, f"-I{CSRC}", "-c", str(MODEL / "nic.cpp"), "-o", str(self._model)]
         subprocess.run(build, check=True, timeout=COMPILE_S)
 
+    def build(self, mutant: Mutant | None) -> Path | None:
+        """The program; None where it does not compile."""
+        folder = Path(tempfile.mkdtemp(dir=self._scratch))
+        if mutant is not None:
+            header = folder / mutant.header
+            header.parent.mkdir(parents=True)
+            header.write_text(mutant.source())
+        build = [*self._command, f"-I{folder}", f"-I{CSRC}", str(MODEL / "prove.cpp"), str(self._model)]
+        done = subprocess.run(
+            [*build, "-o", str(folder / "prove")], capture_output=True, timeout=COMPILE_S, check=False
+        )
+        return None if done.returncode else folder / "prove"
+
     def fate(self, mutant: Mutant | None) -> str:
         """'survived', 'did not compile', or how it was killed. None is the original."""
-        with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
-            if mutant is not None:
-                header = Path(folder) / mutant.header
-                header.parent.mkdir(parents=True)
-                header.write_text(mutant.source())
-            program = Path(folder) / "prove"
-            build = [*self._command, f"-I{folder}", f"-I{CSRC}", str(MODEL / "prove.cpp"), str(self._model)]
-            done = subprocess.run([*build, "-o", str(program)], capture_output=True, timeout=COMPILE_S, check=False)
-            if done.returncode:
-                return "did not compile"
-            try:
-                run = subprocess.run([str(program), POSTS], capture_output=True, text=True, timeout=RUN_S, check=False)
-            except subprocess.TimeoutExpired:
-                return "killed: ran too long"
-            return "survived" if run.returncode == 0 else f"killed: {run.stdout.strip() or run.returncode}"
+        program = self.build(mutant)
+        if program is None:
+            return "did not compile"
+        try:
+            run = subprocess.run([str(program), POSTS], capture_output=True, text=True, timeout=RUN_S, check=False)
+        except subprocess.TimeoutExpired:
+            return "killed: ran too long"
+        return "survived" if run.returncode == 0 else f"killed: {run.stdout.strip() or run.returncode}"
 
 
 def main(words: list[str]) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx5_mutants
 import pytest
 from compiled import made_by
-from mlx5_mutants import CSRC, MODEL, Mutant, Proof
+from mlx5_mutants import CSRC, FLAGS, MODEL, Mutant, Proof
 
 MUTANTS = mlx5_mutants.mutants()
 FENCES = [m for m in MUTANTS if m.after == "" and ("order(" in m.before or "fence" in m.before)]
@@ -27,9 +27,24 @@ SAMPLE = list(dict.fromkeys([*CHOSEN, *random.Random(1).sample(UNARGUED, 4)]))
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
 
+class KeptProof(Proof):
+    """Its programs are kept, by content."""
+
+    def __init__(self) -> None:
+        model = made_by(["g++", *FLAGS, f"-I{CSRC}", "-c", str(MODEL / "nic.cpp")], "-o", "{}/nic.o")
+        assert model.status == 0, model.said
+        self._command, self._model = ["g++", *FLAGS], model.folder / "nic.o"
+
+    def build(self, mutant: Mutant | None) -> Path | None:
+        files = {} if mutant is None else {mutant.header: mutant.source()}
+        ours = [f"-I{CSRC}", str(MODEL / "prove.cpp"), str(self._model)]
+        made = made_by(self._command, "-I{}", *ours, "-o", "{}/prove", files=files)
+        return None if made.status else made.folder / "prove"
+
+
 @pytest.fixture(scope="module")
-def proof(tmp_path_factory: pytest.TempPathFactory) -> Proof:
-    return Proof(tmp_path_factory.mktemp("proof"))
+def proof() -> Proof:
+    return KeptProof()
 
 
 @pytest.fixture(scope="module")
