@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,10 +30,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent / "e2e"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
-# Captures are kept for one run of the tests, by all of its processes: each model is traced anew by every run.
+# Captures are kept, as a user's are, by all that they follow from: what has not changed since is not traced again.
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    os.environ["LAMINA_CACHE"] = tempfile.mkdtemp(prefix="lamina-cache-")
-    atexit.register(shutil.rmtree, os.environ["LAMINA_CACHE"], ignore_errors=True)
+    os.environ["LAMINA_CACHE"] = str(Path(__file__).resolve().parents[1] / "build" / "tests" / "cache")
 
 # The tests try the same examples every time, and half of what a property asks for; `make mutation` tries all of
 # these, `make properties` new ones each time.
