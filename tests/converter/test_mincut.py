@@ -8,8 +8,6 @@ from itertools import combinations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_flow
 
 from lamina.converter.mincut import CutProblem, min_cut
 
@@ -87,6 +85,8 @@ def test_cut_is_the_cheapest_of_all_and_leaves_least_to_do(problem: CutProblem[i
 
 
 def _flow(problem: CutProblem[int]) -> int:
+    from scipy.sparse import csgraph, csr_array
+
     size = len(problem.capacity)
     source, sink = 2 * size, 2 * size + 1
     limits = np.zeros((2 * size + 2, 2 * size + 2), dtype=np.int32)
@@ -105,7 +105,7 @@ def _flow(problem: CutProblem[int]) -> int:
         limits[2 * node, sink] = _UNLIMITED
     for node in problem.needed:
         limits[2 * node + 1, sink] = _UNLIMITED
-    return int(maximum_flow(csr_array(limits), source, sink).flow_value)
+    return int(csgraph.maximum_flow(csr_array(limits), source, sink).flow_value)
 
 
 @given(problems(most=25))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from openai import OpenAI
 from running import Running
+
+if TYPE_CHECKING:  # a second and a half, in each process that runs tests
+    from openai import OpenAI
 
 FLAGS = (
     "--dtype=float32", "--max-num-seqs=8", "--max-num-queued-reqs=24", "--metrics-compat=vllm", "--log-json",
@@ -30,5 +33,7 @@ def http(server: Running) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="session")
 def openai(server: Running) -> Iterator[OpenAI]:
+    from openai import OpenAI
+
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
-import openai as sdk
 import pytest
-from openai import OpenAI
 from running import MODEL, ROOT
 from transformers import AutoTokenizer
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 pytestmark = pytest.mark.timeout(300)  # starting a server on a busy machine takes its time
 GREEDY = {"model": "tiny", "temperature": 0.0, "max_tokens": 12}
@@ -25,13 +27,15 @@ def text_of(stream: object) -> str:
 
 
 def test_models(openai: OpenAI) -> None:
+    from openai import NotFoundError
+
     models = openai.models.list().data
     assert [m.id for m in models] == ["tiny", "other"]
     assert models[0].max_model_len == 2048  # type: ignore[attr-defined]
     assert openai.models.retrieve("other").id == "other"
-    with pytest.raises(sdk.NotFoundError):
+    with pytest.raises(NotFoundError):
         openai.models.retrieve("absent")
-    with pytest.raises(sdk.NotFoundError):
+    with pytest.raises(NotFoundError):
         openai.completions.create(model="absent", prompt="x")
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-pytest.importorskip("ray")
-
 from lamina.config import make_config
 from lamina.fleet.hosts import ray_places
 
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="no ray")
 NODE = {"NodeID": "n", "NodeManagerAddress": "10.0.0.1", "NodeManagerPort": 1, "Labels": {}, "Alive": True}
 RAY = SimpleNamespace(nodes=lambda: [NODE | {"Resources": {"lamina_memory": 2.0, "CPU": 4.0}}])
 CONFIG = make_config({"memory_workers": 2, "ray_address": "10.0.0.1:6379", "transport": "tcp"})

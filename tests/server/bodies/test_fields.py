@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from fake import FakeClient, http_of, make_service
-from openai import AsyncOpenAI, BadRequestError
 from test_layers import ask, error_of, run
 
 from lamina.cli.launch import main
@@ -120,6 +119,8 @@ def test_a_bound_is_told_by_the_word_that_clients_of_vllm_look_for(seed: int, ki
 
 
 def test_the_openai_client_is_told_which_field_is_wrong() -> None:
+    from openai import AsyncOpenAI, BadRequestError
+
     async def work() -> None:
         async with http_of(make_service()) as http:
             client = AsyncOpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=http)

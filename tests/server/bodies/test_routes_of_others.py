@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import msgspec
-import openai
 import pytest
 from fake import FakeClient, http_of, make_service
-from openai import AsyncOpenAI
 from test_layers import ask, error_of, routes, run
 
 from lamina.server.app import make_app
@@ -83,15 +81,17 @@ def test_no_route_that_is_served_is_called_unserved() -> None:
 
 
 def test_openai_s_client_does_not_ask_again() -> None:
+    from openai import AsyncOpenAI, NotFoundError
+
     asked: list[str] = []
 
     async def work() -> None:
         async with http_of(make_service()) as http:
             http.event_hooks["request"] = [lambda r: _note(asked, r.url.path)]
             client = AsyncOpenAI(api_key="x", base_url="http://localhost/v1", http_client=http)
-            with pytest.raises(openai.NotFoundError, match="does not serve /v1/embeddings"):
+            with pytest.raises(NotFoundError, match="does not serve /v1/embeddings"):
                 await client.embeddings.create(model="m", input="x")
-            with pytest.raises(openai.NotFoundError, match="does not serve /v1/audio"):
+            with pytest.raises(NotFoundError, match="does not serve /v1/audio"):
                 await client.audio.transcriptions.create(model="m", file=("a.wav", b"RIFF"))
 
     run(work())

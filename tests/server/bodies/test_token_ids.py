@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 from fake import READY, WORD, FakeClient, make_service
-from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from test_layers import ask, error_of
 
 from lamina.request import SamplingParams
@@ -75,6 +73,9 @@ def test_token_ids_of_a_conversation() -> None:
 @pytest.mark.parametrize("asked", [None, False])
 def test_without_a_word_there_are_none(asked: bool | None) -> None:
     """In whole answers null, by which vLLM's clients tell."""
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
     whole = answer(COMPLETIONS, {**TEXT, "return_token_ids": asked})
     (choice,) = whole["choices"]
     assert (choice["token_ids"], choice["prompt_token_ids"], choice["prompt_logprobs"]) == (None, None, None)
