@@ -1,9 +1,10 @@
-"""What compilers make for tests is kept under build/, by compiler, command and the content of all that it may read."""
+"""What compilers make for tests is kept under build/, by compiler, command and the content of all that it includes."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "build" / "tests"
 SECONDS = 110.0
 SUFFIXES = {".cpp", ".cu", ".cuh", ".h"}
+INCLUDED = re.compile(rb'^[ \t]*#[ \t]*include[ \t]+(?:["<]([^">\n]+)[">])?', re.MULTILINE)
 
 
 class Compiled(NamedTuple):
@@ -29,8 +31,8 @@ def made_by(command: Sequence[str], *options: str, files: Mapping[str, str] = {}
     """Run ``command``, whose sources are those of csrc and tests. A place {} in ``options`` is the folder to fill,
     where ``files`` lie by then: name -> text.
     """
-    told = [*command, *options, *files.items()]
-    digest = hashlib.sha256(repr((told, _version(command[0]), _sources())).encode()).hexdigest()[:32]
+    told = repr((command, options, files, _version(command[0]), _sources([*command, *options])))
+    digest = hashlib.sha256(told.encode()).hexdigest()[:32]
     folder = KEPT / digest
     if not folder.exists():
         ours = KEPT / f"{digest}.{os.getpid()}"  # others may make the same
@@ -57,10 +59,19 @@ def _version(compiler: str) -> str:
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=SECONDS).stdout
 
 
-@cache
-def _sources() -> str:
-    digest = hashlib.sha256()
-    for room in ("csrc", "tests"):
-        for path in sorted(p for p in (ROOT / room).rglob("*") if p.suffix in SUFFIXES):
-            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+def _sources(words: Sequence[str]) -> str:
+    """Digests of all files that these words of a command name, and of what those include from there in any branch; of
+    the system's own the compiler's version says enough. Raises ValueError for an include that no reader can follow.
+    """
+    folders = [Path(word[2:]) for word in words if word.startswith("-I")]
+    ahead, known = [Path(word) for word in words if Path(word).suffix in SUFFIXES], dict[Path, bytes]()
+    while ahead:
+        path = ahead.pop().resolve()
+        if path in known or not path.is_file():
+            continue
+        known[path] = text = path.read_bytes()
+        for name in INCLUDED.findall(text):
+            if not name:
+                raise ValueError(f"{path}: an include has no name")
+            ahead += [folder / name.decode() for folder in (path.parent, *folders)]
+    return repr([(str(path), hashlib.sha256(known[path]).hexdigest()) for path in sorted(known)])
