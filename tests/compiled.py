@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,22 +35,19 @@ def made_by(command: Sequence[str], *options: str, files: Mapping[str, str] = {}
     digest = hashlib.sha256(told.encode()).hexdigest()[:32]
     folder = KEPT / digest
     if not folder.exists():
-        ours = KEPT / f"{digest}.{os.getpid()}"  # others may make the same
-        ours.mkdir(parents=True)
-        for name, text in files.items():
-            (ours / name).parent.mkdir(parents=True, exist_ok=True)
-            (ours / name).write_text(text)
-        filled = [*command, *(option.replace("{}", str(ours)) for option in options)]
-        done = subprocess.run(filled, capture_output=True, text=True, check=False, timeout=SECONDS)
-        said = done.stdout + done.stderr
-        if done.returncode:
-            shutil.rmtree(ours)
-            return Compiled(folder, said, done.returncode)
-        (ours / "said").write_text(said)
-        try:
-            ours.rename(folder)
-        except OSError:  # somebody else was first
-            shutil.rmtree(ours)
+        KEPT.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f"{digest}.", dir=KEPT, ignore_cleanup_errors=True) as ours:  # of who is first
+            for name, text in files.items():
+                Path(ours, name).parent.mkdir(parents=True, exist_ok=True)
+                Path(ours, name).write_text(text)
+            filled = [*command, *(option.replace("{}", ours) for option in options)]
+            done = subprocess.run(filled, capture_output=True, text=True, check=False, timeout=SECONDS)
+            said = done.stdout + done.stderr
+            if done.returncode:
+                return Compiled(folder, said, done.returncode)
+            Path(ours, "said").write_text(said)
+            with suppress(OSError):  # others have made the same
+                Path(ours).rename(folder)
     return Compiled(folder, (folder / "said").read_text(), 0)
 
 
