@@ -60,6 +60,7 @@ CLIENTS = [code for code in SNIPPETS if ADDRESS in code]
 LIBRARY = [code for code in SNIPPETS if ADDRESS not in code]
 
 
+@pytest.mark.long(but=["0"])
 @pytest.mark.parametrize("code", LIBRARY, ids=range(len(LIBRARY)))
 def test_python(code: str, printed: Printed) -> None:
     run(code)
@@ -72,6 +73,7 @@ def test_command_lines(command: str, printed: Printed) -> None:
     assert printed().strip()
 
 
+@pytest.mark.long(but=["serve examples/tiny_lm/model --port 8000"])
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("serve ")])
 def test_servers(command: str, printed: Printed) -> None:
     anywhere = re.sub(r"--port \d+", "--port 0", command)

@@ -175,6 +175,7 @@ def test_up_says_what_it_would_start(capsys: pytest.CaptureFixture[str]) -> None
         assert json.loads(words[words.index("--resources") + 1]) == host.resources()
 
 
+@pytest.mark.long
 def test_the_papers_plan_without_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LIKE_33B))
     argv = ["serve", str(tmp_path), "--ray-address", PAPER, "--kv-memory", "80GiB", *DRY_RUN, *ON_GPUS]
@@ -192,6 +193,7 @@ def test_the_papers_plan_without_a_cluster(tmp_path: Path, capsys: pytest.Captur
         assert "auto://10.20.0.2:0 from compute-*" in line
 
 
+@pytest.mark.long
 def test_the_plan_says_how_ranks_would_meet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hosts = "hosts:\n" + "".join(
         f"  - {{address: 10.20.0.{i}, compute: {n}, memory: 4, cores: 4}}\n" for i, n in ((1, 3), (2, 1))
@@ -212,6 +214,7 @@ def test_the_plan_says_how_ranks_would_meet(tmp_path: Path, capsys: pytest.Captu
     assert "--collective nccl is for GPUs, and ranks compute on cpu" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_weights_that_no_device_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LIKE_33B, "vocab_size": 4_000_000}))
     argv = ["serve", str(tmp_path), "--ray-address", PAPER, "--kv-memory", "8GiB", *DRY_RUN]
@@ -220,6 +223,7 @@ def test_weights_that_no_device_holds(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(argv) == 0  # in the memory of the host itself they may
 
 
+@pytest.mark.long(but=["flags1-NVIDIA H100 SXM 80 GB-host's cores", "flags2-host's cores-NVIDIA H20 96 GB"])
 @pytest.mark.parametrize(
     ("flags", "compute", "memory"),
     [

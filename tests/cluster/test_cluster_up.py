@@ -72,6 +72,7 @@ def test_a_cluster_comes_up_and_goes(hosts: Hosts, capsys: pytest.CaptureFixture
     assert not hosts.up()
 
 
+@pytest.mark.long(but=["10.255.255.254-10.255.255.254 cannot be told what to do"])
 @pytest.mark.parametrize(
     ("bad", "words"),
     [(NOWHERE, f"{NOWHERE} cannot be told what to do"), (BROKEN, f"{BROKEN}: Ray did not start: no room for Ray")],

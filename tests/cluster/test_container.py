@@ -120,6 +120,7 @@ def test_each_command_is_one_of_a_shell(line: str) -> None:
         assert (ROOT / file).exists()
 
 
+@pytest.mark.long
 def test_what_it_runs_makes_sense(capsys: pytest.CaptureFixture[str]) -> None:
     command = words("CMD")
     assert main([*command, "--port", "0", "--dry-run"]) == 0

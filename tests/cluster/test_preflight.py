@@ -56,6 +56,7 @@ def test_tokens_for_which_there_is_no_room_are_told(capsys: pytest.CaptureFixtur
     assert not capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_sigterm_ends_generate_and_its_workers_before_it() -> None:
     command = [sys.executable, "-m", "lamina.cli.launch", "generate", MODEL, "--prompt", "x", "--ignore-eos"]

@@ -57,6 +57,7 @@ def nodes() -> Iterator[tuple[Space, Space]]:
         yield spaces
 
 
+@pytest.mark.long
 def test_a_job_of_two_nodes(nodes: tuple[Space, Space], known: Known, tmp_path: Path) -> None:
     """The text is that of one machine; nothing is left on either node, nor the key."""
     slurm = Slurm(tmp_path, *nodes)
@@ -71,6 +72,7 @@ def test_a_job_of_two_nodes(nodes: tuple[Space, Space], known: Known, tmp_path: 
     assert not list(tmp_path.glob(".lamina-*"))
 
 
+@pytest.mark.long
 def test_a_driver_that_cannot_start_ends_the_job(nodes: tuple[Space, Space], tmp_path: Path) -> None:
     """And its workers, which would wait for it for minutes."""
     done = Slurm(tmp_path, *nodes).sbatch(

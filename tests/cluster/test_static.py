@@ -111,6 +111,7 @@ def too_late(launcher: StaticLauncher) -> None:
     launcher._deadline = 0.0
 
 
+@pytest.mark.long
 def test_printed_commands_make_a_working_engine(key_file: str, known: Known, tmp_path: Path) -> None:
     """Tokens are those of the local launcher, all that was started ends by itself, each host has its own workers."""
     hosts = tmp_path / "hosts.yaml"
@@ -474,6 +475,7 @@ def test_a_worker_is_ended_by_order_and_its_end_is_told(driver: Driver) -> None:
     assert driver.status.result(SOON_S) == 1
 
 
+@pytest.mark.long(but=["9", "15"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_of_a_command_that_is_killed(how: signal.Signals, launch: Open) -> None:
     """Its worker goes with it, and the driver is told."""

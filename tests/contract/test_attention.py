@@ -358,6 +358,7 @@ def tiled(draw: st.DrawFn) -> Case:
     return Case(draw(sequences), op, torch.bfloat16, size, draw(st.integers(0, 99)))
 
 
+@pytest.mark.long(but=["emulate", "native", "reference", "native, portable"])
 @backends
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=st.one_of(cases(), tiled()))

@@ -370,6 +370,7 @@ def tasks() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+@pytest.mark.long(but=["gloo", "nccl", "nccl's class over gloo"])
 def test_nothing_is_left_behind(entry: str) -> None:
     on_entry(entry, 2, lambda g: g.all_reduce(there(entry, g.rank, torch.ones(4))).cpu())  # what is made once
     gc.collect()

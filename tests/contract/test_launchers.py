@@ -115,6 +115,7 @@ def wait_until(true: Callable[[], bool], limit_s: float, what: str) -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.long
 def test_a_key_that_the_start_message_brings_is_nowhere_else(launch: Open) -> None:
     """Neither among the arguments, which all users of the host can read, nor in the environment."""
     launcher = launch(1)
@@ -129,6 +130,7 @@ def test_a_key_that_the_start_message_brings_is_nowhere_else(launch: Open) -> No
     worker.join(SOON_S)
 
 
+@pytest.mark.long
 def test_a_worker_serves_its_driver_and_goes_when_told(launch: Open) -> None:
     launcher = launch(2)
     first, second = (launcher.start("memory", index, 1) for index in range(2))
@@ -204,6 +206,7 @@ def test_what_is_left_ends_with_its_launcher_or_its_link(launch: Open) -> None:
     wait_until(lambda: all(gone(h.pid) for h in handles), SOON_S, "workers are left")
 
 
+@pytest.mark.long(but=["local"])
 def test_what_a_launcher_took_is_there_for_the_next(launch: Open) -> None:
     """At once: a service is started again as soon as it has ended."""
     for _ in range(3):
@@ -214,6 +217,7 @@ def test_what_a_launcher_took_is_there_for_the_next(launch: Open) -> None:
         launcher.close()
 
 
+@pytest.mark.long(but=["local", "ray"])
 def test_cores_are_shared(launch: Open) -> None:
     one, two = launch(1), launch(2)
     cores = one.share("memory", 0)
@@ -221,6 +225,7 @@ def test_cores_are_shared(launch: Open) -> None:
     assert two.share("memory", 1) == max(1, cores // 2)
 
 
+@pytest.mark.long(but=["local"])
 def test_those_that_stay_are_numbered_anew_and_keep_their_places(launch: Open) -> None:
     """One of three has gone. A launcher that replaces workers does so in the place of the one that had the number."""
     launcher = launch(3)

@@ -375,6 +375,7 @@ class Beside(RuleBasedStateMachine):
         self.medium.close()
 
 
+@pytest.mark.long(but=["host"])
 @pytest.mark.hypothesis
 @pytest.mark.timeout(400)
 def test_beside_a_dict(opener: Opener) -> None:

@@ -187,6 +187,7 @@ def heads(w: Tensor, one: Tensor, two: Tensor, x: Tensor, cos: Tensor) -> tuple[
     return out, q * cos + rotate(q) * cos, q
 
 
+@pytest.mark.long(but=["torch.float32"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_layer_is_the_same_for_any_rows_beside_it(dtype: torch.dtype) -> None:
     part = Part(heads, [numbers((96,), dtype), numbers((256, 96), dtype, 1) / 10, numbers((96, 256), dtype, 2) / 16])
@@ -262,6 +263,7 @@ def test_linear_layers_take_what_they_are_given() -> None:
             assert torch.equal(found, wanted) or count == 300
 
 
+@pytest.mark.long(but=["3-torch.bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("count", [3, 200])
 def test_weights_in_other_forms(dtype: torch.dtype, count: int) -> None:
@@ -426,6 +428,7 @@ MOVES: list[Callable[[Tensor, Tensor], Tensor]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(
     moves=st.lists(

@@ -45,6 +45,7 @@ def row_alone(case: Case, at: int) -> tuple[Case, list[tuple[Tensor, Tensor, Ten
     return replace(case, lengths=((stored + at, 1),)), [(q[at : at + 1], k[: stored + at + 1], v[: stored + at + 1])]
 
 
+@pytest.mark.long(but=["avx2"])
 @variants
 @settings(max_examples=80, deadline=None)
 @given(case=prompts())

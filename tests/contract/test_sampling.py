@@ -239,6 +239,7 @@ FILTERED = [
 ]
 
 
+@pytest.mark.long(but=["avx2-order0-options0-left0"])
 @pytest.mark.parametrize(("order", "options", "left"), FILTERED)
 @pytest.mark.parametrize("name", [native.usable()[0]])
 def test_draws_have_no_bias(name: str, order: tuple[str, ...], options: dict[str, Any], left: list[int]) -> None:
@@ -252,6 +253,7 @@ def test_draws_have_no_bias(name: str, order: tuple[str, ...], options: dict[str
     assert chi_square(found, wanted / wanted.sum()) > 3.5, "the control"
 
 
+@pytest.mark.long
 def test_draws_of_torch_have_no_bias() -> None:
     order, options, left = FILTERED[5]
     test_draws_have_no_bias("plain", order, options, left)

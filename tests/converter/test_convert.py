@@ -41,6 +41,7 @@ def step(
 _STEPS = [([0, 1, 2], [0, 5, 40]), ([2, 0, 1], [41, 1, 6]), ([0], [2]), ([3, 1, 0, 2], [9, 7, 3, 42])]
 
 
+@pytest.mark.long(but=["{'fused': ''}"])
 @pytest.mark.parametrize(
     "options",
     [{"fused": f} for f in ("", "slices", "split", "clamp", "interleaved")]
@@ -132,6 +133,7 @@ def test_q_leaves_before_k_and_v_are_computed() -> None:
     assert after == []
 
 
+@pytest.mark.long
 def test_hoisting_runs_the_free_branch_while_attention_is_away() -> None:
     _, plain = converted(dtype=torch.bfloat16, parallel=True)
     _, hoisted = converted(hoist=True, dtype=torch.bfloat16, parallel=True)
@@ -143,6 +145,7 @@ def test_hoisting_runs_the_free_branch_while_attention_is_away() -> None:
     assert converted()[1].cuts == converted(hoist=True)[1].cuts
 
 
+@pytest.mark.long(but=["slices"])
 @pytest.mark.parametrize("fused", ["slices", "split", "clamp"])
 def test_contiguous_fused_projection_is_split_into_views(fused: str) -> None:
     model, program = converted(fused=fused)
@@ -155,6 +158,7 @@ def test_contiguous_fused_projection_is_split_into_views(fused: str) -> None:
     assert part.data_ptr() == whole.data_ptr() + 32 * 32 * 4
 
 
+@pytest.mark.long(but=["{'fused': 'interleaved'}"])
 @pytest.mark.parametrize("options", [{"fused": "interleaved"}, {"fused": "split", "split_fused": False}], ids=str)
 def test_other_fused_projections_stay_whole(options: dict[str, Any]) -> None:
     model = Decoder(fused=options["fused"])
@@ -162,6 +166,7 @@ def test_other_fused_projections_stay_whole(options: dict[str, Any]) -> None:
     assert (before[-1], between) == ("layers.1.attention.qkv_proj.weight", [])
 
 
+@pytest.mark.long(but=["False-"])
 @pytest.mark.parametrize("fused", ["", "split"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_are_the_models_own(tied: bool, fused: str) -> None:
@@ -178,6 +183,7 @@ def test_weights_are_the_models_own(tied: bool, fused: str) -> None:
         assert bound["head.weight"].data_ptr() == model.embed.weight.data_ptr()
 
 
+@pytest.mark.long
 def test_equal_layers_give_equal_signatures() -> None:
     signatures = [s.signature for s in converted(layers=5)[1]]
     assert signatures[1] == signatures[2] == signatures[3]
@@ -194,6 +200,7 @@ def test_code_reads_in_the_order_of_the_work() -> None:
     assert order == sorted(order)
 
 
+@pytest.mark.long
 def test_too_few_operators_are_refused_by_name() -> None:
     with pytest.raises(ConversionError, match=r"expected 4 .* has 3 \(in: layers\.0\.attention, .*recurrent"):
         cut(Decoder(), expect=4)
@@ -226,6 +233,7 @@ class Counting(nn.Module):
         return x * self.state
 
 
+@pytest.mark.long
 def test_state_outside_the_cache_is_refused() -> None:
     with pytest.raises(ConversionError, match=r"layers\.0\.mlp\.state"):
         cut(Decoder(mlp=Counting))
@@ -244,6 +252,7 @@ class InPlace(nn.Module):
         return y.mul_(2.0)
 
 
+@pytest.mark.long
 def test_in_place_operators_are_made_functional() -> None:
     program = cut(Decoder(mlp=InPlace))
     targets = [n.target for s in program for n in s.module.graph.nodes if n.op == "call_function"]

@@ -62,6 +62,7 @@ def text() -> str:
     return write(capture(model, CUT), model)
 
 
+@pytest.mark.long(but=["{'parallel': True, 'tied': True, 'mlp': <class 'test_portable.Spreading'>}"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_it_is_the_same_program(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model, place = Decoder(**options), Place()
@@ -143,6 +144,7 @@ def test_what_cannot_be_read_is_captured_anew_and_kept(text: str) -> None:
     assert place.text == text
 
 
+@pytest.mark.long(but=["{'layers': 1, 'hidden': 16}"])
 @pytest.mark.parametrize("options", [{"layers": 1, "hidden": 16}, {"layers": 2}], ids=str)
 def test_a_capture_of_another_shape_or_depth_is_not_taken(options: dict[str, int], text: str) -> None:
     place = Place(text)
@@ -182,6 +184,7 @@ class Large(nn.Module):
 LARGE = torch.ones(portable.LARGEST_CONSTANT)
 
 
+@pytest.mark.long(but=["Large"])
 @pytest.mark.parametrize("mlp", [Body, Large])
 def test_what_cannot_be_written_is_not_kept(mlp: Callable[[int], nn.Module]) -> None:
     """A body of an operator of higher order, which is a module, and a large constant."""

@@ -31,6 +31,7 @@ def cut(mlp: Callable[[int], nn.Module], dtype: torch.dtype = torch.float32) -> 
     return convert(Decoder(layers=1, mlp=mlp).to(dtype), CUT)
 
 
+@pytest.mark.long(but=["batch-mean", "batch-max", "batch-softmax", "first-row", "gram-matrix"])
 @pytest.mark.parametrize(
     ("function", "operator"),
     [
@@ -54,6 +55,7 @@ def _by_value(x: Tensor) -> Tensor:
     return x.gather(0, x.argsort(0))  # every feature sorted over the batch
 
 
+@pytest.mark.long(but=["batch-norm"])
 @pytest.mark.parametrize(
     ("function", "operator"),
     [
@@ -127,6 +129,7 @@ def test_check_may_be_left_out() -> None:
     assert program.rows == "unchecked"
 
 
+@pytest.mark.long
 def test_positions_beyond_a_table_are_explained() -> None:
     class Learnt(Decoder):
         def __init__(self) -> None:

@@ -52,6 +52,7 @@ def stamped(model: Decoder, shallow: Decoder | None = None) -> SlicedProgram | N
     return stamp(first, list(model.layers), None, "layers")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pattern", "captured"),
     [([Mlp] * 8, 4), ([Wide, Mlp, Mlp] * 4, 9), ([Wide] * 2 + [Mlp] * 6, 6)],
@@ -90,10 +91,12 @@ def test_layers_that_differ_by_an_attribute_are_not_alike() -> None:
     assert stamped(model) is None
 
 
+@pytest.mark.long
 def test_a_shallow_model_of_other_layers_proves_nothing() -> None:
     assert stamped(build([Mlp] * 9), shallow=build([Wide] * 9)) is None
 
 
+@pytest.mark.long
 def test_slices_must_repeat_even_if_the_layers_look_alike() -> None:
     model = build([Alternating] * 6)
     assert set(layer_kinds(list(model.layers))) == {0}

@@ -42,6 +42,7 @@ def served(engine: Engine, comes: list[tuple[float, int]]) -> dict[int, float]:
     return first
 
 
+@pytest.mark.long
 def test_a_first_token_is_foreseen_within_a_fifth(llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the median of 24 prompts, at whose arrival others wait and are computed."""
     monkeypatch.setenv(VARIABLE, msgspec.json.encode(DEVICES).decode())

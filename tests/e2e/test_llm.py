@@ -29,6 +29,7 @@ def tokens(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[lis
     return [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
 
 
+@pytest.mark.long(but=["shm", "tcp"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tokens_are_those_of_transformers(
     scheme: str, llama_path: Path, prompts: list[list[int]], reference: Reference
@@ -49,6 +50,7 @@ def test_tokens_are_those_of_transformers(
         assert layers == 3
 
 
+@pytest.mark.long
 def test_four_memory_workers_give_the_same_bits_as_one(llama_path: Path, prompts: list[list[int]]) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=3, ignore_eos=True)
     found = []
@@ -58,6 +60,7 @@ def test_four_memory_workers_give_the_same_bits_as_one(llama_path: Path, prompts
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)  # six replicas are loaded and cut
 def test_batches_that_take_turns_give_the_same_bits(
     llama_path: Path, prompts: list[list[int]], reference: Reference
@@ -86,6 +89,7 @@ class Restless(Tuner):
         return True
 
 
+@pytest.mark.long
 def test_batches_are_dealt_anew_and_the_bits_stay(llama_path: Path, prompts: list[list[int]]) -> None:
     params, found = SamplingParams(temperature=0.0, max_tokens=60, logprobs=2, ignore_eos=True), []
     for options in ({"pipeline": 1}, {"plan": "auto:3"}):
@@ -101,6 +105,7 @@ def test_batches_are_dealt_anew_and_the_bits_stay(llama_path: Path, prompts: lis
     assert ended["compute-1"]["steps"] > begun["compute-1"]["steps"]
 
 
+@pytest.mark.long
 def test_replicas_whose_reports_pile_up_keep_the_order_of_tokens(
     llama_path: Path, prompts: list[list[int]], reference: Reference
 ) -> None:
@@ -122,6 +127,7 @@ def test_replicas_whose_reports_pile_up_keep_the_order_of_tokens(
     assert piled > 3, "steps never waited for the driver in pairs"
 
 
+@pytest.mark.long(but=["llama_path-float32"])
 @pytest.mark.parametrize(("model", "dtype"), [("llama_path", "float32"), ("tiny_lm", "bfloat16")])
 def test_deterministic_results_do_not_depend_on_batch_mates(
     model: str, dtype: str, prompts: list[list[int]], request: pytest.FixtureRequest
@@ -156,6 +162,7 @@ def test_kv_is_freed_and_requests_come_and_go(llama_path: Path, prompts: list[li
         assert llm.engine.free_blocks == full
 
 
+@pytest.mark.long(but=["options1"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -197,6 +204,7 @@ def divided(path: Path, prompts: list[list[int]], options: dict[str, Any]) -> li
     return [(o.token_ids, o.logprobs) for o in outputs]
 
 
+@pytest.mark.long
 def test_weights_are_measured_at_the_start(
     llama_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -337,6 +345,7 @@ def test_bad_options_are_refused_in_one_line(options: dict[str, Any], words: str
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_busy_port_is_named(llama_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -22,6 +22,7 @@ def told(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[Any]:
     return [(o.prompt_logprobs, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["llama_path", "gemma2_path"])
 def test_the_bits_are_those_of_one_worker(model: str, request: pytest.FixtureRequest) -> None:
     """A model with windows too; prompts' log-probabilities and sampled tokens."""
@@ -34,6 +35,7 @@ def test_the_bits_are_those_of_one_worker(model: str, request: pytest.FixtureReq
     assert answers[0] == answers[1]
 
 
+@pytest.mark.long
 def test_two_groups_keep_prompts_and_fetch_from_each_other(llama_path: Path) -> None:
     shared = [PROMPTS[3] + [7 + i] * 20 for i in range(4)]
     with LLM(str(llama_path), prefill_workers=4, prefill_pipeline=2, **OPTIONS) as llm:
@@ -44,6 +46,7 @@ def test_two_groups_keep_prompts_and_fetch_from_each_other(llama_path: Path) -> 
         assert told(llm, shared) == first
 
 
+@pytest.mark.long(but=["1"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_that_dies_is_replaced_and_its_prompts_are_computed_anew(stage: int, llama_path: Path) -> None:
     options = {**OPTIONS, "transport": "shm", "prefill_workers": 2, "prefill_pipeline": 2}
@@ -62,6 +65,7 @@ def test_a_stage_that_dies_is_replaced_and_its_prompts_are_computed_anew(stage: 
         assert {label for label in after if after[label] != before[label]} == {f"prefill-{stage}"}
 
 
+@pytest.mark.long
 def test_what_cannot_be_is_refused_in_a_line_that_names_the_fix(llama_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--prefill-pipeline 2 does not divide --prefill-workers 3: use 2 or 4"):
         LLM(str(llama_path), prefill_workers=3, prefill_pipeline=2)

@@ -17,6 +17,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SCORED = SamplingParams(temperature=0.7, seed=1, max_tokens=12, logprobs=2, prompt_logprobs=0, ignore_eos=True)
 
 
+@pytest.mark.long
 def test_tokens_are_those_of_transformers(
     llama_path: Path, prompts: list[list[int]], reference: Callable[[list[int], int], list[int]]
 ) -> None:
@@ -31,6 +32,7 @@ def test_tokens_are_those_of_transformers(
         assert all(stats[w]["grant_s"] > 0 for w in ("memory-0", "memory-1"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_the_bits_are_those_of_the_compute_worker(pipeline: int, gemma2_path: Path) -> None:
     """A model with windows, in chunks; prompts' log-probabilities and sampled tokens too."""
@@ -67,6 +69,7 @@ def test_a_request_that_is_cancelled_gives_its_blocks_back(llama_path: Path, pro
         assert all(len(o.outputs[0].token_ids) == 24 for o in whole)
 
 
+@pytest.mark.long
 def test_a_preempted_prompt_is_computed_again(llama_path: Path, prompts: list[list[int]]) -> None:
     """KV memory for hardly more than the longest: sequences make room for each other, and nothing is lost."""
     longest = [prompts[3] + prompts[1]] * 3

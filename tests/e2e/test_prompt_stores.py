@@ -27,6 +27,7 @@ def asked(documents: int, count: int) -> list[list[int]]:
     return [[*about[n % documents], *(2 + (11 * n + 5 * t) % 300 for t in range(QUESTION))] for n in range(count)]
 
 
+@pytest.mark.long
 def test_tokens_are_the_same_whoever_has_computed_the_beginning(
     llama_path: Path, reference: Callable[[list[int], int], list[int]]
 ) -> None:
@@ -49,6 +50,7 @@ def test_tokens_are_the_same_whoever_has_computed_the_beginning(
             assert llm.engine.promises.replicas == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_a_document_that_one_worker_has_comes_to_the_other(kv_cache_dtype: str, llama_path: Path) -> None:
     """Bit by bit; and what many ask about is on both then."""
@@ -66,6 +68,7 @@ def test_a_document_that_one_worker_has_comes_to_the_other(kv_cache_dtype: str, 
         assert llm.engine.promises.replicas
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("victim", "event"), [("prefill-0", Event.LEND), ("prefill-1", Event.FETCH)])
 def test_a_worker_dies_in_the_middle_of_a_transfer(
     victim: str, event: Event, llama_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -95,6 +98,7 @@ def test_completions_of_one_prompt_compute_it_once(llama_path: Path) -> None:
         assert llm.stats()["prefill-0"]["rows"] == len(prompt)
 
 
+@pytest.mark.long
 def test_what_the_driver_thinks_is_there_and_is_not_costs_no_worker(
     llama_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +127,7 @@ def test_what_the_driver_thinks_is_there_and_is_not_costs_no_worker(
         assert llm.engine.promises.replicas, "and what others have is fetched again"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", ["prefill-0", "prefill-1"])
 def test_a_worker_that_stands_still_is_replaced_while_the_other_serves(victim: str, llama_path: Path) -> None:
     """Who has the document, or who is to have it: in time of a stop, and not of a step."""

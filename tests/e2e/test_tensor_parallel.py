@@ -27,6 +27,7 @@ def outputs(path: Path, prompts: list[list[int]], params: Any = GREEDY, **option
     return [o.token_ids for o in found], [o.logprobs for o in found]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 4])
 def test_tokens_are_those_of_transformers(
     size: int, llama_path: Path, prompts: list[list[int]], reference: Reference
@@ -51,6 +52,7 @@ def two_ranks(llama_path: Path) -> Callable[[list[list[int]]], tuple[Found, Foun
     return give
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -77,6 +79,7 @@ def test_the_log_says_what_each_rank_has(llama_path: Path, caplog: pytest.LogCap
     assert "rank 1: query heads 4..7, KV heads 2..3 of layer 0 on memory worker 1, 3, 0.3 MB of weights" in caplog.text
 
 
+@pytest.mark.long
 def test_sampling_with_penalties_draws_what_one_rank_does(llama_path: Path, prompts: list[list[int]]) -> None:
     params = [
         SamplingParams(temperature=0.8, top_k=5, seed=1, max_tokens=12, ignore_eos=True),
@@ -124,6 +127,7 @@ def test_bad_sizes_are_told_in_one_line(options: dict[str, Any], words: str, lla
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.long
 def test_dry_run_and_explain_know_of_ranks(tiny_lm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     three = ["--tensor-parallel-size", "3", "--memory-workers", "3"]
     two = ["--tensor-parallel-size", "2"]

@@ -17,6 +17,7 @@ print(lamina, CSRC, SOURCES / "kernels.cu", KERNELS, len(source()), sep="\\n")
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_sources_of_kernels_are_where_an_installation_looks(tmp_path: Path) -> None:
     site = tmp_path / "site"

@@ -48,6 +48,7 @@ def test_rounds_that_a_peer_names_take_no_memory() -> None:
                 native.flood(b, b"abc", 0, 1 << 40, 2, False, both, 0.01)  # type: ignore[arg-type]
 
 
+@pytest.mark.long(but=["shm"])
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 def test_every_pattern_between_processes(scheme: str, tmp_path: Path) -> None:
     open_or_skip(scheme)
@@ -76,6 +77,7 @@ def test_every_pattern_between_processes(scheme: str, tmp_path: Path) -> None:
     assert {row.get("offered/s") for row in rows} == {None, 2000.0, 4000.0}
 
 
+@pytest.mark.long
 def test_products_go_on_beside_a_measurement() -> None:
     done = command("--transport", "tcp", "--sizes", "8,64", "--count", "20", "--beside", "gemm", "--json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -327,6 +329,7 @@ CHECKED = [(pattern, "native") for pattern in DRIVERS["native"]]
 CHECKED += [(pattern, "python") for pattern in PATTERNS if pattern not in ("pair", "rate")]
 
 
+@pytest.mark.long(but=["client-put_lat-native"])
 @pytest.mark.parametrize(("pattern", "driver"), CHECKED)
 @pytest.mark.parametrize("wrong_side", ["client", "server"])
 def test_a_wrong_payload_is_noticed_on_either_side(

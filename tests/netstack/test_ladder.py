@@ -35,6 +35,7 @@ def test_every_rung_that_needs_no_hardware_has_its_command() -> None:
     assert all(RUNGS[rung] for rung in range(6))
 
 
+@pytest.mark.long(but=["0"])
 @pytest.mark.parametrize("rung", range(6))
 def test_its_commands_select_tests(rung: int) -> None:
     found = []

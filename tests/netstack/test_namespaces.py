@@ -55,6 +55,7 @@ def cable() -> Iterator[Cable]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=SOON_S)
 
 
+@pytest.mark.long(but=["tcp"])
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
 def test_messages_cross_the_cable_and_are_verified(cable: Cable, transport: str) -> None:
     listen = [*BENCH, "--transport", transport, "--listen", f"{cable.address}:0", "--cores", "none"]

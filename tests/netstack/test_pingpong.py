@@ -43,6 +43,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.long
 def test_what_is_missing_is_named_and_left_out(tmp_path: Path) -> None:
     done = run("--dry-run", path=str(tmp_path))
     assert done.returncode == 0
@@ -77,6 +78,7 @@ def test_a_turn_of_three() -> None:
     assert "lamina tcp copy, Python, 64 B, against TCP socket, Python" in figures
 
 
+@pytest.mark.long
 def test_rows_of_nics_and_gpus_are_left_out_by_name() -> None:
     done = run("--dry-run")
     assert done.returncode == 0
@@ -96,6 +98,7 @@ def over_nics() -> ModuleType:
     return importlib.import_module("transports.over_nics")
 
 
+@pytest.mark.long
 def test_the_paper_s_figure_says_what_is_missing() -> None:
     nics = over_nics()
     missing = nics.lacks_for_figure(nics.OVER_NICS)
@@ -196,6 +199,7 @@ def test_a_port_of_another_maker_has_no_row_without_blueflame(monkeypatch: pytes
     assert nics.needs_connectx() == ""
 
 
+@pytest.mark.long
 def test_send_and_receive_of_a_process_group() -> None:
     """NCCL's row, by gloo and the CPU's clock."""
     line = [sys.executable, str(ROOT / "perf/transports/group_rounds.py"), "gloo", "2", "8:5", "5000:5"]

@@ -86,6 +86,7 @@ def test_kill_of_the_peer_is_noticed(fabric: Fabric, role: str, call: str) -> No
                 again()
 
 
+@pytest.mark.long(but=["shm"])
 def test_a_kill_at_any_moment_leaves_only_whole_messages(fabric: Fabric) -> None:
     listener = fabric.listen()
     rng = random.Random(6)
@@ -148,6 +149,7 @@ def footprint(url: str = "") -> dict[str, list[str]]:
     return {"fds": sorted(links), "files": files, "sockets": sockets, "maps": maps}
 
 
+@pytest.mark.long(but=["shm-False"])
 @pytest.mark.parametrize("kill", [False, True])
 def test_nothing_is_left_behind(fabric: Fabric, kill: bool) -> None:
     before = footprint()
@@ -166,6 +168,7 @@ def test_nothing_is_left_behind(fabric: Fabric, kill: bool) -> None:
     assert footprint(listener.url) == before
 
 
+@pytest.mark.long(but=["shm", "tcp", "nic-model", "auto", "emulate"])
 def test_nothing_is_left_when_both_sides_are_killed(fabric: Fabric) -> None:
     before = footprint()
     environment = os.environ | {"PEER_URL": f"{fabric.scheme}://", "PEER_KEY": KEY.hex(), "PYTHONPATH": PATH}

@@ -67,6 +67,7 @@ def patient() -> Iterator[int]:
         yield port
 
 
+@pytest.mark.long(but=["half", "no body", "idle", "refused before all of it came"])
 @pytest.mark.parametrize(
     ("data", "rest"),
     [(b"", b""), (HEALTH, b""), (POST, b""), (HEALTH + b"\r\n", b""), (POST.replace(b"json", b"text"), b"x" * 98)],
@@ -88,6 +89,7 @@ def test_300_that_owe_a_request_shut_out_nobody(patient: int, data: bytes, rest:
         assert answer(socks[0]) == b"", "the oldest is the first to go"
 
 
+@pytest.mark.long
 def test_headers_have_a_deadline_on_every_request_of_a_connection() -> None:
     with serving(header_timeout_s=3.0) as port, ExitStack() as stack:
         silent, half = connect(stack, port), connect(stack, port, HEALTH)
@@ -121,6 +123,7 @@ def hello() -> bytes:
     return sent.read()
 
 
+@pytest.mark.long
 def test_300_that_do_not_end_their_handshakes_shut_out_nobody(small: int) -> None:
     whole = hello()
     with ExitStack() as stack:
@@ -147,6 +150,7 @@ def test_a_handshake_that_failed_counts_no_longer_and_one_that_ended_once(small:
                 assert b"HTTP/1.1 200" in answer(client)
 
 
+@pytest.mark.long
 def test_a_handshake_has_a_deadline(tls: dict[str, str]) -> None:
     with serving(**tls, header_timeout_s=1.0) as port, ExitStack() as stack:
         for sock in [connect(stack, port, data) for data in (b"", hello())]:
@@ -165,6 +169,7 @@ class Stub:
         self.gone.append(self)
 
 
+@pytest.mark.long
 @given(st.lists(st.sampled_from(["came", "asked", "answered"]), max_size=60), st.integers(1, 5))
 def test_only_those_that_owe_a_request_go_and_the_oldest_first(acts: list[str], limit: int) -> None:
     crowd, gone = Crowd(limit), list[Stub]()

@@ -20,6 +20,7 @@ PAUSE_S = 5.0  # that a worker of an idle server may stand still: less than --st
 COUNTED = {**BODY, "stream_options": {"include_usage": True}}
 
 
+@pytest.mark.long
 def test_a_signal_lets_streams_finish_and_takes_no_more(tmp_path: Path) -> None:
     """Over TLS, so that this is tried too, and of a process as a user's."""
     tls = certificate(tmp_path)
@@ -89,6 +90,7 @@ def silence_s(http: httpx.Client) -> float:
     return float(said[1]) if said else 0.0
 
 
+@pytest.mark.long
 def test_ill_while_a_worker_hangs_and_ends_when_one_is_lost(tmp_path: Path) -> None:
     """Over a Unix socket, so that this is tried too."""
     place = tmp_path / "socket"
@@ -113,6 +115,7 @@ def test_ill_while_a_worker_hangs_and_ends_when_one_is_lost(tmp_path: Path) -> N
         assert eventually(lambda: not alive(pids), 30), alive(pids)
 
 
+@pytest.mark.long(but=["signals1"])
 @pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGKILL,)])
 def test_a_second_signal_or_kill_9_ends_a_busy_server_at_once(
     signals: tuple[signal.Signals, ...], tmp_path: Path

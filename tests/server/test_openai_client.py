@@ -114,6 +114,7 @@ def test_chat_ends_with_the_context_where_no_limit_is_given(openai: OpenAI) -> N
     assert whole.choices[0].finish_reason == "length"
 
 
+@pytest.mark.long
 def test_chat_logprobs(openai: OpenAI) -> None:
     choice = openai.chat.completions.create(
         messages=TALK, logprobs=True, top_logprobs=3, **{**GREEDY, "max_tokens": 3}
@@ -143,6 +144,7 @@ def test_null_means_the_default(openai: OpenAI) -> None:
     assert given == openai.completions.create(prompt="class A", **GREEDY).choices[0].text
 
 
+@pytest.mark.long
 def test_64_streams_at_once_equal_one_after_the_other(openai: OpenAI) -> None:
     """More than decode and wait at once are refused; those that come in give the tokens that they give alone."""
     prompts = [f"def f{i}(" for i in range(16)]

@@ -18,6 +18,7 @@ from lamina.models.tokens import load_tokenizer
 from lamina.server.config import ServerConfig
 
 
+@pytest.mark.long
 def test_neither_server_nor_engine_process_imports_torch() -> None:
     code = (
         "import sys, lamina.server.run, lamina.server.link.engine_process as e; from lamina.models.tokens import *;"

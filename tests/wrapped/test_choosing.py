@@ -13,6 +13,7 @@ MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model"
 PROMPTS = [[320, 480] * 10, [7, 8], [9]]
 
 
+@pytest.mark.long
 def test_the_best_token_each_time_is_greedy() -> None:
     """The first one behind a prompt comes from a prefill worker."""
     options = {"prefill_workers": 1, "pipeline": 2, "memory_workers": 2, "max_model_len": 64}

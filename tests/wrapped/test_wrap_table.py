@@ -8,6 +8,7 @@ from desk import ACCEPTED, ALONE, BOTH, DIFFERENT, DRAWS, SAME, Shares, Tried, c
 from table import BEGIN, PAGE, all_tried, written
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_table_is_true() -> None:
     found = all_tried()

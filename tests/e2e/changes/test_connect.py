@@ -46,6 +46,7 @@ def counters(llm: LLM, role: str, name: str) -> list[float]:
     return [values[name] for worker, values in llm.stats().items() if worker.startswith(role)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [

@@ -71,6 +71,7 @@ def counts(llm: LLM, role: str, name: str) -> float:
     return sum(values[name] for worker, values in llm.stats().items() if worker.startswith(role))
 
 
+@pytest.mark.long(but=["token"])
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
@@ -118,6 +119,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("medium", BESIDE)
 def test_what_lies_beside_the_pool_is_found_by_those_that_there_are(
     medium: str, tiny_lm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -144,6 +146,7 @@ def test_what_lies_beside_the_pool_is_found_by_those_that_there_are(
         assert sum(stats["kv_failed_transfers"] for name, stats in llm.stats().items() if "memory" in name) == 0
 
 
+@pytest.mark.long
 def test_a_part_without_room_for_a_sequence_leaves_all_as_it_is(tiny_lm: Path) -> None:
     """Of which two workers have a half each, and three would have a third."""
     size = {"kv_offloading_size": "8MiB", "partition": "request"}
@@ -153,6 +156,7 @@ def test_a_part_without_room_for_a_sequence_leaves_all_as_it_is(tiny_lm: Path) -
         assert len(llm.pools._members.memory) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "victim", ["stays", "gone", *(pytest.param(v, marks=pytest.mark.slow) for v in ("comes", "goes"))]
 )
@@ -211,6 +215,7 @@ def test_workers_that_come_to_an_idle_engine_take_their_memory_once(
         assert run(llm)[0] == wanted
 
 
+@pytest.mark.long
 def test_one_that_is_to_go_may_die_before(tiny_lm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another one takes its place, and goes."""
     right, killed = Elastic.begin, list[int]()
@@ -235,6 +240,7 @@ def test_one_that_is_to_go_may_die_before(tiny_lm: Path, monkeypatch: pytest.Mon
         assert len(llm.pools._members.memory) == 1
 
 
+@pytest.mark.long
 def test_a_spare_takes_any_of_the_places_that_there_are_by_then(tiny_lm: Path) -> None:
     """Behind workers that came, and that went; it stays a spare meanwhile."""
     with open_llm(tiny_lm, transport="shm", dtype="float32", partition="request", spare_memory=1) as llm:
@@ -253,6 +259,7 @@ def test_a_spare_takes_any_of_the_places_that_there_are_by_then(tiny_lm: Path) -
         assert first != spare, "it had a successor"
 
 
+@pytest.mark.long
 def test_what_is_damaged_on_its_way_is_computed_again(tiny_lm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = moves.checksum
     with open_llm(tiny_lm, transport="loopback", dtype="float32") as llm:
@@ -290,6 +297,7 @@ def test_what_is_damaged_before_it_goes_is_seen_before_anybody_attends_it(
     assert done
 
 
+@pytest.mark.long
 def test_what_cannot_be_is_refused_and_nothing_changes(tiny_lm: Path) -> None:
     with open_llm(tiny_lm, transport="loopback", max_num_seqs=8) as llm:
         with pytest.raises(ValueError, match="--memory-workers 0"):
@@ -316,6 +324,7 @@ def test_what_cannot_be_is_refused_and_nothing_changes(tiny_lm: Path) -> None:
             llm.pools.elastic.plan(3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("workers", "partition", "ends"), [(1, "head", [0]), (2, "request", [0]), (3, "token", [0, 2])]
 )
@@ -349,6 +358,7 @@ def test_who_is_told_to_end_gives_its_kv_to_another_first(
         assert counts(llm, "compute", "rows") - rows < rows + llm.engine.config.batching.max_num_seqs * 2
 
 
+@pytest.mark.long
 def test_where_there_is_memory_for_one_they_go_one_by_one(
     tiny_lm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -378,6 +388,7 @@ def test_where_there_is_memory_for_one_they_go_one_by_one(
         assert "keeps its KV until it ends" not in caplog.text
 
 
+@pytest.mark.long
 def test_one_that_cannot_be_replaced_stays_until_it_ends(tiny_lm: Path, caplog: pytest.LogCaptureFixture) -> None:
     with open_llm(tiny_lm, transport="shm", memory_weights="measured") as llm:
         told = llm.pools.pids["memory-1"]

@@ -82,6 +82,7 @@ def run(llm: LLM, going: Sequence[int] = (), count: int = 0, at_a_copy: Callable
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "going", "count"),
     [
@@ -132,6 +133,7 @@ def test_ranks_leave_with_the_same_bits_each_time_beside_other_work(tiny_lm: Pat
             process.wait()
 
 
+@pytest.mark.long(but=["who gives"])
 @pytest.mark.parametrize("place", [1, 0], ids=["who gives", "who takes or looks on"])
 def test_a_death_in_the_midst_is_made_good_and_the_change_stands(place: int, tiny_lm: Path) -> None:
     with open_llm(tiny_lm, transport="shm", enable_prefix_caching=False) as llm:

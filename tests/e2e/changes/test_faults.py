@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 # How each transport notices a death is the contract suite's; here are all workers over one, and one over another.
+@pytest.mark.long(but=["memory-0-options0"])
 @pytest.mark.parametrize(
     ("victim", "options"),
     [
@@ -57,6 +58,7 @@ def test_kill_of_a_worker_is_told_soon(victim: str, options: dict[str, Any], lla
         llm.generate([[3]])
 
 
+@pytest.mark.long(but=["memory-0-options0-memory worker|shm://"])
 @pytest.mark.parametrize(
     ("victim", "options", "words"),
     [("memory-0", {}, "memory worker|shm://"), ("prefill-0", {"prefill_workers": 1}, "prefill worker 0 .* a chunk")],
@@ -143,6 +145,7 @@ def test_nothing_is_left_when_the_driver_dies(how: signal.Signals, scheme: str, 
     assert shared_memory() == before
 
 
+@pytest.mark.long(but=["lamina.compute.main:serve_compute"])
 @pytest.mark.parametrize(
     "serve",
     [

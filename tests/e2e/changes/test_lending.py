@@ -83,6 +83,7 @@ def lent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lent]:
         yield Lent(str(path), stack)
 
 
+@pytest.mark.long
 def test_a_prompt_of_more_than_there_is_has_a_large_ones_bits(lent: Lent) -> None:
     assert told(lent.llm, [LONG]) == lent.large[:1]
     assert lent.llm.pools.borrower is not None
@@ -96,6 +97,7 @@ def test_a_prompt_of_more_than_there_is_has_a_large_ones_bits(lent: Lent) -> Non
     until(lambda: any(g.read_bytes > 0 for g in processes), "its host does not know how much it reads")
 
 
+@pytest.mark.long
 def test_what_a_guest_holds_goes_home_while_its_sequence_decodes(lent: Lent, monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as short ones have made room there, so that a recall finds less to move."""
     monkeypatch.setattr(borrower, "UNUSED_S", 600.0)  # a slow host decodes for longer than an empty guest stays
@@ -107,6 +109,7 @@ def test_what_a_guest_holds_goes_home_while_its_sequence_decodes(lent: Lent, mon
     assert pauses.total() == paused, "and no view changes for it"
 
 
+@pytest.mark.long(but=["killed"])
 @pytest.mark.parametrize("end", ["recalled", "killed"])
 def test_a_guest_that_goes_in_the_midst_costs_no_token(end: str, lent: Lent) -> None:
     gone, tokens = list[int](), dict[int, list[int]]()
@@ -123,6 +126,7 @@ def test_a_guest_that_goes_in_the_midst_costs_no_token(end: str, lent: Lent) -> 
     assert [tokens[number] for number in sorted(tokens)] == [ids for ids, _ in lent.large]
 
 
+@pytest.mark.long
 def test_what_is_not_needed_goes_back(lent: Lent) -> None:
     told(lent.llm, [LONG])
     for _ in range(3000):
@@ -142,6 +146,7 @@ def until(true: Callable[[], Any], what: str) -> Any:
     pytest.fail(what)
 
 
+@pytest.mark.long
 def test_what_an_engine_lends_comes_back_as_it_is_needed(lent: Lent) -> None:
     """Another deployment has its region, two blocks; the prompt that needs it waits until it has been given back."""
     lending = {"lend": 0.8425, "kv_memory": "1400KB", "ledger": lent.ledger.address}

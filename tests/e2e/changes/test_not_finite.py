@@ -33,6 +33,7 @@ def breakable(request: pytest.FixtureRequest) -> Iterator[tuple[Any, LLM]]:
         yield model, llm
 
 
+@pytest.mark.long(but=["{}-inf"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_only_the_request_with_such_logits_ends(breakable: tuple[Any, LLM], value: float) -> None:
     """KV blocks that it leaves behind are used again, and are no harm."""
@@ -53,6 +54,7 @@ def test_only_the_request_with_such_logits_ends(breakable: tuple[Any, LLM], valu
         row.copy_(whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"pipeline": 3}, {"prefill_workers": 1}], ids=str)
 def test_only_the_request_that_bans_every_token_ends(options: dict[str, Any]) -> None:
     """The model's own bias leaves tokens below 20 alone, and the request bans those until it has three tokens."""

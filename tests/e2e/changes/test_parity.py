@@ -38,6 +38,7 @@ def count(llm: LLM, name: str) -> float:
     return sum(values.get(name, 0.0) for values in llm.stats().values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "victims"),
     [

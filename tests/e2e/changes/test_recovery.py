@@ -81,6 +81,7 @@ CASES = {
 }
 
 
+@pytest.mark.long(but=["by head, spares"])
 @pytest.mark.parametrize("case", CASES)
 def test_every_request_goes_on(case: str, llama_path: Path, prompts: list[list[int]]) -> None:
     options, victims = CASES[case]
@@ -101,6 +102,7 @@ def test_every_request_goes_on(case: str, llama_path: Path, prompts: list[list[i
     assert shared_memory() == before
 
 
+@pytest.mark.long
 def test_one_that_is_stopped_is_replaced_long_before_the_deadline_of_a_step(llama_path: Path) -> None:
     with LLM(str(llama_path), memory_workers=2) as llm:
         for victim in ("memory-0", "compute-0"):
@@ -153,6 +155,7 @@ def test_one_that_hangs_is_replaced_once_a_step_is_late(llama_path: Path, monkey
             assert gone(pids[victim])
 
 
+@pytest.mark.long
 def test_kv_that_is_built_again_in_half_precision_errs_no_more_than_its_rounding(tiny_lm: Path) -> None:
     """Rows of a chunk are rounded otherwise than rows one by one: so tokens may be other ones, but no worse."""
     rng = random.Random(1)
@@ -190,6 +193,7 @@ def test_one_loss_too_many_ends_the_run_and_names_it(llama_path: Path) -> None:
         assert all(gone(pid) for pid in last.values())
 
 
+@pytest.mark.long
 def test_a_module_in_this_process_goes_on_without_its_memory_worker(prompts: list[list[int]]) -> None:
     """Its compute worker is a thread, which stays."""
     with LLM(llama(), memory_workers=2, prefill_chunk=32, deterministic=True) as llm:
@@ -241,6 +245,7 @@ def test_one_that_dies_while_nobody_asks_for_anything_is_replaced_too(llama_path
 AT = [("memory-0", Event.WAIT_Q), ("memory-1", Event.SEND_O), ("compute-0", Event.SEND_KV), ("compute-0", Event.WAIT_O)]
 
 
+@pytest.mark.long
 def test_between_two_messages_of_a_layer(
     llama_path: Path, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def run_beside(llm: LLM, rates: list[tuple[float, ...]]) -> tuple[list[Any], lis
     return [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids], found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -90,6 +91,7 @@ def test_one_that_is_throttled_has_a_smaller_part_until_it_is_not_bit_by_bit(
         assert run(llm)[0] == wanted
 
 
+@pytest.mark.long(but=["options4"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -111,6 +113,7 @@ def test_parts_stay_where_they_are_not_measured_or_cannot_be_others(
     assert "keep their parts" not in caplog.text, "nobody looks at them"
 
 
+@pytest.mark.long
 def test_parts_stay_where_what_runs_would_have_no_room(tiny_lm: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The larger part of one fills its memory earlier."""
     with open_llm(

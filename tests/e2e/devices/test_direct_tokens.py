@@ -85,6 +85,7 @@ def of_hosts(llama_path: Path) -> Hosts:
     return give
 
 
+@pytest.mark.long(but=["on_one_gpu-partition=token memory_workers=2-"])
 @pytest.mark.parametrize(
     ("options", "direct"),
     [
@@ -111,6 +112,7 @@ def test_the_bits_are_those_of_hosts(
     assert all((wait == 0) is direct for wait in waits), "a host waits for messages where devices cannot"
 
 
+@pytest.mark.long(but=["on_one_gpu-memory_workers=2"])
 @pytest.mark.parametrize(
     "options",
     [{"memory_workers": 2}, {"pipeline": 2}, {"tensor_parallel_size": 2, "memory_workers": 2}],
@@ -130,6 +132,7 @@ def test_tokens_are_those_of_hosts_where_slices_are_graphs(
     assert stats["compute-0"]["wait_s"] == 0
 
 
+@pytest.mark.long(but=["on_one_gpu"])
 def test_tokens_are_those_of_transformers(
     where: Where, llama_path: Path, prompts: list[list[int]], reference: Callable[[list[int], int], list[int]]
 ) -> None:
@@ -140,6 +143,7 @@ def test_tokens_are_those_of_transformers(
     assert found == [reference(p, 16) for p in prompts]
 
 
+@pytest.mark.long
 def test_blocks_are_scored_and_dropped_where_devices_send(llama_path: Path, of_hosts: Hosts) -> None:
     """The same blocks go, as the bits tell."""
     prompts = [[(7 * i + k) % 90 + 5 for i in range(n)] for k, n in ((1, 300), (5, 200))]

@@ -26,6 +26,7 @@ def test_tokens_are_those_of_transformers(tiny_lm: Path) -> None:
     assert decode.tokens_as_transformers(SMALL) == {"memory on cpu": 1.0}
 
 
+@pytest.mark.long
 def test_every_contender_is_timed() -> None:
     found = decode.speed(SMALL)
     assert list(found) == [

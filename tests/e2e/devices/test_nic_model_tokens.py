@@ -13,6 +13,7 @@ from lamina import LLM, SamplingParams, netstack
 pytestmark = pytest.mark.usefixtures("no_child_left")
 
 
+@pytest.mark.long(but=["nic-model"])
 @pytest.mark.parametrize("transport", ["nic-model", STAND_IN])
 def test_tokens_and_log_probabilities_are_identical(transport: str, llama_path: Path, prompts: list[list[int]]) -> None:
     with scheme_of(transport) as scheme:

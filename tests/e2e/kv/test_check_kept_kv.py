@@ -33,6 +33,7 @@ KEEPING = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "window", "dtype"), KEEPING)
 def test_families_keep_what_is_promised_of_kept_kv(name: str, window: int, dtype: str, tmp_path: Path) -> None:
     (family,) = [f for f in FAMILIES if f.name == name]
@@ -55,6 +56,7 @@ def keeping(llama_path: Path) -> tuple[Check, list[Setting]]:
     return comparison, restored
 
 
+@pytest.mark.long
 def test_a_bit_that_flips_behind_its_checksum_is_found(
     keeping: tuple[Check, list[Setting]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +81,7 @@ def test_keys_that_know_no_parent_are_found(
     assert [v.held for v in comparison.run(restored)] == [True, False]
 
 
+@pytest.mark.long(but=["request"])
 @pytest.mark.parametrize("partition", ["request", "token"])
 def test_a_fork_in_the_wrong_lane_is_found(
     partition: str, keeping: tuple[Check, list[Setting]], monkeypatch: pytest.MonkeyPatch

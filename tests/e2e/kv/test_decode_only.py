@@ -48,6 +48,7 @@ def replayed(path: Path, trace: str, options: dict[str, Any]) -> tuple[list[tupl
     return rows_of(trace), [o.num_cached_tokens or 0 for o in outputs], preempted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_no_step_has_rows_of_a_prompt(llama_path: Path, tmp_path: Path, way: dict[str, Any]) -> None:
     rows, cached, preempted = replayed(llama_path, str(tmp_path / "run.json"), {**way, "decode_only": True})
@@ -59,6 +60,7 @@ def test_no_step_has_rows_of_a_prompt(llama_path: Path, tmp_path: Path, way: dic
     assert bool(preempted) == ("kv_memory" in way)
 
 
+@pytest.mark.long
 def test_without_it_some_are(llama_path: Path, tmp_path: Path) -> None:
     """The control: what the test above looks for is there where prompts are computed."""
     rows, cached, _ = replayed(llama_path, str(tmp_path / "run.json"), WAYS[0])
@@ -111,6 +113,7 @@ def test_what_it_cannot_go_with(
     assert "--decode-only" in said
 
 
+@pytest.mark.long
 def test_layers_with_a_window(gemma2_path: Path) -> None:
     with pytest.raises(ValueError, match="^--decode-only loads whole prompts, and layers of this model have a window"):
         LLM(str(gemma2_path), transport="loopback", decode_only=True)

@@ -55,6 +55,7 @@ TIGHT: list[dict[str, Any]] = [  # room for one of two sequences
 ]
 
 
+@pytest.mark.long(but=["{'memory_workers': 2, 'partition': 'request', 'kv_memory': '500KB', 'pipeline': 2}-host"])
 @pytest.mark.parametrize(("way", "medium"), [*((way, "host") for way in WAYS), (WAYS[0], "file")], ids=str)
 def test_what_was_evicted_comes_back_bit_for_bit(
     way: dict[str, Any], medium: str, llama_path: Path, tmp_path: Path
@@ -73,6 +74,7 @@ def test_what_was_evicted_comes_back_bit_for_bit(
     assert told(again) == told(never)
 
 
+@pytest.mark.long
 def test_from_the_disk_by_way_of_memory(llama_path: Path, tmp_path: Path) -> None:
     """Memory has room for one prompt of seven; the turns that wait have theirs fetched, and lose no bit."""
     where = {"kv_store_dir": str(tmp_path / "kv"), "kv_offloading_size": "300KB"}
@@ -107,6 +109,7 @@ def test_what_one_engine_has_saved_another_one_loads(llama_path: Path, tmp_path:
     assert not (tmp_path / "kv" / "secret").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", TIGHT, ids=str)
 def test_a_preempted_one_goes_on_bit_for_bit(way: dict[str, Any], llama_path: Path) -> None:
     """As if it had never been away, in the middle of a page; computed anew it differs in the last bits."""
@@ -126,6 +129,7 @@ def test_a_preempted_one_goes_on_bit_for_bit(way: dict[str, Any], llama_path: Pa
     assert all(other != never for other in computed), "the control"
 
 
+@pytest.mark.long(but=["fail"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_load_that_fails_while_nothing_else_is_done(
     policy: str, llama_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Reference
@@ -181,6 +185,7 @@ def test_a_request_that_is_cancelled_while_its_kv_is_loaded(
         assert ask(llm, [*PROMPT, 9]).outputs[0].token_ids == reference([*PROMPT, 9], 8)
 
 
+@pytest.mark.long
 def test_pages_are_saved_as_they_fill(llama_path: Path, reference: Reference) -> None:
     """Long before their request ends, and as they would be found behind it, to the last token."""
     with LLM(str(llama_path), memory_workers=2, kv_offloading_size="64MiB", **TINY) as llm:
@@ -210,6 +215,7 @@ def test_pages_are_saved_as_they_fill(llama_path: Path, reference: Reference) ->
         assert behind.outputs[0].token_ids == reference(said, 8)
 
 
+@pytest.mark.long
 def test_another_model_finds_nothing(llama_path: Path, tmp_path: Path) -> None:
     where = {**TINY, "kv_store_dir": str(tmp_path / "kv")}
     with LLM(str(llama_path), **where) as llm:
@@ -237,6 +243,7 @@ def test_where_bits_count_another_build_finds_nothing(
     assert recipes == {Recipe("prompt", 64, "one", 1), Recipe("prompt", 64, "two", 1)}
 
 
+@pytest.mark.long
 def test_nothing_is_found_behind_a_reset(llama_path: Path) -> None:
     with LLM(str(llama_path), kv_offloading_size="64MiB", kv_memory="500KB", **TINY) as llm:
         for prompt in (PROMPT, *OTHERS):
@@ -261,6 +268,7 @@ def test_a_reset_is_not_forgotten_by_the_next_engine(llama_path: Path, tmp_path:
         assert ask(llm, [*OTHERS[0], 7]).num_cached_tokens == 256
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wipes", [True, False])
 def test_blocks_that_are_free_are_zeros_and_pages_are_saved_before(llama_path: Path, *, wipes: bool) -> None:
     """Seen in the pool's own memory; the other one is the control."""

@@ -30,6 +30,7 @@ def whole(gemma2_path: Path) -> list[Any]:
     return answers(gemma2_path, kv_cache_dtype="int8")
 
 
+@pytest.mark.long(but=["{'memory_workers': 2, 'partition': 'request', 'pipeline': 2}"])
 @pytest.mark.parametrize("spread", SPREADS, ids=str)
 def test_the_bits_do_not_depend_on_how_the_work_is_spread(
     whole: list[Any], spread: dict[str, Any], gemma2_path: Path

@@ -46,6 +46,7 @@ def run(llm: LLM, tripwire: Tripwire, victim: str) -> list[tuple[list[int], list
     return [(outputs[i].outputs[0].token_ids, each) for i, each in zip(ids, scores, strict=True)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [

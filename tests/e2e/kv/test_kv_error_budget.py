@@ -27,6 +27,7 @@ def told(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.long
 def test_nothing_is_left_out_and_nothing_is_apart(llama_path: Path) -> None:
     """Also where completions come and go, so a shadow begins behind the one that it follows."""
     with LLM(str(llama_path), **{**SPARSE, "kv_sparsity": "select", "kv_budget": 512, "kv_error_budget": LAX}) as llm:
@@ -39,6 +40,7 @@ def test_nothing_is_left_out_and_nothing_is_apart(llama_path: Path) -> None:
         assert told(llm.generate(PROMPTS, PARAMS)) == answers
 
 
+@pytest.mark.long(but=["{'kv_sparsity': 'evict', 'memory_workers': 2}"])
 @pytest.mark.parametrize(
     "way",
     [
@@ -62,6 +64,7 @@ def test_what_is_left_out_is_seen(way: dict[str, Any], llama_path: Path) -> None
         assert shadows.watch.tokens < 140, "there were none this time"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["select", "evict"])
 def test_over_budget_answers_go_on_with_all_kv(form: str, llama_path: Path) -> None:
     """Behind the tokens that they have; and new ones with more of it, in the end with all."""

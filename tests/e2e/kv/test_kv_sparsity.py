@@ -59,6 +59,7 @@ def sparse(llama_path: Path, dense: Any) -> Any:
     return answers
 
 
+@pytest.mark.long(but=["{'memory_workers': 2, 'transport': 'shm'}"])
 @pytest.mark.parametrize(
     "way",
     [
@@ -92,6 +93,7 @@ def selecting(llama_path: Path, dense: Any) -> Any:
     return answers
 
 
+@pytest.mark.long(but=["{'memory_workers': 2, 'transport': 'shm', 'overlap': False}"])
 @pytest.mark.parametrize(
     "way",
     [{"memory_workers": 2}, {"memory_workers": 2, "transport": "shm", "overlap": False}, {"attention": "reference"}],
@@ -113,6 +115,7 @@ def test_a_budget_for_all_is_no_approximation(llama_path: Path, dense: Any) -> N
         assert told(llm.generate(PROMPTS, PARAMS)) == dense
 
 
+@pytest.mark.long
 def test_more_sequences_fit() -> None:
     """Masks would free nothing: with one full layer of four and a tenth of the prompt in the others, at least twice as
     many run at once in the same memory, nobody is preempted, and all of it is free behind.
@@ -132,6 +135,7 @@ def test_more_sequences_fit() -> None:
     assert (most[1] >= 2 * most[0], preempted) == (True, 0), most
 
 
+@pytest.mark.long
 def test_what_is_kept_is_not_frozen_on_the_prompt() -> None:
     """Of the demo's model, which goes on to copy: after 500 tokens many of the kept blocks are of its own ones."""
     prompt = [(37 * i * i + 11 * i) % 1900 + 10 for i in range(500)] * 2
@@ -148,6 +152,7 @@ def test_what_is_kept_is_not_frozen_on_the_prompt() -> None:
     assert sum(number * 16 >= 520 for number in kept) > 0.3 * len(kept), kept
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["blocks have gone", "scores are told and nothing is dropped"])
 def test_one_that_was_lost_loses_the_same_blocks_again_and_goes_on_with_the_same_tokens(
     when: str, llama_path: Path, dense: Any, monkeypatch: pytest.MonkeyPatch
@@ -183,6 +188,7 @@ def test_one_that_was_lost_loses_the_same_blocks_again_and_goes_on_with_the_same
     assert short.outputs[0].token_ids == dense[2][0][0]
 
 
+@pytest.mark.long
 def test_one_that_was_preempted_loses_the_same_blocks_again_and_goes_on_with_the_same_tokens(llama_path: Path) -> None:
     params, answers = SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True), []
     for room in ("auto", "300KB"):

@@ -44,6 +44,7 @@ def llm(request: pytest.FixtureRequest, llama_path: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.long(but=["{'transport': 'shm', 'memory_workers': 2}"])
 def test_what_is_known_is_not_computed_again(llm: LLM, reference: Reference) -> None:
     llm.reset_prefix_cache()
     counts, outputs = [rows(llm)], list[RequestOutput]()
@@ -67,6 +68,7 @@ def test_a_conversation_goes_on_behind_its_answer(llm: LLM, reference: Reference
         turn = [*turn, *output.outputs[0].token_ids, *range(20, 40)]
 
 
+@pytest.mark.long(but=["{'transport': 'shm', 'memory_workers': 2}"])
 def test_requests_that_begin_alike_at_once(llm: LLM, reference: Reference) -> None:
     llm.reset_prefix_cache()
     llm.generate([asked(0)], PARAMS)
@@ -110,6 +112,7 @@ def test_scores_of_a_prompt_are_all_computed(llm: LLM) -> None:
     assert first.prompt_logprobs is not None
 
 
+@pytest.mark.long
 def test_bits_are_those_of_a_fresh_prompt(llama_path: Path) -> None:
     """Under --deterministic, where reuse ends at a multiple of the prefill chunk, and takes no completions."""
     found = []
@@ -122,6 +125,7 @@ def test_bits_are_those_of_a_fresh_prompt(llama_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.long
 def test_the_weights_of_a_module_may_change(llama_path: Path) -> None:
     """So no KV is kept for the next prompt."""
     model = AutoModelForCausalLM.from_pretrained(llama_path, dtype=torch.float32)

@@ -46,6 +46,7 @@ def asked_twice(llm: LLM, prompt: list[int] = PROMPT) -> tuple[list[int], list[i
     return tokens[0], tokens[1], output.num_cached_tokens or 0
 
 
+@pytest.mark.long(but=["{'transport': 'shm', 'memory_workers': 2}"])
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.usefixtures("long_rows")
 def test_a_layer_comes_under_the_slice_before_it(
@@ -68,6 +69,7 @@ def test_a_layer_comes_under_the_slice_before_it(
         assert any(s.event is Event.WAIT_LAYER for s in own)
 
 
+@pytest.mark.long(but=["lost-{'transport': 'shm', 'memory_workers': 2}"])
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("fault", ["lost", "broken"])
 @pytest.mark.usefixtures("long_rows")

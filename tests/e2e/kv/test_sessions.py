@@ -103,6 +103,7 @@ def test_refusals_leave_the_session_as_it_was(llama_path: Path) -> None:
         assert llm.sessions()[0].turns == 2, "the one that was broken off had not begun"
 
 
+@pytest.mark.long
 def test_a_replay_goes_on_behind_a_restart_with_other_workers(
     llama_path: Path, tmp_path: Path, reference: Reference
 ) -> None:

@@ -40,6 +40,7 @@ def large(path: str) -> Told:
         return told(llm)
 
 
+@pytest.mark.long
 def test_a_prompt_of_three_workers_memory_has_a_large_workers_bits(path: str, large: Told) -> None:
     with LLM(path, transport="shm", **SPILL, **TINY) as llm:
         assert told(llm, [LONG]) == large[:1]
@@ -50,6 +51,7 @@ def test_a_prompt_of_three_workers_memory_has_a_large_workers_bits(path: str, la
         assert each["bytes_sent"] < each["stored_bytes"] / 4, "and returns results, not K and V"
 
 
+@pytest.mark.long(but=["{'memory_workers': 3, 'kv_memory': '2MB', 'memory_weights': '3,2,1'}"])
 @pytest.mark.parametrize(
     "way",
     [
@@ -78,6 +80,7 @@ def test_ranks_lend_the_same_stripes(path: str) -> None:
     assert read[2] == read[3] > 0
 
 
+@pytest.mark.long
 def test_a_creditor_that_dies_is_made_good(path: str, large: Told) -> None:
     tokens, seen = dict[int, list[int]](), 0
     with LLM(path, transport="shm", **SPILL, **TINY) as llm:
@@ -93,6 +96,7 @@ def test_a_pool_that_cannot_hold_one_sequence_is_refused(path: str) -> None:
         LLM(path, transport="loopback", **{**SPILL, "kv_memory": "200KB"}, **TINY)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["shm", "loopback"])
 def test_a_loan_goes_home_while_its_sequence_decodes(transport: str, path: str) -> None:
     """As soon as short ones have made room there: the source goes on serving, and the bits are those of one worker."""

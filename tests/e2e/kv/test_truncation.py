@@ -70,6 +70,7 @@ class Mirror:
         self.length -= count
 
 
+@pytest.mark.long(but=["{'memory_workers': 1, 'pipeline': 2, 'keep_first': 0}-0-128"])
 @pytest.mark.parametrize(
     ("options", "first", "step"),
     [
@@ -120,6 +121,7 @@ def test_a_session_is_cut_and_goes_on(llama_path: Path, options: dict[str, Any],
         assert output.num_cached_tokens == 0
 
 
+@pytest.mark.long
 def test_tokens_that_are_named_go_from_the_middle_of_a_session(llama_path: Path) -> None:
     """And with a later turn more of them; what is left is moved, not computed again."""
     mirror = Mirror(llama_path)
@@ -153,6 +155,7 @@ def test_tokens_that_are_named_go_from_the_middle_of_a_session(llama_path: Path)
         llm.generate([said[:100]], PARAMS, kv_discard=[(128, 256)])
 
 
+@pytest.mark.long(but=["{'memory_workers': 1}"])
 @pytest.mark.parametrize("options", [{"memory_workers": 1}, {"memory_workers": 2, "partition": "request"}], ids=str)
 def test_a_session_that_has_lost_tokens_wakes_from_a_directory(
     llama_path: Path, tmp_path: Path, options: dict[str, Any]

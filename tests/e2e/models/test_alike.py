@@ -18,6 +18,7 @@ OTHER: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.long(but=["-compute worker--compute-1"])
 @pytest.mark.parametrize(
     ("options", "role", "number", "label"),
     [

@@ -68,6 +68,7 @@ def held(found: dict[str, Any]) -> None:
     assert all(r["tokens"] >= 24 for r in found["runs"])
 
 
+@pytest.mark.long
 def test_a_model_keeps_what_is_promised(tiny_lm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     axes = ("memory weights", "kv sparsity", "dtype")
     status, found, progress = check(tiny_lm, capsys, "--max-tokens", "16", *(f"--axis={a}" for a in axes))
@@ -84,6 +85,7 @@ def test_a_model_keeps_what_is_promised(tiny_lm: Path, capsys: pytest.CaptureFix
     assert base["logit_error"] < dtype["logit_error"] < dtype["bound"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FIRST)
 def test_families_keep_what_is_promised(
     family: Family, family_path: FamilyPath, capsys: pytest.CaptureFixture[str]
@@ -176,6 +178,7 @@ def based(llama_path: Path) -> Check:
 SPLIT = Setting("memory workers", Exactness.BITWISE, BASE, {"memory_workers": 2})
 
 
+@pytest.mark.long
 def test_a_forgetful_memory_worker_is_found(based: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     write = LayerStore.write
 
@@ -200,6 +203,7 @@ def test_a_single_bit_is_found(based: Check, monkeypatch: pytest.MonkeyPatch) ->
     assert "first difference" in found.note
 
 
+@pytest.mark.long
 def test_rounding_that_depends_on_batch_mates_is_found(based: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     def uneven(self: ComputeWorker, index: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         rows = inputs[0].shape[0]
@@ -230,6 +234,7 @@ def test_workers_that_the_prompts_leave_idle_are_named(based: Check) -> None:
     assert "nothing to attend for memory-" in found.note
 
 
+@pytest.mark.long
 def test_a_row_that_lends_has_loans_and_the_same_bits(based: Check) -> None:
     lends = Setting("partition", Exactness.BITWISE, BASE, {"memory_workers": 3, "partition": LENDING})
     (found,) = based.run([lends])

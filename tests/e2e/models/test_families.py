@@ -215,6 +215,7 @@ def controls(layers: list[LayerShape]) -> dict[str, list[LayerShape]]:
     return broken
 
 
+@pytest.mark.long(but=["llama-gqa"])
 @each_family()
 def test_logits_are_those_of_transformers(case: Case) -> None:
     family, model, program = case
@@ -252,6 +253,7 @@ OVER_WORKERS = [pytest.param("shm", f, marks=() if f.name in OVER_TCP else pytes
 OVER_WORKERS += [pytest.param("tcp", f) for f in FAMILIES if f.name in OVER_TCP]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("transport", "family"), OVER_WORKERS, ids=lambda x: x if isinstance(x, str) else x.name)
 def test_tokens_over_memory_workers_are_those_of_transformers(transport: str, family: Family) -> None:
     """The product: KV in other processes."""

@@ -134,6 +134,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
         file.unlink()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize(("shape", "num_files"), SIZES)
 def test_loading_takes_the_weights_once(
@@ -163,6 +164,7 @@ def test_loading_takes_the_weights_once(
     assert grown + weights > limit, "a second copy would be seen"
 
 
+@pytest.mark.long(but=["0.2 GB"])
 @pytest.mark.parametrize(("shape", "num_files"), SIZES)
 def test_loading_costs_no_more_than_reading(
     shape: dict[str, Any], num_files: int, place: Path, capsys: pytest.CaptureFixture[str]

@@ -103,6 +103,7 @@ def cut(loaded: LoadedModel) -> SlicedProgram:
     return convert_model(loaded.model, max_model_len=MAX_LEN, part=loaded.part)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", CUT)
 def test_ranks_compute_what_the_whole_does_with_a_share_of_the_bytes(family: Family, tmp_path: Path) -> None:
@@ -128,6 +129,7 @@ def test_ranks_compute_what_the_whole_does_with_a_share_of_the_bytes(family: Fam
         assert float((found - wanted).abs().max()) < 2e-4 * float(wanted.abs().max())
 
 
+@pytest.mark.long
 def test_without_the_other_ranks_the_result_is_another(tmp_path: Path) -> None:
     """The control: what is compared above depends on the sums."""
     family = next(f for f in FAMILIES if f.name == "llama-gqa")

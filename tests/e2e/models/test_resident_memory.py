@@ -74,6 +74,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", CASES)
 def test_what_is_resident_is_what_was_planned(more: dict[str, Any], model: Path) -> None:
     """Within 5 % for each worker. Every process counts all pages that it has mapped, also those that it shares.

@@ -38,6 +38,7 @@ def bits(model: Any, prompts: list[list[int]], **options: Any) -> list[Any]:
         return [o.outputs[0].logprobs for o in llm.generate(prompts, PARAMS)]
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_traced_once(
     llama_path: Path, prompts: list[list[int]], traced: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,6 +54,7 @@ def test_a_checkpoint_is_traced_once(
     assert len(traced) == 3
 
 
+@pytest.mark.long
 def test_a_module_and_code_of_its_own_are_traced_each_time(
     llama_path: Path, prompts: list[list[int]], traced: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,16 +59,19 @@ def check(case: Case, workers: MemoryWorkers) -> None:
     assert all(r > least for r in received), "each worker had its part"
 
 
+@pytest.mark.long(but=["llama-gqa"])
 @each_family()
 def test_two_memory_workers_over_shared_memory(case: Case, over_shm: MemoryWorkers) -> None:
     check(case, over_shm)
 
 
+@pytest.mark.long
 @each_family(*OVER_TCP)
 def test_two_memory_workers_over_tcp(case: Case, over_tcp: MemoryWorkers) -> None:
     check(case, over_tcp)
 
 
+@pytest.mark.long(but=["llama-gqa"])
 @each_family()
 def test_kv_lost_on_one_worker_is_noticed(case: Case, one_forgets: MemoryWorkers) -> None:
     _, model, program = case

@@ -27,6 +27,7 @@ def proved(name: str, frequencies: float = 1.0) -> list[LayerShape]:
     return with_rotary(program, told, layer_shapes(program), torch.float32, MAX_LEN, torch.device("cpu"))
 
 
+@pytest.mark.long(but=["ALiBi"])
 @pytest.mark.parametrize(
     ("name", "turned", "interleaved"),
     [("gpt-neox", 4, False), ("glm4", 8, True), ("bloom", 0, False)],

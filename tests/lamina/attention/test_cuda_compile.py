@@ -50,6 +50,7 @@ def bodies(ptx: str) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
+@pytest.mark.long
 @needs_nvcc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("variant", QUICK, ids=str)

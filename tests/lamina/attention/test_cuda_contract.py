@@ -66,6 +66,7 @@ def cases(draw: st.DrawFn) -> contract.Case:
     return CASE(draw(contract.sequences), op, dtype, size, seed, store)
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases(), processors=st.sampled_from([1, 2, 7]))
 def test_equals_the_oracle(case: contract.Case, processors: int) -> None:
@@ -101,6 +102,7 @@ def before_rounding(case: contract.Case, tensors: Tensors | None = None) -> Tens
     return stored.o * share[..., None] + new.o * (1 - share[..., None])
 
 
+@pytest.mark.long
 @STORES
 def test_partial_results_are_as_exact_as_fp32(dtype: torch.dtype, store: torch.dtype | None) -> None:
     """Weights are not rounded to the store's 16 bits: the oracle's o is met before it is rounded."""
@@ -108,6 +110,7 @@ def test_partial_results_are_as_exact_as_fp32(dtype: torch.dtype, store: torch.d
     assert contract.error(before_rounding(case), contract.oracle(case)) < 2e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("store", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
 def test_scales_of_any_size_on_tensor_cores(wire: torch.dtype, store: torch.dtype) -> None:
@@ -122,16 +125,19 @@ def test_scales_of_any_size_on_tensor_cores(wire: torch.dtype, store: torch.dtyp
     assert contract.error(before_rounding(case, tensors), contract.oracle(case, case.meant(tensors))) < 2e-5
 
 
+@pytest.mark.long(but=["tensor-plain"])
 @FORMATS
 def test_heads(dtype: torch.dtype, spec: dict[str, Any], store: torch.dtype | None) -> None:
     contract.test_heads_are_independent_bit_for_bit("", dtype, spec, 8, 4, 16, store)
 
 
+@pytest.mark.long(but=["tensor-plain"])
 @FORMATS
 def test_batch_mates(dtype: torch.dtype, spec: dict[str, Any], store: torch.dtype | None) -> None:
     contract.test_batch_mates_are_independent_bit_for_bit("", dtype, spec, 8, 16, store)
 
 
+@pytest.mark.long(but=["tensor-1-plain", "tensor-1-whole", "tensor-1-whole int8"])
 @FORMATS
 @pytest.mark.parametrize("stripe", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranges_of_tokens(dtype: torch.dtype, spec: dict[str, Any], stripe: int, store: torch.dtype | None) -> None:
@@ -147,6 +153,7 @@ def test_tokens(dtype: torch.dtype, check: Callable[..., None], number: int) -> 
         check("", min(number, 5))
 
 
+@pytest.mark.long(but=["int8"])
 @pytest.mark.parametrize("store", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
 def test_stored_numbers_of_8_bits_on_the_plain_core(store: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "get", lambda name, device, dtype, store=None: emulated(dtype, store=store))
@@ -180,6 +187,7 @@ def test_dropping_any_part_of_the_spec_would_show(dropped: str) -> None:
     assert contract.error(contract.run(emulated(torch.bfloat16), less)[0], contract.oracle(case)) > 2e-2
 
 
+@pytest.mark.long(but=["tensor"])
 def test_plans_make_no_difference_bit_for_bit(dtype: torch.dtype) -> None:
     """A task may be a chunk or a whole sequence, with the warps of any GPU."""
     case = contract.Case(((2500, 1), (900, 1), (40, 1), (300, 20)), contract.operator(4, 2, 64, **contract.WHOLE))

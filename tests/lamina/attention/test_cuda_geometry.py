@@ -39,6 +39,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.long
 @needs_gxx
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_sizes_are_those_of_the_kernels(variant: Variant) -> None:

@@ -54,6 +54,7 @@ def tables() -> BlockTables:
     return tables
 
 
+@pytest.mark.long
 @needs_gxx
 def test_launches_of_a_step_can_be_replayed_over_growing_lengths(tables: BlockTables) -> None:
     """Recorded once, at the shortest lengths; then only the step's own memory changes. As in a CUDA graph."""
@@ -105,6 +106,7 @@ def test_a_layer_takes_one_launch_for_each_part(tables: BlockTables) -> None:
     assert not backend._outgrown
 
 
+@pytest.mark.long(but=["dtype0-None", "dtype2-stored2"])
 @needs_gxx
 @pytest.mark.parametrize(
     ("dtype", "stored"), [(torch.bfloat16, None), (torch.float16, torch.int8), (torch.float32, torch.int8)]

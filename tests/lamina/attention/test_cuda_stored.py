@@ -61,12 +61,14 @@ def all_of_v(dtype: torch.dtype, store: torch.dtype, csrc: Path = CSRC) -> Tenso
     return backend.attend_stored(contract.operator(HEADS, HEADS, DIM), backend.prepare(table), kv, q).o.flatten()
 
 
+@pytest.mark.long(but=["int8-plain", "int8-bf16", "int8-fp16", "fp8-plain", "fp8-bf16"])
 @cores
 @stores
 def test_every_code_of_v(dtype: torch.dtype, store: torch.dtype) -> None:
     assert torch.equal(all_of_v(dtype, store), meant(store))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="this processor's floats are not flushed")
 def test_codes_that_pass_through_a_subnormal_float_are_lost(tmp_path: Path) -> None:
     """As on a GPU: so the test of every code would show it."""

@@ -33,6 +33,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.long
 def test_a_line_has_the_rate_the_limit_and_their_ratio(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lamina.attention._native")
     bench.main([*SMALL, "--json"])
@@ -60,6 +61,7 @@ def test_people_get_a_table(bench: ModuleType, capsys: pytest.CaptureFixture[str
     assert "ratio to the limit" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_competitor_that_computes_something_else_is_refused(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +82,7 @@ def test_turns_in_which_somebody_waited_do_not_count(bench: ModuleType) -> None:
     assert bench.quiet([busy, free, busy]) == [busy, free, busy]  # too few of the quiet ones
 
 
+@pytest.mark.long
 def test_a_peer_whose_process_fails_is_named_with_its_cause(bench: ModuleType, tmp_path: Path) -> None:
     peer = sys.modules["peers.attention"]
     settings = {"threads": 1, "batch": 1, "heads": 1, "kv_heads": 1, "context": 8, "head_dim": 8, "dtype": "fp32"}

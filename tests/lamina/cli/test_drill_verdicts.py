@@ -132,6 +132,7 @@ def tell(body: dict[str, Any], noisy: int = 0, first: int | None = None) -> Stre
     return StreamTold({0: " ".join(map(str, ids))}, {0: ids}, {0: scores}, {0: "length"}, TOKENS, "")
 
 
+@pytest.mark.long(but=["best"])
 @pytest.mark.parametrize("kind", [DRAWN, BEST, SHARE], ids=["drawn", "best", "share"])
 def test_where_rounding_decides_it_is_an_edge(kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if not kind["temperature"]:  # the two best are nearly as good
@@ -219,6 +220,7 @@ def test_choices_part_each_for_itself() -> None:
     assert not is_at_edge(both([replace(one[1], texts={0: ""}), other[0]]), wanted, DRAWN, NOISE, read)
 
 
+@pytest.mark.long(but=["drawn", "best", "share"])
 @pytest.mark.parametrize("kind", [DRAWN, BEST, SHARE], ids=["drawn", "best", "share"])
 def test_where_it_does_not_it_is_wrong(kind: dict[str, Any]) -> None:
     edges = 0

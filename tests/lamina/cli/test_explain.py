@@ -30,6 +30,7 @@ def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
     return facts
 
 
+@pytest.mark.long
 def test_plan_from_a_configuration_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = _json(capsys, _config(tmp_path, 8), "--no-weights")
     assert (facts["num_slices"], facts["stamped"], facts["stamped_layers"]) == (9, True, 4)
@@ -42,6 +43,7 @@ def test_plan_from_a_configuration_alone(tmp_path: Path, capsys: pytest.CaptureF
     assert _json(capsys, str(tmp_path / "config.json"), "--no-weights")["cuts"] == facts["cuts"]
 
 
+@pytest.mark.long
 def test_alternating_windows_are_stamped_by_their_period(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kinds = (["sliding_attention"] * 2 + ["full_attention"]) * 4
     special = {"layer_types": kinds, "sliding_window": 16, "head_dim": 16, "architectures": ["Gemma3ForCausalLM"]}
@@ -63,6 +65,7 @@ def test_a_model_with_weights_as_text(tmp_path: Path, capsys: pytest.CaptureFixt
     assert dot.read_text().startswith("digraph")
 
 
+@pytest.mark.long
 def test_modelled_times_are_those_of_k_and_v_as_they_are_stored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +127,7 @@ def test_code_of_a_model_is_run_only_if_asked(tmp_path: Path, capsys: pytest.Cap
     assert _json(capsys, path, "--no-weights", "--trust-remote-code")["architecture"] == "OwnForCausalLM"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags", [[], ["--no-weights"], ["--no-weights", "--tensor-parallel-size", "2"]])
 def test_a_model_is_traced_for_the_first_explanation_alone(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -26,6 +26,7 @@ for name in ("gpu.attention", "gpu.decode"):
 """
 
 
+@pytest.mark.long
 def test_what_is_missing_is_told_and_fails_its_parts_alone() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, str(ROOT)], capture_output=True, text=True, timeout=100, check=True
@@ -61,6 +62,7 @@ def test_a_collective_that_is_wrong_is_not_measured(monkeypatch: pytest.MonkeyPa
         collective.measure(("mesh", "gloo"), [CPU, CPU], runs=1)
 
 
+@pytest.mark.long
 def test_ranks_of_cpus_are_processes() -> None:
     line = [sys.executable, str(ROOT / "perf/bench_collective.py"), "--runs", "2"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=200, check=True)

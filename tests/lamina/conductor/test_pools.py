@@ -91,6 +91,7 @@ def test_entries_that_are_given_up_are_not_believed_under_load() -> None:
     assert report(pools, one).hit > 0.1
 
 
+@pytest.mark.long
 def test_early_refusal_wastes_little_and_oscillates_and_prediction_damps_that() -> None:
     """Section 6.3 and 6.4, with what was taken decoded in any case."""
     early, predictive = (lagging(name, check_again=False, count=1000) for name in ("early", "predictive"))
@@ -99,6 +100,7 @@ def test_early_refusal_wastes_little_and_oscillates_and_prediction_damps_that() 
     assert predictive.goodput_requests > early.goodput_requests
 
 
+@pytest.mark.long
 def test_prediction_is_nearer_to_the_step_that_a_prompt_finds() -> None:
     """What decodes now is no forecast: half of it will have ended, and others will have come."""
     off = dict[str, float]()
@@ -111,6 +113,7 @@ def test_prediction_is_nearer_to_the_step_that_a_prompt_finds() -> None:
     assert off["predictive"] < 0.5 * off["early"]
 
 
+@pytest.mark.long
 def test_a_second_look_keeps_the_limits() -> None:
     found = {name: lagging(name, check_again=True, count=400) for name in ("baseline", "predictive")}
     assert found["predictive"].wasted_tokens < 0.3 * found["baseline"].wasted_tokens
@@ -118,6 +121,7 @@ def test_a_second_look_keeps_the_limits() -> None:
         assert one.goodput_requests == one.requests - sum(one.refused.values())
 
 
+@pytest.mark.long(but=["0.3333333333333333"])
 @pytest.mark.parametrize("wrong", [1 / 3, 3.0])
 def test_estimates_that_are_wrong_by_3_cost_little(wrong: float) -> None:
     """No livelock: they are right before long. Goodput stays that of the baseline with true ones."""
@@ -170,6 +174,7 @@ def test_transfers_that_are_too_dear_are_tried_seldom() -> None:
         assert 1 <= sum(fetches) <= 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", [1 / 3, 3.0])
 @pytest.mark.parametrize("rate", [RATE, 8000.0])
 def test_laws_of_transfers_that_are_wrong_by_3_cost_little(wrong: float, rate: float) -> None:

@@ -85,6 +85,7 @@ def test_who_is_refused_behind_its_prompt_is_noted() -> None:
     assert line.startswith("request 1, 50 tokens: refused by tbt after prefill, first token after 0 ms, steps of ")
 
 
+@pytest.mark.long
 def test_a_reader_finds_the_processes_of_a_choice_in_the_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,6 +117,7 @@ def simulated(
                   [r.refused for r in requests])  # fmt: skip
 
 
+@pytest.mark.long(but=["limits0-predictive-4"])
 @pytest.mark.parametrize(
     ("limits", "overload", "answer"),
     [
@@ -140,6 +141,7 @@ def test_an_engine_serves_as_simulated(limits: Limits, overload: str, answer: in
     assert (limits != Limits()) == any(live.refused)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "tokens_per_s"),
     [("auto", NO_TRANSFER), ("auto", RATE), ("mooncake", RATE), ("cache-aware", RATE)],
@@ -171,6 +173,7 @@ def test_one_mutant_of_the_conductor_changes_both(monkeypatch: pytest.MonkeyPatc
     assert min(wrong) > 3 * max(right)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", [1 / 3, 3.0])
 def test_an_engine_finds_out_what_transfers_take(wrong: float) -> None:
     """From what its workers waited for, and from when they had asked."""

@@ -67,6 +67,7 @@ def test_lists_must_fit_workers_and_machine() -> None:
         make_config({"cores": "auto", "ray_address": "auto"})
 
 
+@pytest.mark.long
 def test_workers_run_where_they_are_told() -> None:
     cores = neighbours()
     first, last = cores[0], cores[-1]

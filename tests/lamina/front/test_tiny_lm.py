@@ -76,6 +76,7 @@ def test_chat_template(tokenizer: Any) -> None:
     assert ids[0] == tokenizer.convert_tokens_to_ids("<|user|>")
 
 
+@pytest.mark.long
 @settings(max_examples=50, deadline=None)
 @given(text=st.text(max_size=80))
 def test_tokenizer_round_trip(tokenizer: Any, text: str) -> None:

@@ -85,6 +85,7 @@ def test_ten_points_too_many_are_caught_within_200_tokens_in_99_of_100_runs(top1
     assert alarms(ErrorBudget(top1=top1, kl=0.9), alike(top1 + 0.1), 200) >= 0.99 * RUNS
 
 
+@pytest.mark.long(but=["0.02"])
 @pytest.mark.parametrize("top1", [0.02, 0.05, 0.1, 0.3])
 def test_half_of_the_budget_raises_an_alarm_in_one_run_of_100_at_most(top1: float) -> None:
     assert alarms(ErrorBudget(top1=top1, kl=0.05), alike(top1 / 2, 0.025), 1000) <= 0.01 * RUNS
@@ -96,6 +97,7 @@ def test_a_kl_that_is_too_large_is_caught_too() -> None:
     assert alarms(budget, alike(0.0, 0.025), 1000) <= 0.01 * RUNS
 
 
+@pytest.mark.long
 def test_half_of_the_budget_in_clumps_raises_no_alarm_either() -> None:
     """Where one completion in twelve is bad all along."""
     budget = ErrorBudget(top1=0.1)
@@ -107,6 +109,7 @@ def test_half_of_the_budget_in_clumps_raises_no_alarm_either() -> None:
 FIRST = at_first(alike(0.05, answer=100))
 
 
+@pytest.mark.long(but=["short"])
 @pytest.mark.parametrize(
     "completion", [FIRST, at_first(clumps(1 / 12, 0.6)), short_ones], ids=["alike", "clumps", "short"]
 )

@@ -45,6 +45,7 @@ def test_values_live_until_their_last_use_and_views_cost_nothing() -> None:
     assert most_bytes(program(_Toy()), rows=ROWS, sampled=1) == given + ONE + 3 * ONE, "b, and what is made of it"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [64, 200])
 def test_a_model_takes_what_torch_allocates(rows: int) -> None:
     """Of the slice in the middle, run on weights."""

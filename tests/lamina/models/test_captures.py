@@ -60,6 +60,7 @@ def test_a_model_of_the_same_configuration_finds_the_capture(monkeypatch: pytest
     assert again.slices[0].weights["model.model.embed_tokens.weight"] is model.model.embed_tokens.weight
 
 
+@pytest.mark.long
 def test_what_was_shown_with_weights_of_these_files_is_not_shown_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +213,7 @@ def test_code_that_differs_is_another_place(monkeypatch: pytest.MonkeyPatch) -> 
     assert place(model) != known
 
 
+@pytest.mark.long
 def test_convert_asks_with_all_that_it_was_told(folder: Path) -> None:
     for options in ({}, {"deterministic": True}):
         convert_model(llama(), max_model_len=64, keep=True, **options)

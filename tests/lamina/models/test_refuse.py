@@ -58,6 +58,7 @@ def test_scales_by_positions_counted_inside_are_refused_from_where_they_matter()
     assert len(convert_model(model, max_model_len=31).calls) == 1
 
 
+@pytest.mark.long
 def test_chunks_shorter_than_the_longest_text_are_refused() -> None:
     model = build(
         "Llama4ForCausalLM", "Llama4TextConfig", **SIZE, intermediate_size_mlp=48, num_local_experts=2,
@@ -103,6 +104,7 @@ class Shifted(nn.Module):
         return hidden + torch.roll(hidden, 1, dims=1) * (torch.arange(hidden.shape[1]) > 0)[:, None]
 
 
+@pytest.mark.long
 def test_tokens_that_meet_outside_of_attention_are_noticed() -> None:
     model = build("LlamaForCausalLM", "LlamaConfig", **SIZE)
     convert_model(model, max_model_len=64)

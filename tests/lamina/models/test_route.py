@@ -85,6 +85,7 @@ def same(before: list[Any], after: list[Any]) -> bool:
     )
 
 
+@pytest.mark.long(but=["llama"])
 @pytest.mark.parametrize("name", MODELS)
 def test_conversion_leaves_everything_as_found(name: str) -> None:
     model = MODELS[name]()
@@ -126,6 +127,7 @@ def test_two_models_can_be_routed_at_once() -> None:
         assert outer is not inner
 
 
+@pytest.mark.long
 def test_threads_convert_one_after_the_other() -> None:
     model = llama()
     with ThreadPoolExecutor(3) as pool:
@@ -195,6 +197,7 @@ def test_rotary_frequencies_that_switch_are_held_on_their_near_side() -> None:
         convert_model(model, max_model_len=65)
 
 
+@pytest.mark.long
 def test_frequencies_left_by_a_longer_text_are_not_captured() -> None:
     model = MODELS["phi3-longrope"]()
     with torch.no_grad():

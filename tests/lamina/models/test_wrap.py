@@ -71,6 +71,7 @@ def test_end_tokens_and_padding(model: Any, wrapped: Any, batch: dict[str, torch
     assert (model.generate(**batch, max_new_tokens=16, eos_token_id=ends)[0, -2:] == 0).all(), "some row is padded"
 
 
+@pytest.mark.long(but=["1.3"])
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
 def test_repetition_penalty(model: Any, wrapped: Any, batch: dict[str, torch.Tensor], penalty: float) -> None:
     """Without padding, which transformers takes for repeated too."""

@@ -120,6 +120,7 @@ def chain_s(rows: int, pairs: int) -> float:
     return slices_s(rows) + TURNS_S + LAYERS * attention_s(pairs) + BETWEEN_S
 
 
+@pytest.mark.long(but=["shape0"])
 @pytest.mark.parametrize("shape", [RunShape(8, 512), RunShape(8, 2048), RunShape(4, 1024)])
 def test_other_shapes_are_predicted(shape: RunShape) -> None:
     answer = 40
@@ -170,6 +171,7 @@ def test_shapes_are_read() -> None:
     assert shapes_of("8x2048, 32x512:2", "--predict") == [RunShape(8, 2048), RunShape(32, 512, 2)]
 
 
+@pytest.mark.long
 def test_a_stall_takes_what_it_took_whatever_it_hits() -> None:
     """And a round that is longer meets more of them, as many for each second."""
     found, step_s, stall_s = fitted(), chain_s(8, 8 * 560), 0.05

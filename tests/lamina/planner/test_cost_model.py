@@ -51,6 +51,7 @@ def test_a_cut_that_moves_is_carried() -> None:
     assert three - two == pytest.approx(moved)
 
 
+@pytest.mark.long
 def test_a_gain_within_the_error_is_no_split() -> None:
     """A little before the price at which the split begins to pay, it is a tie: the simpler one is it."""
     mine, trace = planner(base="calibrated"), even(50, 1000, 200)

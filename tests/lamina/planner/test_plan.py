@@ -62,6 +62,7 @@ def test_a_plan_that_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [r["dollars"] for r in told["rows"][:5]] == sorted(r["dollars"] for r in told["rows"][:5])
 
 
+@pytest.mark.long
 def test_a_plan_that_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = write_trace(tmp_path / "code.csv", [(2000, 30)] * 40)
     arguments = ("llama3-70b", "--trace", trace, "--devices", "h100:4,h20:4", "--link", "10Gbps")
@@ -76,6 +77,7 @@ def test_a_plan_that_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "the first 1 of" not in text
 
 
+@pytest.mark.long
 def test_a_table_of_ones_own_stands_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As in docs/planner.md: an H20 whose attention was measured, at half of its bandwidth."""
     trace, own = write_trace(tmp_path / "t.csv", [(1000, 200)] * 40), tmp_path / "own.csv"
@@ -90,6 +92,7 @@ def test_a_table_of_ones_own_stands_beside_ours(tmp_path: Path, capsys: pytest.C
     assert split[1]["parts"]["attention"]["seconds"] > 1.3 * split[0]["parts"]["attention"]["seconds"]
 
 
+@pytest.mark.long
 def test_a_turning_point_is_one() -> None:
     """On either side of the price that is told the verdict is another one."""
     mine, trace = planner(base="calibrated"), even(50, 1000, 200)
@@ -267,6 +270,7 @@ def test_a_bad_trace_names_its_line(text: str, words: str, tmp_path: Path, capsy
     assert "--trace" in told
 
 
+@pytest.mark.long
 def test_prompts_and_arrivals_are_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where prompts take time, their users wait for it, and those of a burst longer."""
     trace = write_trace(tmp_path / "t.csv", [(1500, 60)] * 60)
@@ -290,6 +294,7 @@ def test_too_few_requests_to_play_are_said(tmp_path: Path, capsys: pytest.Captur
     assert "not played: 4 h100: 5 requests are too few for a replay" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_pages_need_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = write_trace(tmp_path / "<b>&.csv", [(1000, 60)] * 60)
     arguments = ("llama3-70b", "--trace", trace, "--devices", "h100:4,h20:4", "--rate", "3", "--rows", "2")
@@ -313,6 +318,7 @@ def test_pages_need_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert plan.count("<svg") == 5, "dollars, price, parts of a step, time between tokens, time to the first one"
 
 
+@pytest.mark.long
 def test_a_surrogate_is_named_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = json.dumps({"timestamp": 0, "input_length": 600, "output_length": 50, "hash_ids": [0, 1]})
     with gzip.open(tmp_path / "kimi_ta_SURROGATE.jsonl.gz", "wt") as file:
@@ -332,6 +338,7 @@ def test_a_surrogate_is_named_everywhere(tmp_path: Path, capsys: pytest.CaptureF
     assert "(SURROGATE)" in page.read_text()
 
 
+@pytest.mark.long
 def test_facts_of_a_configuration_are_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ def test_it_is_close_to_the_closed_form_where_requests_are_alike() -> None:
     assert found.tbt_p50_s == pytest.approx(point.tbt_s, rel=0.1)  # type: ignore[union-attr]
 
 
+@pytest.mark.long(but=["split"])
 @pytest.mark.parametrize("where", [ALONE, SPLIT], ids=["alone", "split"])
 def test_the_same_trace_gives_the_same_numbers(where: Deployment) -> None:
     mine, trace = planner("llama-65b"), uneven(120)
@@ -59,6 +60,7 @@ def bursts(count: int) -> RequestTrace:
     return RequestTrace("bursts", tuple(TracedRequest(60.0 * (i // 40), 2000, 150) for i in range(count)))
 
 
+@pytest.mark.long(but=["alone-waiting", "alone-paced", "split-waiting"])
 @pytest.mark.parametrize("paced", [False, True], ids=["waiting", "paced"])
 @pytest.mark.parametrize("where", [ALONE, SPLIT], ids=["alone", "split"])
 def test_skipped_rounds_change_no_number(where: Deployment, paced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +111,7 @@ def test_a_load_on_the_host_changes_no_bit() -> None:
         busy.wait()
 
 
+@pytest.mark.long
 def test_a_thousand_workers() -> None:
     mine, trace = planner(), bursts(80)
     found = replay(mine.costs, mine.memory, Deployment(DEVICES["h100"], 8, DEVICES["h20"], 1000), trace, paced=True)

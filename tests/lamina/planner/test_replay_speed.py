@@ -43,6 +43,7 @@ def test_beginning_many_prompts_at_once_looks_at_each_row_a_few_times() -> None:
     assert calls(trace, 128) / len(trace.requests) < 1700
 
 
+@pytest.mark.long
 def test_rounds_that_are_all_alike_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = even(120, 100, 400)
     skipping = calls(trace, 32)

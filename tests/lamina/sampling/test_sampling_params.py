@@ -152,6 +152,7 @@ def any_llm(request: pytest.FixtureRequest) -> Any:
         yield made
 
 
+@pytest.mark.long(but=["one replica"])
 def test_penalties_through_the_pools(any_llm: LLM) -> None:
     """Against a loop over the whole model, greedy, token by token: also the token in flight is counted."""
     llm = any_llm
@@ -180,6 +181,7 @@ def test_penalties_through_the_pools(any_llm: LLM) -> None:
     assert plain.outputs[0].token_ids != tokens, "the control"
 
 
+@pytest.mark.long(but=["one replica"])
 def test_forbidden_tokens_through_the_pools(any_llm: LLM) -> None:
     """Against a loop over the whole model, greedy: words are matched with the token in flight, too."""
     llm = any_llm

@@ -19,6 +19,7 @@ def played(policy: str, served: float = LLAMA_13B.served) -> TierHits:
     return Conversations(ConversationWorld(**{**vars(world), "served": served * 0.1}), policy).run()
 
 
+@pytest.mark.long
 def test_the_experiment_is_the_papers() -> None:
     """9,000 sessions of 5.75 turns, and the first 10,000 turns are not counted."""
     idle, busy = played(LRU, IDLE), played(AHEAD)
@@ -28,6 +29,7 @@ def test_the_experiment_is_the_papers() -> None:
     assert busy.waiting > 200
 
 
+@pytest.mark.long
 def test_ahead_of_both_once_the_line_is_long() -> None:
     ahead, lru, fifo = (played(policy) for policy in (AHEAD, LRU, FIFO))
     assert ahead.waiting == lru.waiting == fifo.waiting, "the world is the same"
@@ -39,10 +41,12 @@ def test_nearly_all_hits_are_in_memory_then() -> None:
     assert played(LRU).in_memory_deep < 0.5, "the control"
 
 
+@pytest.mark.long
 def test_as_lru_where_nobody_waits() -> None:
     assert played(AHEAD, IDLE).hit == pytest.approx(played(LRU, IDLE).hit, abs=0.01)
 
 
+@pytest.mark.long
 def test_a_line_that_is_not_told_is_lru(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coming pages are ignored: that would be seen above."""
     monkeypatch.setattr(Ahead, "tell", lambda self, waiting, find: [])

@@ -48,6 +48,7 @@ EXITS = 2, 4
 Mistake = Callable[[pytest.MonkeyPatch], None]
 
 
+@pytest.mark.long(but=["0"])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_stream_goes_on(part: int) -> None:
     deaths = sum(check_fleet(fleet_scenario(seed)).deaths for seed in range(part, SEEDS, PARTS))
@@ -140,6 +141,7 @@ def test_where_no_other_host_has_room_it_says_how_many_could_go_on(monkeypatch: 
     assert told.value.left == 1
 
 
+@pytest.mark.long
 def test_engines_die_and_memory_workers_come_and_go() -> None:
     """Some of them in the midst of that; with ranks, and in stripes."""
     played = [check_fleet(planned_fleet(seed)) for seed in range(PLANNED)]
@@ -147,6 +149,7 @@ def test_engines_die_and_memory_workers_come_and_go() -> None:
     assert sum(one.changes for one in played)
 
 
+@pytest.mark.long(but=["the last one that leaves is not waited for"])
 @pytest.mark.parametrize("mistake", ["", "the last one that leaves is not waited for"])
 def test_sequences_that_leave_keep_their_kv(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ranks, too: none is computed again, whose numbers would be right, and their last bits others."""
@@ -180,6 +183,7 @@ def unhurt(seed: int) -> FleetScenario:
     return replace(of, options=options, windows=(0,), asks=asks, hits=(), changes=changes[:1])
 
 
+@pytest.mark.long(but=["0"])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_moves_while_all_decode_and_who_waits_to_take_a_place(part: int) -> None:
     """Sequences, stripes on loan; prompts in stages; spares."""

@@ -98,6 +98,7 @@ def answers(of: Scenario, deaths: Sequence[int]) -> tuple[dict[int, tuple[Any, .
     return {place: r.answer for place, r in readers.items() if of.asks[place].cancel_s is None}, begun
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_readers_get_what_one_engine_would_have_told(part: int) -> None:
     begun = 0

@@ -125,6 +125,7 @@ def seconds(load: RoundLoad) -> float:
     return 0.1 + sum(0.01 * s.rows + 1e-4 * s.stored + 1e-3 * s.prompt for s in load.steps)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10**6), st.data())
 def test_a_leap_is_so_many_rounds(seed: int, data: st.DataObject) -> None:
@@ -152,6 +153,7 @@ def test_a_leap_is_so_many_rounds(seed: int, data: st.DataObject) -> None:
     assert sorted(one.gaps) == sorted(other.gaps)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10**6))
 def test_who_leaps_wherever_it_can_has_the_same_times(seed: int) -> None:

@@ -22,6 +22,7 @@ SEEDS, SHARES = 160, 4  # perf/simulate_lending.py tries as many as one likes
 TRIED = 400  # until a mistake is seen
 
 
+@pytest.mark.long(but=["0"])
 @pytest.mark.parametrize("share", range(SHARES))
 def test_nothing_is_lent_twice_or_lost_whatever_fails(share: int) -> None:
     counts: Counter[str] = Counter()
@@ -30,6 +31,7 @@ def test_nothing_is_lent_twice_or_lost_whatever_fails(share: int) -> None:
     assert min(counts.values()) > 0, f"something never happened: {counts}"
 
 
+@pytest.mark.long(but=["2-9.0-8.0", "100-2.0-4.0"])
 @pytest.mark.parametrize(("instances", "wild_s", "calm_s"), [(2, 9.0, 8.0), (100, 2.0, 4.0), (1000, 0.4, 1.5)])
 def test_from_two_to_a_thousand_instances(instances: int, wild_s: float, calm_s: float) -> None:
     of = replace(lending_scenario(7, instances), wild_s=wild_s, calm_s=calm_s, crashes=2, ledger_crashes=0, loss=0.05)

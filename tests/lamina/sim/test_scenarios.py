@@ -40,6 +40,7 @@ LEAVING = 24
 ENOUGH = 600  # seeds, of which one must be broken by a mistake
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_stream_goes_on(part: int) -> None:
     losses = preemptions = 0
@@ -63,6 +64,7 @@ def test_rare_ones(seed: int) -> None:
     check(scenario(seed))
 
 
+@pytest.mark.long(but=["5"])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_stream_goes_on_while_memory_workers_come_and_go(part: int) -> None:
     """Some die in the midst of it, and some KV is damaged; nobody sees a difference to as many workers as at first."""
@@ -74,6 +76,7 @@ def test_every_stream_goes_on_while_memory_workers_come_and_go(part: int) -> Non
     assert losses > PLANNED / PARTS
 
 
+@pytest.mark.long(but=["nothing is copied", "where it lies is sure at once"])
 @pytest.mark.parametrize("mistake", ["", "nothing is copied", "where it lies is sure at once"])
 def test_sequences_leave_memory_workers_one_by_one(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of whom die in the midst of that."""
@@ -98,6 +101,7 @@ def test_sequences_leave_memory_workers_one_by_one(mistake: str, monkeypatch: py
     assert sum(map(bool, took)) > LEAVING // 2
 
 
+@pytest.mark.long
 def test_what_is_kept_beside_the_pools_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """But that tokens are loaded, and not computed."""
     loads, right = list[int](), Tier.load
@@ -388,6 +392,7 @@ def breaks(of: Any) -> bool:
     return False
 
 
+@pytest.mark.long(but=["5"])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_another_engine_goes_on_where_one_has_died(part: int) -> None:
     """With what readers have by then, at any moment: all get what they would have got."""

@@ -63,6 +63,7 @@ def test_a_transport_is_told_which_gpu_it_is(gpus: int) -> None:
     assert gpu_of("cuda:2", 0) is None, "who picks it says that it is not there"
 
 
+@pytest.mark.long
 def test_on_one_gpu_the_nearest_is_one_process_and_why_is_said(
     gpus: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def wait_until(true: Callable[[], bool], what: str) -> None:
         select.select([], [], [], 0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("threads", "on", "told"),
     [
@@ -157,6 +158,7 @@ def test_how_a_worker_ends_is_told_and_harms_nobody(order: str, status: int, sta
     assert start.pid == before
 
 
+@pytest.mark.long(but=["forked"])
 @pytest.mark.parametrize("fresh", [False, True], ids=["forked", "fresh"])
 def test_a_worker_that_is_done_ends_without_taking_its_modules_apart(
     fresh: bool, start: WarmStart, capfd: pytest.CaptureFixture[str]
@@ -171,6 +173,7 @@ def test_a_worker_that_is_done_ends_without_taking_its_modules_apart(
     assert capfd.readouterr().out.endswith("an open line")
 
 
+@pytest.mark.long
 def test_workers_outlive_the_warm_process_and_the_next_one_has_a_new_one(
     start: WarmStart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +194,7 @@ def test_workers_outlive_the_warm_process_and_the_next_one_has_a_new_one(
     assert "ended" in local.in_words(probe.process.status)
 
 
+@pytest.mark.long
 def test_a_worker_of_another_environment_has_a_warm_process_of_it(
     start: WarmStart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +321,7 @@ def test_nothing_is_left_of_a_driver(when: str, how: signal.Signals | None, tmp_
     driver.stdout.close()
 
 
+@pytest.mark.long
 def test_a_worker_that_starts_workers_uses_the_one_warm_process(
     start: WarmStart, monkeypatch: pytest.MonkeyPatch
 ) -> None:

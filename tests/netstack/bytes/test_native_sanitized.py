@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from programs import build, run
 
 HERE = Path(__file__).parent
 
 
+@pytest.mark.long
 def test_the_frame_decoder_survives_hostile_streams(tmp_path: Path) -> None:
     """Streams of frames whose fields are random, whose checks are right or not, cut anywhere; `make fuzz` goes on."""
     program = build(tmp_path, HERE / "fuzz_frame.cpp", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -19,6 +21,7 @@ def test_the_frame_decoder_survives_hostile_streams(tmp_path: Path) -> None:
     assert counts["refused"] > 3000
 
 
+@pytest.mark.long
 def test_the_ring_is_free_of_races(tmp_path: Path) -> None:
     # The sanitizer knows no fences, which the ring uses beside its acquire and release, never in their place.
     program = build(tmp_path, HERE / "ring_threads.cpp", "-fsanitize=thread", "-Wno-tsan")

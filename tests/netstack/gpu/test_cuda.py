@@ -54,6 +54,7 @@ def ends(epoch: int = 0) -> tuple[netstack.Fabric, CudaChannel, CudaChannel]:
     return fabric, a, b
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not CUDA_H.exists(), reason=f"no {CUDA_H}: install the CUDA toolkit")
 def test_the_stand_in_has_the_functions_of_cuda_h(tmp_path: Path) -> None:
     flags = ["-std=c++17", "-DWITH_CUDA_H", f"-I{CUDA_H.parent}", f"-I{ROOT / 'csrc'}"]
@@ -408,6 +409,7 @@ def test_a_driver_that_fails_ends_the_channel(monkeypatch: pytest.MonkeyPatch) -
     fabric.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("races", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_blocks_of_several_threads_are_free_of_races(races: bool, tmp_path: Path) -> None:
     """And a store in place of a release is a race that the sanitizer sees."""

@@ -83,6 +83,7 @@ def test_two_processes_move_bytes(library: ctypes.CDLL) -> None:
         assert all(row["verified"] for row in rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weakened", [False, True])
 def test_messages_are_in_order_where_the_network_is_not(weakened: bool, tmp_path: Path) -> None:
     """A weak signal, which follows its own put alone, counts a message that came before another one."""
@@ -179,6 +180,7 @@ def test_memory_goes_once_nothing_of_a_communicator_uses_it(
     assert (library.fake_nccl_misused(), library.fake_nccl_live()) == (misused, live)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", ["FAKE_NCCL_REGISTERS_NOTHING", "FAKE_NCCL_MAKES_NO_DEVICE_SIDE"])
 def test_what_is_given_up_half_made_is_aborted_as_it_is(
     step: str, library: ctypes.CDLL, fabric: netstack.Fabric, monkeypatch: pytest.MonkeyPatch
@@ -362,12 +364,14 @@ def test_headers_that_are_missing_are_not_called_a_compiler(
     assert "nvidia-cuda-nvcc" not in str(e.value)
 
 
+@pytest.mark.long
 def test_a_peer_whose_nccl_finds_no_nic_is_told_why(fabric: netstack.Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_NCCL_HAS_NO_GIN", "1")
     with pytest.raises(netstack.HandshakeError, match=r"NCCL finds no NIC that kernels can use.*NCCL_DEBUG=INFO"):
         connect(fabric, geometry=SMALL)
 
 
+@pytest.mark.long
 def test_a_peer_that_comes_to_no_communicator_is_given_up(
     fabric: netstack.Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def kernels(ptx: str) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
+@pytest.mark.long
 @needs_nvcc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_assemble_and_order_memory(architecture: int) -> None:

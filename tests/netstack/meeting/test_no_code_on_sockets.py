@@ -38,6 +38,7 @@ def offences(text: str) -> Iterator[str]:
                     yield f"{keyword.arg}={loose[keyword.arg]}"
 
 
+@pytest.mark.long(but=["converter", "netstack"])
 @pytest.mark.parametrize("package", ["lamina", "converter", "netstack"])
 def test_no_format_that_bears_code(package: str) -> None:
     found = {

@@ -39,6 +39,7 @@ def passed(tests: list[str], expression: str, folder: Path, *, firmware: bool = 
     return int(count[1])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(320)
 def test_the_contract_and_faults_hold_over_libmlx5(tmp_path: Path) -> None:
     assert passed(CONTRACT, "mlx5", tmp_path) > 90
@@ -56,6 +57,7 @@ def test_tokens_over_libmlx5_are_those_of_hosts_and_of_transformers(tmp_path: Pa
     assert passed(TOKENS, "beside_nics and (plain or transformers)", tmp_path) == 2
 
 
+@pytest.mark.long(but=["calls-gpu"])
 @pytest.mark.parametrize("rings", ["gpu", "host"])
 @pytest.mark.parametrize("more", [(), ("--device", "cuda")], ids=["calls", "kernels"])
 def test_two_processes_move_bytes(more: tuple[str, ...], rings: str, tmp_path: Path) -> None:

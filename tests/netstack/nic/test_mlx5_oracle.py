@@ -43,6 +43,7 @@ def asked(program: Path, requests: int, folder: Path) -> str:
     return run.stdout + run.stderr
 
 
+@pytest.mark.long
 def test_libmlx5_posts_and_polls_the_same(tmp_path: Path) -> None:
     """70,000 requests, beyond the end of the 16-bit indices; full rings; two kinds of failure."""
     status, program, said = compiled()
@@ -50,6 +51,7 @@ def test_libmlx5_posts_and_polls_the_same(tmp_path: Path) -> None:
     assert asked(program, 70_000, tmp_path) == "equal\n"
 
 
+@pytest.mark.long(but=["poll_cq-bus.put(q.seen-"])
 @pytest.mark.parametrize(("function", "line", "change"), WRONG)
 def test_an_error_is_noticed(function: str, line: str, change: str, tmp_path: Path) -> None:
     made = (m for m in mlx5_mutants.mutants() if m.function == function and m.before.strip().startswith(line))

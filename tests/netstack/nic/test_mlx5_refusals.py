@@ -112,6 +112,7 @@ def test_the_flag_names_the_device_of_all_hosts(command: list[str], tmp_path: Pa
     assert NAMED.fix in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LACKS)
 def test_a_server_says_the_same_before_it_starts(name: str, tmp_path: Path) -> None:
     lack = LACKS[name]

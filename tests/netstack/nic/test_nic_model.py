@@ -63,11 +63,13 @@ def prove(program: Path, posts: int, seed: int) -> str:
     return run.stdout
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_million_posts_with_every_wrap(program: Path) -> None:
     assert int(prove(program, 1_000_000, 1).split()[2]) >= 1_000_000
 
 
+@pytest.mark.long(but=["2"])
 @needs_compiler
 @pytest.mark.parametrize("seed", range(2, 8))
 def test_other_schedules(program: Path, seed: int) -> None:
@@ -95,6 +97,7 @@ def test_there_are_mutants_of_every_kind() -> None:
     assert set(mlx5_mutants.argued()) <= {m.name for m in MUTANTS}, "an argument about a mutant that is not made"
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("mutant", SAMPLE, ids=lambda m: f"{m.header.split('/')[1]}-{m.line}")
 def test_a_mutant_is_noticed(proof: Proof, mutant: Mutant) -> None:

@@ -30,6 +30,7 @@ def fake(tmp_path: Path, *flags: str) -> Path:
     return build(tmp_path, HERE / "fake_verbs.cpp", *LIBRARY, *flags)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sanitizer", [RACES, BOUNDS], ids=["races", "bounds"])
 def test_two_engines_of_four_threads(tmp_path: Path, sanitizer: list[str]) -> None:
     """Full rings both ways, then one leaves while the other waits."""
@@ -38,6 +39,7 @@ def test_two_engines_of_four_threads(tmp_path: Path, sanitizer: list[str]) -> No
     assert said == "messages 3000; the peer closed the channel\n"
 
 
+@pytest.mark.long
 def test_the_contract_and_faults_hold_without_python_on_the_way(tmp_path: Path) -> None:
     """In a process of its own, whose libibverbs is the fake."""
     command = [sys.executable, "-m", "pytest", "-p", "verbs_without_nic", "-p", "no:cacheprovider"]

@@ -287,6 +287,7 @@ STREAMS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_streams_of_a_server_that_is_killed_are_finished_by_the_next_one(tmp_path: Path) -> None:
     more = {"prompt": "def f(", "max_tokens": 150, "ignore_eos": True}

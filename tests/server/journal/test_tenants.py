@@ -123,6 +123,7 @@ def server(folder: Path) -> Iterator[Running]:
     running.kill()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_same_tenant_hits_and_another_misses(server: Running) -> None:
     with httpx.Client(base_url=server.url, timeout=60) as http:

@@ -130,6 +130,7 @@ def _bench(capsys: pytest.CaptureFixture[str], url: str, *flags: str) -> dict[st
     return found
 
 
+@pytest.mark.long
 def test_agrees_with_a_stopwatch_at_the_wire(
     server: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +254,7 @@ def test_where_nothing_answers_is_told(capsys: pytest.CaptureFixture[str]) -> No
     assert err.count("\n") == 1
 
 
+@pytest.mark.long
 def test_decode_is_timed_like_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     """Over loopback: tokens per second are the steps', and workers cannot have worked longer than the steps took."""
     flags = ["--transport=loopback", "--dtype=float32", "--batch-size=2", "--input-len=8", "--output-len=12"]

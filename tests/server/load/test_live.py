@@ -39,6 +39,7 @@ def test_a_closed_socket_frees_its_kv(http: httpx.Client) -> None:
     assert eventually(lambda: idle(http), 10)
 
 
+@pytest.mark.long
 def test_overload_is_refused_and_what_came_in_is_served(server: Running, http: httpx.Client) -> None:
     """8 decode, 24 wait; the 8 above are refused."""
     body = {"prompt": "def f(", "max_tokens": 40, "ignore_eos": True}

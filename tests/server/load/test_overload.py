@@ -21,6 +21,7 @@ def load(server: Running, monkeypatch: pytest.MonkeyPatch) -> Any:
     del sys.modules["bench_serve_load"]
 
 
+@pytest.mark.long
 def test_overload_is_refused_and_goodput_stays(load: Any, server: Running) -> None:
     import bench_serve_load
 

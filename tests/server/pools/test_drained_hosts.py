@@ -21,6 +21,7 @@ HOSTS = "hosts:\n  - {address: 127.0.0.2, compute: 1, memory: 1}\n  - {address: 
 SOON_S = 60.0
 
 
+@pytest.mark.long
 def test_a_host_whose_workers_people_started_is_drained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hosts, key, log = tmp_path / "hosts.yaml", tmp_path / "key", tmp_path / "log"
     hosts.write_text(HOSTS)

@@ -11,6 +11,7 @@ from running import MODEL, START_S, Running
 from lamina.engine.tuning.alone import FIRST, STEP
 
 
+@pytest.mark.long(but=["flags0---slo-tbt 0.001ms is below what a step of one completion takes alone, "])
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

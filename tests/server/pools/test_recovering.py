@@ -33,6 +33,7 @@ def texts(lines: list[str]) -> dict[int, str]:
     return found
 
 
+@pytest.mark.long
 def test_streams_go_on_when_workers_die(tmp_path: Path) -> None:
     server = Running(tmp_path / "log", "--prefill-workers=1", "--max-recoveries=20")
     try:

@@ -59,6 +59,7 @@ def memory_workers(server: Running) -> int:
     return sum(map(is_memory_worker, server.descendants()))
 
 
+@pytest.mark.long
 def test_streams_go_on_with_more_and_fewer_memory_workers(
     scalable: Running, client: httpx.Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,6 +173,7 @@ def test_nobody_scales_without_the_operators_key(scalable: Running, client: http
     assert client.post("/cordon", json={"memory_worker": 0}).status_code == 401
 
 
+@pytest.mark.long
 def test_a_drained_server_finishes_what_it_has_and_takes_nothing_new_until_that_is_undone(
     scalable: Running, client: httpx.Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,6 +197,7 @@ def test_a_drained_server_finishes_what_it_has_and_takes_nothing_new_until_that_
     assert client.post("/drain", json={}).status_code == 401
 
 
+@pytest.mark.long
 def test_who_says_how_many_batches_takes_the_place_of_a_plan() -> None:
     """Memory workers keep their measured parts; other numbers leave the plan as it is."""
     planned = make_config({"plan": "auto:3", "memory_workers": 2})

@@ -571,6 +571,7 @@ def test_a_flipped_bit_in_the_hosts_memory() -> None:
         medium.read(page().key, {atom: bytearray(3000)})
 
 
+@pytest.mark.long
 @given(seed=st.integers(0, 10**6))
 def test_what_nobody_has_used_for_long_goes(seed: int) -> None:
     """Beside a dict of when each page was used last: nothing goes earlier, and what is older is gone behind a look."""

@@ -140,6 +140,7 @@ def test_a_sequence_dealt_by_rule_comes_back_in_few_nodes(weights: list[float]) 
                     assert len(layout([Rows(1, first, 1, Place(lane))], piece.lanes, window, placement).nodes) <= most
 
 
+@pytest.mark.long
 def test_a_run_of_chunks_comes_back_in_few_nodes() -> None:
     for start in range(70):
         for count in range(2, 140):

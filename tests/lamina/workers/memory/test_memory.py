@@ -31,6 +31,7 @@ pool = pools("loopback")
 either = pools(*SCHEMES)
 
 
+@pytest.mark.long(but=["loopback-native-False-float32-1e-05"])
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 1e-2)])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
@@ -79,6 +80,7 @@ LONG_STEPS: list[tuple[list[SequenceOp], list[Rows]]] = [
 ]
 
 
+@pytest.mark.long(but=["loopback-short-float32-native"])
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("steps", [STEPS, LONG_STEPS], ids=["short", "long"])

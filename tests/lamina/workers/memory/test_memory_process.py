@@ -339,6 +339,7 @@ def process() -> Iterator[tuple[Driver, netstack.Fabric, subprocess.Popen[bytes]
             child.kill()
 
 
+@pytest.mark.long
 def test_a_process_serves_over_shared_memory_and_stops() -> None:
     with process() as (driver, fabric, child):
         channel = bound(driver, fabric, driver.ready())
@@ -349,6 +350,7 @@ def test_a_process_serves_over_shared_memory_and_stops() -> None:
         assert child.wait(WAIT_S) == 0
 
 
+@pytest.mark.long
 def test_a_process_goes_with_its_driver() -> None:
     with process() as (driver, fabric, child):
         bound(driver, fabric, driver.ready())

@@ -112,6 +112,7 @@ def run_ahead(m: Model) -> Iterator[Tensor]:
                 yield m.pool.o(layer, len(q), m.dtype)
 
 
+@pytest.mark.long(but=["shm-loopback-head-[1.0]"])
 @pytest.mark.parametrize(("partition", "weights"), SPREAD, ids=str)
 def test_a_plan_may_come_before_any_layer(native: Pool, plain: Pool, partition: str, weights: list[float]) -> None:
     """Also before K and V of a layer whose Q a worker does not need."""
@@ -120,6 +121,7 @@ def test_a_plan_may_come_before_any_layer(native: Pool, plain: Pool, partition: 
         assert torch.equal(a, b), number
 
 
+@pytest.mark.long(but=["head-[0.7, 0.3]-bfloat16-fp8-tcp"])
 @transports
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -370,6 +372,7 @@ def test_tables_that_make_no_sense_are_refused() -> None:
             Loop(kernels, (), b"", 1.0, traces)
 
 
+@pytest.mark.long(but=["shm"])
 def test_nothing_of_a_session_stays(native: Pool) -> None:
     """Neither loops nor the channels and kernels that they keep."""
 

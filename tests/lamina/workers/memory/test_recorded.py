@@ -126,6 +126,7 @@ def graph_turns(pool: Pool) -> int:
     return int(pool.workers[-1].stats()["graph_turns"])
 
 
+@pytest.mark.long
 def test_rounds_of_decoding_are_launched_as_graphs_and_have_the_same_bits(
     kernels: GraphedKernels, gpu: Callable[[], StandInGpu]
 ) -> None:
@@ -156,6 +157,7 @@ def test_a_graphed_round_launches_nothing_else(kernels: GraphedKernels, gpu: Cal
     assert launched[1] == launched[2] == launched[3], launched
 
 
+@pytest.mark.long
 def test_a_longer_table_is_recorded_anew(kernels: GraphedKernels, gpu: Callable[[], StandInGpu]) -> None:
     """A sequence that grows past a power of two of chunks."""
     steps: Steps = [([New(1)], [Rows(1, 0, 60)]), ([], [Rows(1, 60, 60)]), *decoding(16, {1: 120})]
@@ -214,6 +216,7 @@ def alternating(kinds: str) -> Steps:
     return steps
 
 
+@pytest.mark.long(but=["1-aaabbbaaabb-4-7"])
 @pytest.mark.parametrize(
     ("most", "kinds", "graphs", "turns"),
     [
@@ -245,6 +248,7 @@ def test_what_was_not_seen_for_the_longest_is_forgotten_and_recorded_anew(
     assert max(held) == most, "none is kept that is forgotten"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mixed", [False, True], ids=["as before", "batches change places"])
 def test_rounds_of_two_batches_are_one_graph_each(
     kernels: GraphedKernels, gpu: Callable[[], StandInGpu], mixed: bool

@@ -145,6 +145,7 @@ SPLITS = st.tuples(
 FORMS = st.sampled_from([("float32", "auto"), ("bfloat16", "auto"), ("float16", "int8"), ("bfloat16", "fp8")])
 
 
+@pytest.mark.long
 @given(source=SPLITS, target=SPLITS, form=FORMS, seed=st.integers(0, 99))
 @settings(max_examples=12, deadline=None)
 def test_atoms_of_any_pool_fit_any_other(source: Any, target: Any, form: tuple[str, str], seed: int) -> None:
