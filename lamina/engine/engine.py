@@ -51,13 +51,11 @@ class Engine:
         self._overflow = overflow_of(config.overflow, self.info.max_model_len, stripe)
         self._timing = Timing(self.scheduler.swaps, self.promises)
         self._steps: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
-        self._early = EarlyDraws()
-        self._next_round = 0
+        self._early, self._seeds = EarlyDraws(), random.Random(config.batching.seed)
+        self._next_round = self._next_request = 0
         self.idle = False  # whether the last pass of the loop found nothing to do: what is left waits for its caller
         self.hope: Callable[[], str | None] = lambda: None  # for room, when idle: "" = some may come; else why none
         self._requests: dict[int, Request] = {}
-        self._next_request = 0
-        self._seeds = random.Random(config.batching.seed)
 
     @property
     def has_work(self) -> bool:
@@ -66,9 +64,7 @@ class Engine:
 
     @property
     def free_blocks(self) -> tuple[int, ...]:
-        """KV blocks of each layer group that sequences can still have, by the ledger: what finished ones have left
-        gives way.
-        """
+        """KV blocks of each layer group that sequences can still have: what finished ones have left gives way."""
         return self.scheduler.free_blocks
 
     def add(
