@@ -58,16 +58,19 @@ def test_a_lost_compute_worker_leaves_all_bits(based: Check) -> None:
     assert (verdict.held, verdict.exactness, verdict.promised) == (True, "bitwise", "bitwise"), verdict.note
 
 
+@pytest.mark.long
 def test_a_lost_rank_leaves_all_bits(ranked: Check) -> None:
     verdict = only(ranked, row(RANK))
     assert (verdict.held, verdict.exactness, verdict.compared_with) == (True, "bitwise", "tensor parallel"), verdict
 
 
+@pytest.mark.long
 def test_a_lost_prefill_worker_leaves_all_bits(based: Check) -> None:
     verdict = only(based, row(PREFILL))
     assert (verdict.held, verdict.exactness) == (True, "bitwise"), verdict.note
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"partition": "token"}], ids=["head", "token"])
 def test_behind_a_lost_memory_worker_tokens_are_equal(options: dict[str, str], based: Check) -> None:
     verdict = only(based, row(MEMORY, **options))
@@ -75,6 +78,7 @@ def test_behind_a_lost_memory_worker_tokens_are_equal(options: dict[str, str], b
     assert "memory-0 had KV of prompts " in verdict.note
 
 
+@pytest.mark.long
 def test_by_request_the_others_keep_their_bits(based: Check) -> None:
     verdict = only(based, row(MEMORY, **BY_REQUEST))
     assert (verdict.held, verdict.exactness) == (True, "token-equal"), verdict.note
@@ -82,6 +86,7 @@ def test_by_request_the_others_keep_their_bits(based: Check) -> None:
     assert 0 < len(said[1].split(", ")) < 4, "of those that ran at once"
 
 
+@pytest.mark.long
 def test_behind_a_lost_engine_tokens_are_equal(based: Check) -> None:
     verdict = only(based, row(SERVED))
     assert (verdict.held, verdict.promised) == (True, "token-equal"), verdict.note
@@ -151,6 +156,7 @@ WRONG: dict[str, tuple[Death, dict[str, str], Callable[[pytest.MonkeyPatch], Non
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_recovery_is_a_broken_promise(case: str, based: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     fault, options, harm, words = WRONG[case]
@@ -160,12 +166,14 @@ def test_a_wrong_recovery_is_a_broken_promise(case: str, based: Check, monkeypat
     assert re.search(words, verdict.note), verdict.note
 
 
+@pytest.mark.long
 def test_a_rank_in_whose_place_another_one_tells_twice(ranked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     tell_twice(monkeypatch)
     verdict = only(ranked, row(RANK))
     assert (verdict.held, verdict.axis) == (False, "lost rank"), verdict
 
 
+@pytest.mark.long
 def test_a_prefill_worker_in_whose_place_another_one_computes_other_values(
     based: Check, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -175,6 +183,7 @@ def test_a_prefill_worker_in_whose_place_another_one_computes_other_values(
     assert (verdict.held, verdict.axis, verdict.exactness) == (False, "lost prefill worker", "token-equal"), verdict
 
 
+@pytest.mark.long
 def test_who_does_not_die_in_time_is_no_run(based: Check) -> None:
     (setting,) = row(COMPUTE)
     never = Setting(setting.axis, setting.promised, FIXED, setting.options, fault=COMPUTE._replace(times=1 << 40))

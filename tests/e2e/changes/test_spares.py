@@ -39,6 +39,7 @@ def spare_of(llm: LLM) -> int:
     return spare.handle.pid
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [{}, {"partition": "request", "transport": "tcp"}, {"partition": "token", "kv_checks": 1.0, "deterministic": True}],
@@ -72,6 +73,7 @@ def descriptors() -> Counter[str]:
     return kinds
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["spares die", "workers die", "workers come and go"])
 def test_no_descriptor_is_left_of_who_has_gone(what: str, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)

@@ -83,6 +83,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], int]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_seen(mistake: str) -> None:
     make, seed = MISTAKES[mistake]

@@ -208,6 +208,7 @@ def with_engine(monkeypatch: pytest.MonkeyPatch, folder: Path, work: Any, **opti
     asyncio.run(run())
 
 
+@pytest.mark.long
 def test_one_that_hangs_is_replaced_and_streams_go_on_and_no_other_one_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -235,6 +236,7 @@ def test_one_that_hangs_is_replaced_and_streams_go_on_and_no_other_one_is(
         with_engine(monkeypatch, tmp_path, work)
 
 
+@pytest.mark.long
 def test_one_that_may_not_be_replaced_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     right = EngineWatch
     monkeypatch.setattr(client_module, "EngineWatch", lambda of: right(replace(of, step_timeout_s=LIMIT_S)))
@@ -263,6 +265,7 @@ def descriptors() -> Counter[str]:
     return kinds
 
 
+@pytest.mark.long
 def test_engines_that_are_killed_leave_no_descriptor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def work(server: ServersEnd) -> None:
         counts = list[Counter[str]]()
