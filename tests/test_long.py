@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import subprocess
@@ -37,8 +38,9 @@ WHOLE = {
 
 def commands(target: str) -> list[list[str]]:
     """The words of each command of a target, without what it is made of."""
+    ours = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     done = subprocess.run(
-        ["make", "-n", target, "READY="], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        ["make", "-n", target, "READY="], cwd=ROOT, env=ours, capture_output=True, text=True, check=True, timeout=60
     )
     return [shlex.split(line) for line in done.stdout.splitlines()]
 

@@ -62,7 +62,7 @@ class NoPools:
     closed = 0
     tracer = SimpleNamespace(recorder=None)
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def attend(self, engine: Any) -> None: ...

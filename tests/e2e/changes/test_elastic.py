@@ -202,7 +202,7 @@ def test_workers_that_come_to_an_idle_engine_take_their_memory_once(
             taken.clear()
             with monkeypatch.context() as patch:
                 for module in (slabs, pool):
-                    patch.setattr(module, "fresh", lambda shape, dtype: (taken.append(shape), right(shape, dtype))[1])
+                    patch.setattr(module, "fresh", lambda *asked: (taken.append(asked[0]), right(*asked))[1])
                 change(llm, count)
                 wait_for_room(llm)
                 ahead, outcome = len(taken), None

@@ -95,7 +95,7 @@ def test_on_one_gpu_the_nearest_is_one_process_and_why_is_said(
 def test_who_starts_workers_takes_the_nearest(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = list[EngineConfig]()
 
-    def pools(model: str, config: EngineConfig, on_progress: Any) -> None:
+    def pools(model: str, config: EngineConfig, on_progress: Any, **_: Any) -> None:
         taken.append(config)
         raise ValueError("enough")
 
