@@ -126,7 +126,7 @@ class Supervisor:
         Raises LostError where no more can be made good.
         """
         if loss is not None:
-            log.warning("%s; whoever is lost is replaced, and all requests go on", str(loss))  # a record keeps no process
+            log.warning("%s; whoever is lost is replaced, and all requests go on", str(loss))  # not the processes
             self._count()
         view, kept, asked = self._cohort.next_view(), dict[Member, dict[int, int]](), set[Member]()
         fenced = set[Member]()
