@@ -72,7 +72,7 @@ class MemoryServer:
     """The life of a memory worker's process, or thread."""
 
     def __init__(self, link: ControlLink, start: StartMemory, around: Surroundings = HERE) -> None:
-        self._start, self._around = start, around
+        self._link, self._start, self._around = link, start, around
         self._trace = recorder(start.trace)
         self._worker: MemoryWorker | None = None  # until it is loaded
         self._called = -1  # the view of the last Connect
@@ -81,7 +81,7 @@ class MemoryServer:
         self._loading = threading.Lock()
         self._fabric: netstack.Fabric | None = None
         self._limit: object = None  # of the multiprocessors, as long as it is held
-        self._service = WorkerService(
+        self._service = WorkerService(  # the last: messages are heeded from here on
             link,
             lambda: self._loaded().stats(),
             self._abort,
@@ -143,13 +143,13 @@ class MemoryServer:
                 return  # threads begin in any order
             try:
                 self._loaded().prepare(order.bind, order.tier, ahead=order.ahead)
-            except (ProtocolError, ValueError, OSError, MemoryError, RuntimeError) as e:
+            except Exception as e:  # noqa: BLE001 - whatever it is, nobody waits for this thread
                 error = f"{type(e).__name__}: {e}"
         if order.ahead and error:
             log.warning("a spare memory worker takes its memory with a place, not before: %s", error)
         elif order.bind is not None and not order.ahead:
             with suppress(LinkClosedError):
-                self._service.link.send(RoomMade(error, order.number))
+                self._link.send(RoomMade(error, order.number))
 
     def _listen(self) -> Listener | None:
         """Open the place where other workers connect; None where that is impossible, and the driver was told why."""
@@ -184,7 +184,7 @@ class MemoryServer:
                 start, asked = self._start, self._start.devices.memory_device
                 device = pick("--memory-device", asked, start.device_number)
                 parts = share(asked, start.device_users)
-                self._worker = MemoryWorker(device, self._trace, parts, self._service.link.send, self._around)
+                self._worker = MemoryWorker(device, self._trace, parts, self._link.send, self._around)
             return self._worker
 
     def _set_threads(self) -> None:

@@ -45,7 +45,7 @@ def has_its_pages(llm: LLM, spare: int) -> bool:
     return llm.engine.look() == [] and memory(spare, "RssAnon") > POOL
 
 
-@pytest.mark.slow  # and not of each run: some spares do not take their pool ahead, one run in two, and nobody knows why
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [{}, {"partition": "request", "transport": "tcp"}, {"partition": "token", "kv_checks": 1.0, "deterministic": True}],
