@@ -36,7 +36,7 @@ def server() -> tuple[MemoryServer, list[Callable[[], None]], list[Any], list[Ro
     one = MemoryServer.__new__(MemoryServer)
     one._around = SimpleNamespace(beside=lambda work, name: due.append(work))  # type: ignore[assignment]
     one._loaded = lambda: SimpleNamespace(prepare=lambda bind, tier, *, ahead: made.append(bind))  # type: ignore[method-assign,return-value,assignment]
-    one._service = SimpleNamespace(link=SimpleNamespace(send=said.append))  # type: ignore[assignment]
+    one._link = SimpleNamespace(send=said.append)  # type: ignore[assignment]
     one._room, one._rooms = None, threading.Lock()
     return one, due, made, said
 
