@@ -37,6 +37,7 @@ def test_one_line_before_anything_starts(
     assert words in line
 
 
+@pytest.mark.long
 def test_a_trace_that_can_be_written_is_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new, old = tmp_path / "new", tmp_path / "old"
     old.write_text("kept")

@@ -400,6 +400,7 @@ def same(a: tuple[Tensor, Partial, Partial], b: tuple[Tensor, Partial, Partial])
     )
 
 
+@pytest.mark.long(but=["8-4-16-plain-dtype0-None-native, portable", "8-4-16-plain-dtype3-store3-native"])
 @backends
 @formats
 @pytest.mark.parametrize("spec", [{}, WHOLE], ids=["plain", "whole"])
@@ -434,6 +435,7 @@ def test_heads_are_independent_bit_for_bit(
         assert same(joined, whole), workers
 
 
+@pytest.mark.long(but=["8-16-plain-dtype0-None-native", "8-16-plain-dtype0-None-native, portable"])
 @backends
 @formats
 @pytest.mark.parametrize("spec", [{}, WHOLE], ids=["plain", "whole"])
@@ -459,6 +461,7 @@ def merge_with(backend: AttentionBackend, left: Partial, right: Partial) -> Part
     return Partial(parts.o[:n], parts.lse[:n])
 
 
+@pytest.mark.long(but=["1-8-16-plain-dtype0-None-native", "1-8-16-plain-dtype0-None-native, portable"])
 @backends
 @formats
 @pytest.mark.parametrize("spec", [{}, WHOLE], ids=["plain", "whole"])
@@ -508,6 +511,7 @@ def test_ranges_of_tokens_merge_to_the_same_bits(
     assert torch.equal(closed[decode], fused[decode])
 
 
+@pytest.mark.long(but=["plain-native", "plain-native, portable", "whole-native", "whole-native, portable"])
 @backends
 @pytest.mark.parametrize(
     "case",

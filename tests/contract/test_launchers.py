@@ -160,6 +160,7 @@ def test_a_worker_serves_its_driver_and_goes_when_told(launch: Open) -> None:
     assert gone(second.pid)
 
 
+@pytest.mark.long(but=["static"])
 def test_a_kill_ends_the_link_and_is_told(launch: Open) -> None:
     handle = launch(1).start("memory", 0, 1)
     os.kill(handle.pid, signal.SIGKILL)
@@ -171,6 +172,7 @@ def test_a_kill_ends_the_link_and_is_told(launch: Open) -> None:
     handle.join(1.0)
 
 
+@pytest.mark.long(but=["static"])
 def test_join_ends_one_that_hangs(launch: Open) -> None:
     handle = launch(1).start("memory", 0, 1)
     os.kill(handle.pid, signal.SIGSTOP)

@@ -116,6 +116,7 @@ TWO: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {  # a weight, then ro
 }  # fmt: skip
 
 
+@pytest.mark.long(but=["neg-torch.float32", "neg-torch.bfloat16", "neg-torch.float16", "silu-torch.float32"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [*ONE, *TWO])
 def test_each_operator_gives_what_torch_gives(name: str, dtype: torch.dtype) -> None:
@@ -131,6 +132,7 @@ def test_each_operator_gives_what_torch_gives(name: str, dtype: torch.dtype) -> 
             close(found, wanted)
 
 
+@pytest.mark.long(but=["neg", "silu", "relu", "tanh", "sigmoid", "exp", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("name", [*ONE, *TWO])
 def test_a_chain_gives_the_bits_of_its_units(name: str) -> None:
     dtype = torch.bfloat16

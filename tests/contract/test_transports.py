@@ -611,6 +611,7 @@ def test_nobody_gets_a_larger_inbox_than_the_listener_allows(fabric: Fabric) -> 
     assert receive(accepted.join())[2] == b"modest"
 
 
+@pytest.mark.long(but=["shm", "emulate+shm?latency_ms=0.5&jitter_ms=0.5&gbps=5"])
 def test_nobody_gets_more_channels_than_the_listener_allows(fabric: Fabric) -> None:
     listener = fabric.listen(reception=Reception(channels=1))
     pair = connect(fabric, listener)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
 import torch
 from test_convert import converted, cut
 from test_rows import Experts
@@ -58,6 +59,7 @@ def test_json_has_what_tools_read() -> None:
     assert [c["live_bytes_per_token"] for c in facts["cuts"]] == [68, 68, 64]  # its layers make their own RoPE tables
 
 
+@pytest.mark.long
 def test_dot_is_one_closed_graph() -> None:
     dot = to_dot(converted(layers=5)[1])
     assert dot.startswith("digraph")

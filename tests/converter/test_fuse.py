@@ -70,7 +70,7 @@ def run(part: Any, rows: int) -> tuple[tuple[Tensor, ...], list[str], list[Tenso
     return part(*arguments(part, rows), *(() if last else (Seen(),))), events, sent
 
 
-@pytest.mark.long(but=["3-llama", "3-gpt2", "3-phi3", "3-mpt", "3-gptj"])
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "mpt", "gptj"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_units_compute_and_send_what_the_operators_did(family: str, rows: int) -> None:

@@ -62,7 +62,7 @@ def text() -> str:
     return write(capture(model, CUT), model)
 
 
-@pytest.mark.long(but=["{'parallel': True, 'tied': True, 'mlp': <class 'test_portable.Spreading'>}"])
+@pytest.mark.long
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_it_is_the_same_program(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model, place = Decoder(**options), Place()

@@ -127,7 +127,7 @@ def test_replicas_whose_reports_pile_up_keep_the_order_of_tokens(
     assert piled > 3, "steps never waited for the driver in pairs"
 
 
-@pytest.mark.long(but=["llama_path-float32"])
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "dtype"), [("llama_path", "float32"), ("tiny_lm", "bfloat16")])
 def test_deterministic_results_do_not_depend_on_batch_mates(
     model: str, dtype: str, prompts: list[list[int]], request: pytest.FixtureRequest
@@ -143,6 +143,7 @@ def test_deterministic_results_do_not_depend_on_batch_mates(
     assert together == alone == apart
 
 
+@pytest.mark.long
 def test_preemption_loses_nothing(llama_path: Path, prompts: list[list[int]], reference: Reference) -> None:
     # one sequence of 130 tokens fits beside another, not five
     with LLM(str(llama_path), transport="loopback", max_model_len=160, kv_memory="96KiB", block_size=16) as llm:

@@ -63,14 +63,14 @@ def cores_of_helpers(cores: tuple[int, ...], bind: str) -> dict[str, list[list[i
     return found
 
 
-@pytest.mark.long(but=["sampling", "attention"])
+@pytest.mark.long
 @pytest.mark.skipif(len(CORES) < 2, reason="one core")
 @pytest.mark.parametrize("start", STARTS)
 def test_helpers_may_use_all_cores_of_a_process_whose_threads_are_bound(start: str) -> None:
     assert cores_of_helpers(tuple(CORES), "true")[start] == [CORES] * 2
 
 
-@pytest.mark.long(but=["sampling-true", "sampling-false", "attention-true", "attention-false"])
+@pytest.mark.long(but=["attention-true"])
 @pytest.mark.skipif(len(CORES) < 2, reason="one core")
 @pytest.mark.parametrize("bind", ["true", "false"])
 @pytest.mark.parametrize("start", STARTS)
@@ -78,7 +78,7 @@ def test_helpers_stay_on_the_cores_that_the_process_was_given(start: str, bind: 
     assert cores_of_helpers((CORES[0],), bind)[start] == [CORES[:1]] * 2
 
 
-@pytest.mark.long(but=["2000"])
+@pytest.mark.long
 @pytest.mark.parametrize("spins", [0, 2000])
 def test_every_piece_of_a_job_is_done_once_by_a_thread_of_the_job(tmp_path: Path, spins: int) -> None:
     program = build(tmp_path, Path(__file__).with_name("pool_threads.cpp"), "-fsanitize=thread")

@@ -89,6 +89,7 @@ def tokens_per_s(wire: TimedWire, engine: Engine, rows: int = 8, answer: int = 6
     return rows * answer / (wire.now - begun)
 
 
+@pytest.mark.long(but=["0.0-0.25", "0.2-0.5"])
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("network_s", [0.0, 0.2])
 def test_within_5_percent_of_a_sweeps_best(ratio: float, network_s: float) -> None:

@@ -70,6 +70,7 @@ def test_echo_between_processes(fabric: Fabric) -> None:
             channel.release(arrival)
 
 
+@pytest.mark.long(but=["shm-wait-wait_signal", "shm-wait-reserve", "shm-put-wait_signal", "shm-put-reserve"])
 @pytest.mark.parametrize("call", ["wait_signal", "reserve"])
 @pytest.mark.parametrize("role", ["wait", "put", "half"])
 def test_kill_of_the_peer_is_noticed(fabric: Fabric, role: str, call: str) -> None:
@@ -168,7 +169,7 @@ def test_nothing_is_left_behind(fabric: Fabric, kill: bool) -> None:
     assert footprint(listener.url) == before
 
 
-@pytest.mark.long(but=["shm", "tcp", "nic-model", "auto", "emulate"])
+@pytest.mark.long(but=["shm"])
 def test_nothing_is_left_when_both_sides_are_killed(fabric: Fabric) -> None:
     before = footprint()
     environment = os.environ | {"PEER_URL": f"{fabric.scheme}://", "PEER_KEY": KEY.hex(), "PYTHONPATH": PATH}

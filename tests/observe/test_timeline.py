@@ -40,6 +40,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_every_message_of_every_layer_is_there(trace: Path) -> None:
     spans = read(str(trace)).spans
     devices = {s.device for s in spans}

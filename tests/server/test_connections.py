@@ -67,7 +67,7 @@ def patient() -> Iterator[int]:
         yield port
 
 
-@pytest.mark.long(but=["half", "no body", "idle", "refused before all of it came"])
+@pytest.mark.long(but=["no body", "idle"])
 @pytest.mark.parametrize(
     ("data", "rest"),
     [(b"", b""), (HEALTH, b""), (POST, b""), (HEALTH + b"\r\n", b""), (POST.replace(b"json", b"text"), b"x" * 98)],
@@ -136,6 +136,7 @@ def test_300_that_do_not_end_their_handshakes_shut_out_nobody(small: int) -> Non
         assert answer(socks[0]) == b"", "the oldest is the first to go"
 
 
+@pytest.mark.long
 def test_a_handshake_that_failed_counts_no_longer_and_one_that_ended_once(small: int) -> None:
     context = ssl._create_unverified_context()
     with ExitStack() as stack:

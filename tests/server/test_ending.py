@@ -66,6 +66,7 @@ def ended_all(log: Path, *flags: str) -> Iterator[tuple[Running, list[int]]]:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_who_tells_all_processes_to_end_at_once_has_streams_finish_too(tmp_path: Path) -> None:
     """As systemd does, to all of a service: the server's own process drains, and the others are its to end."""
     with ended_all(tmp_path / "log", "--shutdown-timeout=60", "--prefill-workers=1") as (server, pids):

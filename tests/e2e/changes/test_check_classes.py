@@ -53,6 +53,7 @@ def only(check: Check, settings: list[Setting]) -> Verdict:
     return verdict
 
 
+@pytest.mark.long
 def test_a_lost_compute_worker_leaves_all_bits(based: Check) -> None:
     verdict = only(based, row(COMPUTE))
     assert (verdict.held, verdict.exactness, verdict.promised) == (True, "bitwise", "bitwise"), verdict.note

@@ -188,6 +188,7 @@ def test_a_death_in_the_midst_of_a_move_costs_the_kv_and_nothing_else(
         assert counts(llm, "compute", "loads") == 1.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("caches", [False, True], ids=["no KV", "KV is retained"])
 def test_workers_that_come_to_an_idle_engine_take_their_memory_once(
     caches: bool, tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
@@ -271,6 +272,7 @@ def test_what_is_damaged_on_its_way_is_computed_again(tiny_lm: Path, monkeypatch
         assert (outcome.error, outcome.moved_bytes) == ("", 0)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_is_damaged_before_it_goes_is_seen_before_anybody_attends_it(
     tiny_lm: Path, monkeypatch: pytest.MonkeyPatch

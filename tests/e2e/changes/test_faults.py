@@ -145,7 +145,7 @@ def test_nothing_is_left_when_the_driver_dies(how: signal.Signals, scheme: str, 
     assert shared_memory() == before
 
 
-@pytest.mark.long(but=["lamina.compute.main:serve_compute"])
+@pytest.mark.long
 @pytest.mark.parametrize(
     "serve",
     [

@@ -109,7 +109,7 @@ def test_what_a_guest_holds_goes_home_while_its_sequence_decodes(lent: Lent, mon
     assert pauses.total() == paused, "and no view changes for it"
 
 
-@pytest.mark.long(but=["killed"])
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["recalled", "killed"])
 def test_a_guest_that_goes_in_the_midst_costs_no_token(end: str, lent: Lent) -> None:
     gone, tokens = list[int](), dict[int, list[int]]()

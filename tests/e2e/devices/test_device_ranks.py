@@ -63,7 +63,7 @@ def outputs(path: Path, prompts: list[list[int]], **options: Any) -> list[Any]:
         return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, SCORED)]
 
 
-@pytest.mark.long(but=["{'cuda_graphs': False}"])
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"pipeline": 3}, {"cuda_graphs": False}], ids=str)
 def test_meetings_of_devices_are_part_of_graphs_and_change_no_bit(
     options: dict[str, Any], llama_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch

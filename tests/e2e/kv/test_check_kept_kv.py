@@ -72,6 +72,7 @@ def test_a_bit_that_flips_behind_its_checksum_is_found(
     assert [v.held for v in comparison.run(restored)] == [True, False]
 
 
+@pytest.mark.long
 def test_keys_that_know_no_parent_are_found(
     keeping: tuple[Check, list[Setting]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

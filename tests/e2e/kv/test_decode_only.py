@@ -68,6 +68,7 @@ def test_without_it_some_are(llama_path: Path, tmp_path: Path) -> None:
     assert cached == [0] * len(PROMPTS)
 
 
+@pytest.mark.long
 def test_what_lies_before_the_last_token_is_zeros(llama_path: Path) -> None:
     """So prompts of one length that end alike are answered alike, and those of another length see as much: nothing."""
     ask = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)

@@ -30,7 +30,7 @@ def whole(gemma2_path: Path) -> list[Any]:
     return answers(gemma2_path, kv_cache_dtype="int8")
 
 
-@pytest.mark.long(but=["{'memory_workers': 2, 'partition': 'request', 'pipeline': 2}"])
+@pytest.mark.long
 @pytest.mark.parametrize("spread", SPREADS, ids=str)
 def test_the_bits_do_not_depend_on_how_the_work_is_spread(
     whole: list[Any], spread: dict[str, Any], gemma2_path: Path
@@ -47,6 +47,7 @@ def test_a_wrong_name_is_refused(gemma2_path: Path) -> None:
         LLM(str(gemma2_path), kv_cache_dtype="fp4")
 
 
+@pytest.mark.long
 def test_a_backend_without_kernels_is_refused_by_name(gemma2_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"--kv-cache-dtype int8: attention backend 'flashinfer' .* use --attention native"

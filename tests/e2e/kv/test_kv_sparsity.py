@@ -59,7 +59,7 @@ def sparse(llama_path: Path, dense: Any) -> Any:
     return answers
 
 
-@pytest.mark.long(but=["{'memory_workers': 2, 'transport': 'shm'}"])
+@pytest.mark.long
 @pytest.mark.parametrize(
     "way",
     [
@@ -93,7 +93,7 @@ def selecting(llama_path: Path, dense: Any) -> Any:
     return answers
 
 
-@pytest.mark.long(but=["{'memory_workers': 2, 'transport': 'shm', 'overlap': False}"])
+@pytest.mark.long
 @pytest.mark.parametrize(
     "way",
     [{"memory_workers": 2}, {"memory_workers": 2, "transport": "shm", "overlap": False}, {"attention": "reference"}],

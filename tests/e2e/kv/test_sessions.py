@@ -30,6 +30,7 @@ def turn(llm: LLM, name: str | None, prompt: list[int]) -> tuple[list[int], int]
     return [*prompt, *output.outputs[0].token_ids], output.num_cached_tokens or 0
 
 
+@pytest.mark.long
 def test_a_session_outlives_what_has_no_name(llama_path: Path, reference: Reference) -> None:
     """The pool has room for one long prompt beside it: who has a name gives way last, and forgets nothing."""
     with LLM(str(llama_path), memory_workers=2, kv_memory="262144", max_model_len=512, **OPTIONS) as llm:

@@ -70,7 +70,7 @@ def test_no_tokens_are_not_identical(model: Any) -> None:
     assert not compare(model, []).identical
 
 
-@pytest.mark.long(but=["bfloat16-0.4"])
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("float16", 0.05), ("bfloat16", 0.4)])
 def test_error_of_each_dtype_is_bounded(
     dtype: str, bound: float, llama_path: Path, model: Any, prompts: list[list[int]]

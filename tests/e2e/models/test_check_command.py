@@ -250,6 +250,7 @@ PLANNED = Setting(
 )
 
 
+@pytest.mark.long
 def test_kv_that_is_damaged_as_it_moves_is_found(based: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     put = Mover._put
 
@@ -277,6 +278,7 @@ def test_a_change_that_comes_to_nothing_is_a_broken_promise(based: Check, monkey
     assert "memory workers could not come or go: new memory workers took too long" in verdict.note
 
 
+@pytest.mark.long
 def test_sequences_that_end_before_a_change_are_no_run_of_it(based: Check) -> None:
     many = replace(PLANNED, changes=PLANNED.changes * 9)
     (found,) = based.run([many])

@@ -215,7 +215,7 @@ def controls(layers: list[LayerShape]) -> dict[str, list[LayerShape]]:
     return broken
 
 
-@pytest.mark.long(but=["llama-gqa"])
+@pytest.mark.long
 @each_family()
 def test_logits_are_those_of_transformers(case: Case) -> None:
     family, model, program = case
@@ -228,6 +228,7 @@ def test_logits_are_those_of_transformers(case: Case) -> None:
     assert outcome.margin > LEAST_MARGIN * outcome.error
 
 
+@pytest.mark.long(but=["gpt-bigcode"])
 @each_family()
 def test_a_wrong_attention_is_noticed(case: Case) -> None:
     family, model, program = case
@@ -239,6 +240,7 @@ def test_a_wrong_attention_is_noticed(case: Case) -> None:
         assert outcome.error > RED * TOLERANCE, name
 
 
+@pytest.mark.long(but=["olmo2", "cohere", "cohere2", "llama-gqa"])
 @each_family()
 def test_lost_keys_and_values_are_noticed(case: Case) -> None:
     family, model, program = case

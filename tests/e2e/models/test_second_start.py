@@ -72,6 +72,7 @@ def told(program: SlicedProgram) -> object:
     return codes, [(c.index, c.name, c.q, c.k, c.v, c.out, c.rest[:2]) for c in program.calls], program.cuts
 
 
+@pytest.mark.long(but=["starcoder2", "olmo2", "cohere", "cohere2", "opt-post-ln", "llama-gqa"])
 @each_family()
 def test_the_program_of_a_family_is_the_same(
     case: Case, captures: Path, traced: list[Any], monkeypatch: pytest.MonkeyPatch

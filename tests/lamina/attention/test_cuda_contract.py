@@ -125,7 +125,7 @@ def test_scales_of_any_size_on_tensor_cores(wire: torch.dtype, store: torch.dtyp
     assert contract.error(before_rounding(case, tensors), contract.oracle(case, case.meant(tensors))) < 2e-5
 
 
-@pytest.mark.long(but=["tensor-plain"])
+@pytest.mark.long
 @FORMATS
 def test_heads(dtype: torch.dtype, spec: dict[str, Any], store: torch.dtype | None) -> None:
     contract.test_heads_are_independent_bit_for_bit("", dtype, spec, 8, 4, 16, store)
@@ -137,7 +137,7 @@ def test_batch_mates(dtype: torch.dtype, spec: dict[str, Any], store: torch.dtyp
     contract.test_batch_mates_are_independent_bit_for_bit("", dtype, spec, 8, 16, store)
 
 
-@pytest.mark.long(but=["tensor-1-plain", "tensor-1-whole", "tensor-1-whole int8"])
+@pytest.mark.long(but=["tensor-1-plain", "tensor-1-whole"])
 @FORMATS
 @pytest.mark.parametrize("stripe", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranges_of_tokens(dtype: torch.dtype, spec: dict[str, Any], stripe: int, store: torch.dtype | None) -> None:

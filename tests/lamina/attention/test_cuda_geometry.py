@@ -50,6 +50,7 @@ def test_sizes_are_those_of_the_kernels(variant: Variant) -> None:
     assert CHUNK_TOKENS == MERGED_TOKENS
 
 
+@pytest.mark.long(but=["-8-184-device1", "-8-192-device0", "-8-200-device0", "-8-200-device1", "-9-64-device0"])
 @pytest.mark.parametrize("device", [H200, A100])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("queries", [1, 8, 9, 64])

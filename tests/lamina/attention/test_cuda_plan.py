@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from cuda_emulation import SMALL, emulated, needs_gxx
 from hypothesis import given, settings
@@ -49,6 +50,7 @@ def planned(
     return level, data[4 : 4 + 4 * count].reshape(-1, 4), capacity
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(
     items=sequences, group=st.integers(1, 9), kv_heads=st.integers(1, 8), processors=st.integers(1, 150),

@@ -106,7 +106,7 @@ def test_a_layer_takes_one_launch_for_each_part(tables: BlockTables) -> None:
     assert not backend._outgrown
 
 
-@pytest.mark.long(but=["dtype0-None", "dtype2-stored2"])
+@pytest.mark.long
 @needs_gxx
 @pytest.mark.parametrize(
     ("dtype", "stored"), [(torch.bfloat16, None), (torch.float16, torch.int8), (torch.float32, torch.int8)]
@@ -140,6 +140,7 @@ def test_a_step_of_no_sequences_has_a_plan_that_says_so() -> None:
     assert plan[1] == 0
 
 
+@pytest.mark.long
 @needs_gxx
 def test_what_goes_without_tensor_cores_is_said_once(tables: BlockTables, caplog: pytest.LogCaptureFixture) -> None:
     store = allocate(200, 2, 16, 64, 64, torch.int8, CPU)
@@ -212,6 +213,7 @@ def test_append_writes_where_the_store_does(tables: BlockTables, dims: tuple[int
     assert np.count_nonzero(found.k.numpy()) == k.numel()
 
 
+@pytest.mark.long
 @needs_gxx
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_append_of_stored_numbers_of_8_bits(tables: BlockTables, dtype: torch.dtype) -> None:

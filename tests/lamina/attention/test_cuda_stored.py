@@ -61,7 +61,7 @@ def all_of_v(dtype: torch.dtype, store: torch.dtype, csrc: Path = CSRC) -> Tenso
     return backend.attend_stored(contract.operator(HEADS, HEADS, DIM), backend.prepare(table), kv, q).o.flatten()
 
 
-@pytest.mark.long(but=["int8-plain", "int8-bf16", "int8-fp16", "fp8-plain", "fp8-bf16"])
+@pytest.mark.long
 @cores
 @stores
 def test_every_code_of_v(dtype: torch.dtype, store: torch.dtype) -> None:
@@ -84,6 +84,7 @@ def test_codes_that_pass_through_a_subnormal_float_are_lost(tmp_path: Path) -> N
     assert not found[lost].any()
 
 
+@pytest.mark.long(but=["int8-plain", "int8-bf16", "int8-fp16", "fp8-plain", "fp8-bf16"])
 @cores
 @stores
 def test_every_code_of_k(dtype: torch.dtype, store: torch.dtype) -> None:

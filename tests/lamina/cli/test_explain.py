@@ -52,6 +52,7 @@ def test_alternating_windows_are_stamped_by_their_period(tmp_path: Path, capsys:
     assert (facts["num_slices"], facts["stamped_layers"]) == (13, 3)
 
 
+@pytest.mark.long
 def test_a_model_with_weights_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = LlamaConfig(num_hidden_layers=3, **_SIZES)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -113,6 +114,7 @@ def test_nothing_is_planned_when_only_asked(tmp_path: Path, capsys: pytest.Captu
     assert main(["explain", str(tmp_path / "absent"), "--no-weights"]) == 2
 
 
+@pytest.mark.long
 def test_code_of_a_model_is_run_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = _config(tmp_path, 2)
     own = "from transformers import LlamaConfig, LlamaForCausalLM\n"
@@ -154,6 +156,7 @@ def test_a_model_is_traced_for_the_first_explanation_alone(
         told("--trust-remote-code")
 
 
+@pytest.mark.long
 def test_kv_that_a_budget_keeps_is_told_by_tier_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = [_config(tmp_path, 4), "--no-weights", "--length", "1000", "--kv-budget", "256"]
     facts = _json(capsys, *plan, "--kv-memory", "10MB")

@@ -128,6 +128,7 @@ def test_a_directory_without_a_model_is_told_before_anything_starts(
     assert "it has no config.json" in capsys.readouterr().err
 
 
+@pytest.mark.long(but=["generate-flags0---transport", "generate-flags1---attention", "serve-flags5-"])
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -190,6 +191,7 @@ def test_dry_run_reads_a_store_that_is_there(tmp_path: Path, capsys: pytest.Capt
     assert "a secret is 64 hexadecimal digits" in capsys.readouterr().err
 
 
+@pytest.mark.long(but=["loopback"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_dry_run_opens_the_transport(
     scheme: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -329,6 +331,7 @@ def test_options_as_other_libraries_write_them() -> None:
         make_config({"memory_worker": 2})
 
 
+@pytest.mark.long
 def test_several_completions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     generate = ["generate", MODEL, "--prompt", "def f", "--transport", "loopback", "--max-tokens", "4"]
     sampling = ["--logprobs", "1", "--temperature", "0.8", "--min-p", "0.02", "--frequency-penalty", "0.1"]

@@ -98,7 +98,7 @@ def test_a_stage_has_a_channel_for_what_crosses_to_each_of_those_beside_it() -> 
 STARTERS = [["generate", MODEL, "--prompt", "x"], ["serve", MODEL, "--port", "0"], ["bench", "decode", MODEL]]
 
 
-@pytest.mark.long(but=["generate", "serve", "bench"])
+@pytest.mark.long(but=["generate"])
 @pytest.mark.parametrize("command", STARTERS, ids=lambda c: c[0])
 def test_every_dry_run_has_it(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--dry-run", "--kv-memory", "8MiB", "--prefill-workers", "1"]) == 0

@@ -205,6 +205,7 @@ def told(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, Any]
     return runs
 
 
+@pytest.mark.long
 def test_policies_have_mooncakes_order() -> None:
     """Where there is more to compute than workers can without what they have."""
     mean = {}

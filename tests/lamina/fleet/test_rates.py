@@ -70,6 +70,7 @@ def test_noise_of_a_tenth_moves_nothing(count: int) -> None:
         assert pools.changes == [], seed
 
 
+@pytest.mark.long(but=["0.5-2", "0.5-3", "0.5-8"])
 @pytest.mark.parametrize("count", [2, 3, 8])
 @pytest.mark.parametrize("part", [0.5, 0.25, 0.12])
 def test_one_that_is_throttled_loses_a_part_once_and_has_it_back_once(count: int, part: float) -> None:

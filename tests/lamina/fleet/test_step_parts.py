@@ -67,6 +67,7 @@ def test_a_driver_hears_of_a_step_once_it_is_whole() -> None:
     assert pools.wait_for([member], StepDone, 1.0, "for a step") == step(500, 500, 500)
 
 
+@pytest.mark.long
 def test_whole_logits_of_many_rows_pass_a_link_of_short_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(str(MODEL), transport="loopback", max_logprobs=-1, dtype="float32") as llm:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=-1)

@@ -188,6 +188,7 @@ def test_bidirectional_layers_are_refused() -> None:
         convert_model(model, max_model_len=64)
 
 
+@pytest.mark.long
 def test_rotary_frequencies_that_switch_are_held_on_their_near_side() -> None:
     model = MODELS["phi3-longrope"]()
     short = [t for t in convert_model(model, max_model_len=64).slices[0].weights.items() if "inv_freq" in t[0]]

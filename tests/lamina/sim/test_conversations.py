@@ -36,6 +36,7 @@ def test_ahead_of_both_once_the_line_is_long() -> None:
     assert ahead.hit > 1.5 * max(lru.hit, fifo.hit)
 
 
+@pytest.mark.long
 def test_nearly_all_hits_are_in_memory_then() -> None:
     assert played(AHEAD).in_memory_deep > 0.99
     assert played(LRU).in_memory_deep < 0.5, "the control"

@@ -23,6 +23,7 @@ SEEDS, PARTS = 12, 3
 NOTICES = 5
 
 
+@pytest.mark.long(but=["0"])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_stream_goes_on(part: int) -> None:
     counts: Counter[str] = Counter()
@@ -95,6 +96,7 @@ def test_a_mistake_is_seen(mistake: str) -> None:
         check_fleet(of)
 
 
+@pytest.mark.long
 def test_who_is_told_to_end_gives_its_kv_away_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """And where nobody heeds it, it would go on as if nothing were: that is seen, too."""
     told = [of for of in map(crossed_fleet, range(40)) if any(hit.how == TOLD for hit in of.hits)][:NOTICES]

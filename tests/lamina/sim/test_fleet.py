@@ -288,6 +288,7 @@ MISTAKES: dict[str, tuple[Mistake, int]] = {
 }
 
 
+@pytest.mark.long(but=["plans are of an older view", "turns are kept", "grants are kept", "prompts are kept"])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_seen(mistake: str) -> None:
     """In a scenario that is right without it, as those of the first seeds are."""

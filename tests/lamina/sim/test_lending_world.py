@@ -104,6 +104,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
 }
 
 
+@pytest.mark.long(but=["a cap is forgotten", "a debtor counts a lease for longer", "an old heartbeat counts"])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*MISTAKES[mistake])

@@ -355,6 +355,7 @@ BEGIN = {
 }
 
 
+@pytest.mark.long(but=["num_scheduled", "num_drawing", "steps of the engine"])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_seen(mistake: str) -> None:
     """In a scenario that is right without it."""
@@ -392,7 +393,7 @@ def breaks(of: Any) -> bool:
     return False
 
 
-@pytest.mark.long(but=["5"])
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_another_engine_goes_on_where_one_has_died(part: int) -> None:
     """With what readers have by then, at any moment: all get what they would have got."""

@@ -134,6 +134,7 @@ def test_workers_find_the_package_where_their_driver_did() -> None:
     assert Path(first, "lamina", "__init__.py").samefile(ROOT / "lamina" / "__init__.py")
 
 
+@pytest.mark.long
 def test_two_forked_workers_draw_apart_and_share_nothing(start: WarmStart) -> None:
     first, second = Probe(), Probe()
     ours, other = first.told(), second.told()

@@ -69,6 +69,7 @@ def test_kernels_assemble_and_order_memory(architecture: int) -> None:
             assert not re.search(r"\bst\.(?:global\.)?(?:v4\.)?[bu]", before[fences[-1] :]), "nothing behind the fence"
 
 
+@pytest.mark.long
 @needs_nvcc
 def test_a_copy_has_64_kib_on_their_way() -> None:
     """Loads of a thread come one behind the other, and only then the stores that wait for them."""

@@ -45,6 +45,7 @@ def test_the_contract_and_faults_hold_over_libmlx5(tmp_path: Path) -> None:
     assert passed(CONTRACT, "mlx5", tmp_path) > 90
 
 
+@pytest.mark.long
 @pytest.mark.timeout(320)
 def test_the_faults_hold_on_rings_of_libmlx5_in_the_host_s_memory(tmp_path: Path) -> None:
     assert passed(CHECKS[:1], "mlx5", tmp_path, firmware=False) > 25

@@ -91,6 +91,7 @@ def test_on_a_whole_machine_it_opens(tmp_path: Path) -> None:
     assert opens(done.stdout).startswith("opens mlx5: yes"), done.stdout + done.stderr
 
 
+@pytest.mark.long(but=["no NIC", "no link", "no such GID"])
 @pytest.mark.parametrize("name", LACKS)
 def test_doctor_says_in_one_line_what_is_missing(name: str, tmp_path: Path) -> None:
     lack = LACKS[name]

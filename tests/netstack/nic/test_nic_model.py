@@ -69,7 +69,7 @@ def test_a_million_posts_with_every_wrap(program: Path) -> None:
     assert int(prove(program, 1_000_000, 1).split()[2]) >= 1_000_000
 
 
-@pytest.mark.long(but=["2"])
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("seed", range(2, 8))
 def test_other_schedules(program: Path, seed: int) -> None:

@@ -170,6 +170,7 @@ def test_silence_is_filled_with_comments() -> None:
     assert run(work()).count(": keep-alive\n\n") >= 2
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(st.integers(0, 2), st.text(max_size=3), st.booleans()), min_size=1, max_size=20))
 def test_what_a_slow_reader_takes_late_adds_up(parts: list[tuple[int, str, bool]]) -> None:
     async def work() -> dict[int, tuple[str, list[int]]]:

@@ -160,6 +160,7 @@ def test_agrees_with_a_stopwatch_at_the_wire(
     raise AssertionError((told, medians, found["output_throughput"], duration))
 
 
+@pytest.mark.long
 def test_agrees_with_what_the_server_counted(
     server: Running, http: httpx.Client, capsys: pytest.CaptureFixture[str]
 ) -> None:

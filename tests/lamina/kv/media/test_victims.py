@@ -111,6 +111,7 @@ def hit_rate(requests: list[list[bytes]], policy: str, pages: int) -> float:
     return hits / sum(map(len, requests))
 
 
+@pytest.mark.long(but=["synthetic-1000-0.084"])
 @pytest.mark.parametrize(
     ("name", "pages", "rate"),
     [

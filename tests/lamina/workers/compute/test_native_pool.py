@@ -123,7 +123,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.long(but=["shm-head-[0.7, 0.3]-False"])
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("partition", "weights", "guarded"),
     [*((name, weights, False) for name, weights in SPREAD), ("head", [1.0, 1.0], True), ("head", [1.0] * 4, True)],

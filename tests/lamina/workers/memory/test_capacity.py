@@ -35,6 +35,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.long(but=["float32-weights0-head-few", "float32-weights0-head-window"])
 @pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("partition", sorted(PARTITIONS))
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [1.0, 1.0, 1.0], [2.0, 1.0], [1.0] * 5])

@@ -102,6 +102,7 @@ def test_workers_partition_and_overlap_make_no_difference_bit_for_bit(
         assert [equal(first, other) for other in others] == [True] * len(others), number
 
 
+@pytest.mark.long(but=["shm-192-head-float32", "shm-192-head-bfloat16", "shm-192-request-float32"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("partition", ["head", "request", "token"])
 @pytest.mark.parametrize("length", [192, 187])

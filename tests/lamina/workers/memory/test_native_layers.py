@@ -73,6 +73,7 @@ def check_steps(m: Model, wanted: Wanted) -> None:
             assert torch.equal(a, b), (number, layer)
 
 
+@pytest.mark.long(but=["head-[1.0]-float32-False-shm", "head-[1.0]-float32-True-shm"])
 @transports
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -142,6 +143,7 @@ SPARSE = [shape(), shape(8, 4, 16, 24, softcap=3.0), shape(window=40), shape(8, 
 BUDGET = {"kv_budget": 64, "kv_recent": 16, "max_rows": 200}
 
 
+@pytest.mark.long(but=["shm-loopback-float32-auto-[1.0, 1.0]", "shm-loopback-bfloat16-auto-[1.0]"])
 @pytest.mark.parametrize(
     ("dtype", "kind", "weights"),
     [

@@ -108,6 +108,7 @@ def places(draw: st.DrawFn, x: Both) -> Place:
     return found if legal(x, found) else Place(found.lane)
 
 
+@pytest.mark.long
 @settings(max_examples=8, deadline=None)
 @given(
     data=st.data(),

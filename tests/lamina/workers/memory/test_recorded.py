@@ -143,6 +143,7 @@ def test_rounds_of_decoding_are_launched_as_graphs_and_have_the_same_bits(
     assert capture.graphs == 1
 
 
+@pytest.mark.long
 def test_a_graphed_round_launches_nothing_else(kernels: GraphedKernels, gpu: Callable[[], StandInGpu]) -> None:
     launched = list[int]()
     for rounds in (0, 1, 2, 7):
