@@ -75,7 +75,7 @@ class Drill:
         """
         due = self._due_of(faults)
         first, moment = due[0]
-        bodies = self._forgotten() if moment.kind == SAVE else self._bodies
+        bodies = self._forgotten(self._bodies) if moment.kind == SAVE else self._bodies
         for _ in range(TRIES):
             victim, strikes = self._target.victim(self._faults[first][0], self._rng), list[HitMade]()
             told = [StreamTold() for _ in self._bodies]
@@ -93,10 +93,10 @@ class Drill:
         ends = [*(s.at for s in strikes[1:]), inf]
         return [self._blow(s, end, told, verdicts) for s, end in zip(_in_time(strikes, told), ends, strict=False)], well
 
-    def _forgotten(self) -> list[dict[str, Any]]:
-        """The same requests, whose KV nobody has: all is computed and saved again."""
+    def _forgotten(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The same requests, whose KV nobody has: all is computed, and saved, again."""
         self._num_salts += 1
-        return [{**body, "cache_salt": f"hit {self._num_salts}"} for body in self._bodies]
+        return [{**body, "cache_salt": f"hit {self._num_salts}"} for body in bodies]
 
     def _due_of(self, faults: Sequence[str]) -> list[tuple[str, StrikeMoment]]:
         """When each comes. One that comes before the first request is the first of a reading."""
@@ -147,8 +147,10 @@ class Drill:
         return self._read([body])[0]
 
     def _judged(self, told: Sequence[StreamTold], *, well: bool) -> Counter[str]:
-        """Where the server is well, streams without a seed are asked for again, with the seed that they were given."""
-        wanted, bodies = dict(enumerate(self._wanted)), list(self._bodies)
+        """Where the server is well, streams without a seed are asked for again, with the seed that they were given, and
+        without the KV that the hit streams have left: damage in it would be in both answers.
+        """
+        wanted, bodies = dict(enumerate(self._wanted)), self._forgotten(self._bodies)
         known = {i for i, b in enumerate(bodies) if has_one_answer(b)}
         if well:
             seeds = seeds_of(self._target.journal)
@@ -157,17 +159,17 @@ class Drill:
                 bodies[i] = {**bodies[i], "seed": seeds[told[i].id]}
             wanted.update(zip(again, self._read([bodies[i] for i in again]), strict=True))
             known.update(again)
-        words = [verdict(one, wanted[i], exactly=i in known) for i, one in enumerate(told)]
+        verdicts = [verdict(one, wanted[i], exactly=i in known) for i, one in enumerate(told)]
         error = max((error_of(one, wanted[i]) for i, one in enumerate(told) if i in known), default=0.0)
         for i in known if well else ():
-            if words[i] == "wrong" and is_at_edge(told[i], wanted[i], bodies[i], error, self._read_one):
-                words[i] = "edge"
-        for i, word in enumerate(words):
+            if verdicts[i] == "wrong" and is_at_edge(told[i], wanted[i], bodies[i], error, self._read_one):
+                verdicts[i] = "edge"
+        for i, word in enumerate(verdicts):
             if word in BAD:
-                log.warning(
-                    "stream %d was %s: %s (error %.1g): %s", i, word, words_of(told[i], wanted[i]), error, bodies[i]
-                )
-        return Counter(words)
+                words = words_of(told[i], wanted[i])
+                log.warning("stream %d was %s: %s (error %.1g): %s", i, word, words, error, bodies[i])
+                log.warning("stream %d was told tokens %s; wanted are %s", i, told[i].ids, wanted[i].ids)
+        return Counter(verdicts)
 
 
 def _in_time(strikes: Sequence[HitMade], told: Sequence[StreamTold]) -> list[HitMade]:

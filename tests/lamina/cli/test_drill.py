@@ -66,15 +66,17 @@ def test_a_worker_has_the_place_that_the_last_meeting_gave_it() -> None:
     assert places_of([]) == {}
 
 
-def test_the_journal_knows_the_seed_of_a_stream_that_has_none(tmp_path: Path) -> None:
-    async def write() -> None:
-        journal = Journal(str(tmp_path / "journal"), MODEL, 1 << 20)
-        prompts = [KeptPrompt(0, [5, 6], "ab", 1234)]
-        asked = {"kind": "cmpl", "model": "m", "created": 1, "params": SamplingParams(), "prompts": prompts}
-        await journal.accept(Accepted(id="cmpl-1", **asked))
-        journal.close()
+async def write_seed(folder: Path) -> None:
+    """A journal in which the stream ``cmpl-1`` has the seed 1234."""
+    journal = Journal(str(folder), MODEL, 1 << 20)
+    prompts = [KeptPrompt(0, [5, 6], "ab", 1234)]
+    asked = {"kind": "cmpl", "model": "m", "created": 1, "params": SamplingParams(), "prompts": prompts}
+    await journal.accept(Accepted(id="cmpl-1", **asked))
+    journal.close()
 
-    asyncio.run(write())
+
+def test_the_journal_knows_the_seed_of_a_stream_that_has_none(tmp_path: Path) -> None:
+    asyncio.run(write_seed(tmp_path / "journal"))
     assert seeds_of(tmp_path / "journal") == {"cmpl-1": 1234}
 
 
@@ -163,11 +165,29 @@ def test_a_hit_before_the_first_request_is_the_first_of_a_reading() -> None:
     assert kinds == {ANY, *KINDS} - {"grant", *PAGES}
 
 
+def test_kv_that_a_hit_has_damaged_is_not_read_by_the_run_that_judges(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that answers from damaged KV where a request's salt is that of the streams that were hit."""
+    drill = Drill(NoServer(journal=tmp_path), argparse.Namespace(seed=0, streams=8, tokens=2), FAULTS)  # type: ignore[arg-type]
+
+    def read(bodies: list[dict[str, object]], *_: object) -> list[StreamTold]:
+        ids = [[5, 6] if body.get("cache_salt") else [5, 7] for body in bodies]
+        return [StreamTold({0: "a"}, {0: x}, {}, {0: "length"}, 2, "", [1.0], "cmpl-1") for x in ids]
+
+    drill._read = read  # type: ignore[method-assign,assignment]
+    drill._wanted = read(drill._bodies)
+    asyncio.run(write_seed(tmp_path))
+    assert drill._judged(read(drill._bodies), well=True) == {"right": 7, "wrong": 1}
+    assert "stream 6 was told tokens {0: [5, 7]}; wanted are {0: [5, 6]}" in caplog.text
+
+
 class NoServer(NamedTuple):
     """What a drill asks of its target before the first hit."""
 
     has_prefill: bool = False
     has_pages: bool = False
+    journal: Path = Path()
 
 
 @pytest.mark.parametrize(
