@@ -17,9 +17,14 @@ from types import TracebackType
 
 from image import PYVERBS, ROOT, Image, program
 
+from lamina.processes import descendants_of, fields_of
+
 BOOT_S = 90.0
-KVM_BOOT_S = 15.0
-LIFE_S = 1800  # no guest outlives this, whatever happens to the tests
+KVM_BOOT_S = 15.0  # by the host's clock: else its processors are emulated
+PATIENCE = 10  # a second of a guest may take so many of the host's, which has other work
+TICK = os.sysconf("SC_CLK_TCK")
+LOOK_S = 1.0
+LIFE_S = 7200  # no guest outlives this, whatever happens to the tests
 MEMORY_MB = 3072
 PYTHON = Path(sys.executable)
 SHELL = (  # pyverbs is the distribution's, and nothing else of its packages is wanted
@@ -45,7 +50,8 @@ class Done:
 
 class Guest:
     """Boots on entry, is killed on exit. ``wire``: one end of a socketpair, whose other end another guest has; the
-    caller's. Without one, both ends of the link are in this guest.
+    caller's. Without one, both ends of the link are in this guest. A ``timeout_s`` is of its own: it goes by while its
+    processors run, and where they wait, by the host's clock, PATIENCE times as slowly.
     """
 
     def __init__(
@@ -63,12 +69,12 @@ class Guest:
     def __enter__(self) -> Guest:
         start = monotonic()
         self._console = tempfile.NamedTemporaryFile(prefix="lamina-vm-", suffix=".log")
-        attempts = [("kvm", KVM_BOOT_S)] if _kvm_may_work() else []
-        for self.accelerator, patience_s in [*attempts, ("tcg", BOOT_S)]:
+        attempts = [("kvm", KVM_BOOT_S, 1)] if _kvm_may_work() else []
+        for self.accelerator, boot_s, patience in [*attempts, ("tcg", BOOT_S, PATIENCE)]:
             self._start()
             try:
-                self._until(b"ready ", patience_s)
-                self._until(b"\n", patience_s)
+                self._until(b"ready ", boot_s, patience)
+                self._until(b"\n", boot_s, patience)
                 break
             except TimeoutError:
                 self.stop()
@@ -165,20 +171,29 @@ class Guest:
             command += ["-netdev", netdev, "-device", f"virtio-net-pci,netdev=wire,mac={self._mac}"]
         return command
 
-    def _until(self, mark: bytes, timeout_s: float) -> bytes:
+    def _until(self, mark: bytes, timeout_s: float, patience: float = PATIENCE) -> bytes:
         """What the guest says before ``mark``."""
-        deadline = monotonic() + timeout_s
+        begun, ran_s = monotonic(), self._ran_s()
         stdout = self._process.stdout
         assert stdout is not None
         while (at := self._buffer.find(mark)) < 0:
-            if not select.select([stdout], [], [], max(0.0, deadline - monotonic()))[0]:
-                raise TimeoutError(f"the guest is silent after {timeout_s:g} s: {self._said()}")
+            if not select.select([stdout], [], [], LOOK_S)[0]:
+                waited_s, own_s = monotonic() - begun, self._ran_s() - ran_s
+                if waited_s > patience * timeout_s or min(waited_s, own_s) > timeout_s:
+                    how_long = f"{waited_s:.0f} s, of which its processors ran {own_s:.0f}"
+                    raise TimeoutError(f"the guest is silent after {how_long}: {self._said()}")
+                continue
             chunk = os.read(stdout.fileno(), 1 << 16)
             if not chunk:
                 raise RuntimeError(f"the guest ended: {self._said()}")
             self._buffer += chunk
         before, self._buffer = self._buffer[:at], self._buffer[at + len(mark) :]
         return before
+
+    def _ran_s(self) -> float:
+        """Seconds that each of its processors has run, on average; the emulator's other threads count too."""
+        ticks = (int(n) for pid in descendants_of(self._process.pid) for n in fields_of(pid)[11:13])
+        return sum(ticks) / TICK / self._processors
 
     def _said(self) -> str:
         return f"{self._buffer.decode(errors='replace')[-3000:]}\nconsole: {self.console[-2000:]}"
