@@ -342,9 +342,7 @@ class Driver:
             self._check(name, getattr(self._library, name)(*arguments))
 
     def allocate(self, data: bytes, nbytes: int = 0) -> int:
-        """Device memory of this process, of ``nbytes`` or more, that begins with ``data``; its address. ``free`` gives
-        it back.
-        """
+        """Device memory of ``nbytes`` or more that begins with ``data``; its address, for ``free``."""
         address = c_uint64()
         self.call("cuMemAlloc_v2", byref(address), max(len(data), nbytes))
         self.write(address.value, data)
@@ -354,7 +352,9 @@ class Driver:
         self.call("cuMemFree_v2", address)
 
     def write(self, address: int, data: bytes) -> None:
+        """It is there then, for a peer's NIC and for kernels of any stream, and so is all that was set before."""
         self.call("cuMemcpyHtoD_v2", address, data, len(data))
+        self.call("cuStreamSynchronize", None)  # that call may return before (CUDA, "API synchronization behavior")
 
     def read(self, address: int, nbytes: int) -> bytes:
         data = ctypes.create_string_buffer(nbytes)

@@ -131,6 +131,21 @@ struct Stream {
 std::mutex streams_mutex;
 std::vector<Stream*> streams;
 
+// What the default stream, for which no kernel's stream here waits, has not done yet: as a driver may, copies out of
+// pageable memory and memsets return before.
+std::mutex late_mutex;
+std::vector<Work> late;
+
+void do_late() {
+  const std::lock_guard<std::mutex> lock(late_mutex);
+  for (const Work& work : late) work();
+  late.clear();
+}
+void do_later(Work work) {
+  const std::lock_guard<std::mutex> lock(late_mutex);
+  late.push_back(std::move(work));
+}
+
 struct Event {
   std::mutex mutex;
   std::condition_variable changed;
@@ -236,6 +251,7 @@ CUresult cuCtxPopCurrent_v2(CUcontext*) {
 
 CUresult cuCtxSynchronize() {
   NEEDS_CONTEXT;
+  do_late();
   const std::lock_guard<std::mutex> lock(streams_mutex);  // nobody makes or destroys one meanwhile
   for (Stream* stream : streams) stream->wait();
   return kOkay;
@@ -306,6 +322,7 @@ CUresult cuMemMap(CUdeviceptr at, std::size_t bytes, std::size_t, CUmemGenericAl
 }
 CUresult cuMemUnmap(CUdeviceptr at, std::size_t bytes) {
   NEEDS_CONTEXT;
+  do_late();
   --live;
   void* place = mmap(pointer<void>(at), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
   return place == MAP_FAILED ? kInvalid : kOkay;
@@ -323,6 +340,7 @@ CUresult cuMemAlloc_v2(CUdeviceptr* at, std::size_t bytes) {
 }
 CUresult cuMemFree_v2(CUdeviceptr at) {
   NEEDS_CONTEXT;
+  do_late();
   std::free(pointer<void>(at));
   --live;
   return kOkay;
@@ -368,17 +386,21 @@ CUresult cuMemGetHandleForAddressRange(void* out, CUdeviceptr at, std::size_t by
 }
 CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, std::size_t bytes) {
   NEEDS_CONTEXT;
-  std::memcpy(pointer<void>(to), from, bytes);
+  do_late();
+  const auto* const data = static_cast<const char*>(from);
+  do_later(
+      [to, data = std::vector<char>(data, data + bytes)] { std::copy(data.begin(), data.end(), pointer<char>(to)); });
   return kOkay;
 }
 CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, std::size_t bytes) {
   NEEDS_CONTEXT;
+  do_late();
   std::memcpy(to, pointer<void>(from), bytes);
   return kOkay;
 }
 CUresult cuMemsetD8_v2(CUdeviceptr at, unsigned char value, std::size_t bytes) {
   NEEDS_CONTEXT;
-  std::memset(pointer<void>(at), value, bytes);
+  do_later([=] { std::memset(pointer<void>(at), value, bytes); });
   return kOkay;
 }
 
@@ -413,6 +435,7 @@ CUresult cuStreamCreate(CUstream* stream, unsigned) {
 }
 CUresult cuStreamSynchronize(CUstream stream) {
   NEEDS_CONTEXT;
+  if (!stream) return do_late(), kOkay;
   reinterpret_cast<Stream*>(stream)->wait();
   return kOkay;
 }

@@ -27,7 +27,7 @@ from lamina.netstack.cuda.cuda import (
     receive_card,
 )
 from lamina.netstack.cuda.driver import SIGNATURES, AllocationProperties, CudaError, CudaStream, Driver, Pinned, Shared
-from lamina.netstack.cuda.ends import inbox_bytes, stride
+from lamina.netstack.cuda.ends import clear_inbox, inbox_bytes, stride
 from lamina.netstack.host.native import ABORTED, CREDIT_AT, FAULT, OK, SLOTS_AT, TIMEOUT
 from lamina.netstack.meeting.handshake import drive
 
@@ -89,6 +89,23 @@ def test_the_layout_of_an_inbox_is_that_of_the_headers() -> None:
     native = pytest.importorskip("lamina.netstack.nic_model._native", reason="its native module is not built")
     for slots, slot_bytes in ((1, 1), (3, 63), (3, 64), (3, 65), (1024, 4096)):
         assert inbox_bytes(Geometry(slots=slots, slot_bytes=slot_bytes)) == native.inbox_bytes(slots, slot_bytes)
+
+
+def test_what_was_written_is_there_before_a_peer_hears_of_it() -> None:
+    """A copy from pageable memory, and a memset, may be on their way when the driver returns, and would come behind a
+    peer's first signal.
+    """
+    driver = Driver()
+    at = driver.allocate(b"old", SLOTS_AT)
+    assert ctypes.string_at(at, 3) == b"old"
+    driver.call("cuMemsetD8_v2", at, 7, SLOTS_AT)
+    assert ctypes.string_at(at, 3) == b"old", "the stand-in does it no sooner than it has to"
+    driver.write(at, b"new")
+    assert ctypes.string_at(at, 4) == b"new\7"
+    clear_inbox(driver, at, 5)
+    assert ctypes.string_at(at, SLOTS_AT) == (5).to_bytes(8, "little") * 3 + bytes(SLOTS_AT - 24)
+    driver.free(at)
+    driver.close()
 
 
 def test_one_graph_is_replayed_over_many_laps() -> None:
