@@ -29,6 +29,8 @@ import socket
 from contextlib import closing
 from dataclasses import replace
 from threading import BoundedSemaphore, Thread
+from time import monotonic
+from weakref import WeakSet
 
 from lamina.netstack.contract.base import SPIN_S, affordable_spin, rdma_device
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric, HandshakeError, Region
@@ -58,6 +60,7 @@ class VerbsFabric(TcpFabric):
         super().__init__(key)
         self._way = way or open_way(device, affordable_spin(spin_s))
         self._trials = BoundedSemaphore(TRIALS_AT_ONCE)
+        self._answering: WeakSet[Thread] = WeakSet()
 
     def register(self, buffer: memoryview) -> Region:
         region = super().register(buffer)
@@ -83,6 +86,9 @@ class VerbsFabric(TcpFabric):
 
     def close(self) -> None:
         super().close()
+        deadline = monotonic() + TRIAL_S
+        for thread in list(self._answering):  # with its channel it ends; until then it uses what the way has open
+            thread.join(max(0.0, deadline - monotonic()))
         self._way.close()
 
     def _connect(self, url: str, terms: Terms, scheme: str, timeout_s: float) -> Channel:
@@ -113,7 +119,9 @@ class VerbsFabric(TcpFabric):
                 self._trials.release()
 
         try:
-            Thread(target=run, name="lamina-trial", daemon=True).start()
+            thread = Thread(target=run, name="lamina-trial", daemon=True)
+            thread.start()
+            self._answering.add(thread)
         except RuntimeError as error:  # this host has no thread for it
             channel.close()
             self._trials.release()

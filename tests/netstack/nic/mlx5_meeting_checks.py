@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -98,6 +99,32 @@ def test_mlx5_is_not_taken_where_kernels_get_another_byte(
     assert len(bent) == 1
     assert not isinstance(a, netstack.DeviceChannel)
     talk(a, b)
+
+
+def test_mlx5_a_trial_that_is_answered_ends_with_its_fabric() -> None:
+    """Before the driver is closed that its kernels use, whose stream and memory it gives back."""
+    fabric, other = (netstack.open("mlx5", key=KEY) for _ in range(2))
+    assert isinstance(other, mlx5.Mlx5Fabric)
+    listener, terms = fabric.listen(), netstack.Terms(outbound=SMALL, inbound=SMALL, kernels=True)
+
+    def answering() -> bool:
+        return any(thread.name == "lamina-trial" for thread in threading.enumerate())
+
+    FAKE.fake_mlx5_deafen(True)
+    with ThreadPoolExecutor(2) as pool:
+        accepting = pool.submit(listener.accept, timeout_s=SOON_S)
+        asking = pool.submit(other.try_out, listener.url, terms, timeout_s=SOON_S)
+        deadline = time.monotonic() + SOON_S
+        while not answering() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert answering()
+        fabric.close()
+        assert not answering()
+        FAKE.fake_mlx5_deafen(False)
+        assert "closed the channel" in asking.result(SOON_S)
+        with pytest.raises(netstack.ChannelAborted):
+            accepting.result(SOON_S)
+    other.close()
 
 
 HELLO_3 = struct.Struct("!4sHH16s8sIQIQ64s64s32s")  # of version 3, by which mlx5 had one queue, and then two
