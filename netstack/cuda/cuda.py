@@ -27,7 +27,7 @@ from lamina.netstack.meeting.listener import Meeting
 
 from .driver import Driver, Shared
 from .ends import ENDS, clear_inbox, inbox_bytes, new_ends
-from .kernel_channel import KernelChannel, LinkKind, directions
+from .kernel_channel import KernelChannel, LinkKind, directions, leave_all
 
 DEVICE = "LAMINA_CUDA_DEVICE"
 MEMORY = LinkKind("memory", ENDS)
@@ -63,9 +63,7 @@ class CudaFabric(ShmFabric):
         self._driver = driver
 
     def close(self) -> None:
-        for opened in list(self._opened):
-            if isinstance(opened, CudaChannel):  # all, before one waits for kernels, which may wait for peers of others
-                opened._leave("closed the channel")
+        leave_all(self._opened)
         super().close()
         self._driver.close()
 

@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ STALL_NS = 1_000_000_000  # a put or release that takes so long has lost its mem
 MAIL = struct.Struct("<Q32si")  # bytes, tag and status of a direction, in a line of pinned memory
 TAG_OFFSET, STATUS_OFFSET = 8, 40
 SENDER, RECEIVER = 0, 1
+CLOSED = "closed the channel"
 BROKEN = "the peer broke the protocol: a signal, credit or header out of its bounds"
 KERNELS_OF_VIEW = "send", "send_two", "receive", "receive_due"
 
@@ -37,12 +38,14 @@ KERNELS_OF_VIEW = "send", "send_two", "receive", "receive_due"
 @dataclass(frozen=True)
 class LinkKind:
     """``name``: of its kernels, between lamina_ and what they do; ``layout``: of a lane's struct; ``has_bulk``: behind
-    that of the first lies that of a second lane, in channels of kernels.
+    that of the first lies that of a second lane, in channels of kernels. ``at_once``: kernels that are launched while
+    others wait, which loading one may wait for.
     """
 
     name: str
     layout: StructLayout
     has_bulk: bool = False
+    at_once: tuple[str, ...] = KERNELS_OF_VIEW
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class KernelChannel(WatchedChannel):
                 view[0] = 1
 
             weakref.finalize(self, watch(self._sock, end_waits, self._events()))
-            for kernel in KERNELS_OF_VIEW:
+            for kernel in self._kind.at_once:
                 self._driver.load(f"{self._kind.name}_{kernel}")
         return self._view(0, self._view(1, None) if self._lanes > 1 else None)
 
@@ -136,7 +139,7 @@ class KernelChannel(WatchedChannel):
             self._tell(self._released)
 
     def close(self) -> None:
-        self._leave("closed the channel")
+        self._leave(CLOSED)
         with self._roles[SENDER], self._roles[RECEIVER], self._launching:
             if self._watched:
                 with suppress(CudaError):  # of whatever they were, kernels are over
@@ -322,6 +325,15 @@ class KernelChannel(WatchedChannel):
 
     def _address(self, part: memoryview) -> int:
         return ctypes.addressof(ctypes.c_ubyte.from_buffer(part))
+
+
+def leave_all(opened: Iterable[object]) -> None:
+    """Leave all channels of kernels, before one of them is closed: it waits for kernels, which may wait for peers of
+    others.
+    """
+    for channel in list(opened):
+        if isinstance(channel, KernelChannel):
+            channel._leave(CLOSED)
 
 
 def directions(terms: Terms, *, listening: bool) -> tuple[Geometry, Geometry]:

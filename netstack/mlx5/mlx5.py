@@ -30,7 +30,7 @@ from lamina.netstack.contract.terms import EPOCH_SHIFT, MESSAGE_MOST, Geometry
 from lamina.netstack.cuda.cuda import DEVICE
 from lamina.netstack.cuda.driver import DMA_BUF, CudaError, Driver
 from lamina.netstack.cuda.ends import clear_inbox, inbox_bytes
-from lamina.netstack.cuda.kernel_channel import directions
+from lamina.netstack.cuda.kernel_channel import directions, leave_all
 from lamina.netstack.host.native import Ringer, mlx5_fault, open_kernel_pair, rings_bytes
 from lamina.netstack.meeting.handshake import PeerSession, exchanged
 from lamina.netstack.meeting.listener import Meeting
@@ -192,6 +192,10 @@ class Mlx5Fabric(VerbsFabric):
 
     scheme = "mlx5"
     means = by_host, by_kernels
+
+    def close(self) -> None:
+        leave_all(self._opened)
+        super().close()
 
 
 def open_fabric(key: bytes, *, gpu: int = 0, device: str = "") -> Mlx5Fabric:

@@ -986,3 +986,23 @@ def test_calls_go_on_where_kernels_ended(kernels: tuple[Kernels, Kernels]) -> No
     for n in range(2 * SMALL.slots):
         send(a.channel, b"%d" % n)
         assert receive(b.channel)[2] == b"%d" % n
+
+
+@pytest.mark.parametrize("transport", FOR_KERNELS)
+def test_a_fabric_is_closed_at_once_whichever_peers_its_kernels_wait_for(transport: str) -> None:
+    """To close one channel waits for kernels of the others too."""
+    with scheme_of(transport) as scheme:
+        near, far = (open_or_skip(scheme, gpu=gpu_of(transport)) for _ in range(2))
+        driver = Driver()
+        ends = [Kernels(driver, connect(near, far.listen(), kernels=True).a) for _ in range(3)]
+        for end in ends:
+            end.due(b"", b"x")
+        waits = [Task(end.receive).until_asleep() for end in ends]
+        Task(near.close).join(SOON_S)
+        for wait in waits:
+            with suppress(netstack.ChannelAborted):  # of a host that waits for its kernel's turn
+                assert wait.join(SOON_S) != 0
+        far.close()
+        for end in ends:
+            end.close()
+        driver.close()
