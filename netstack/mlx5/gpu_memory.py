@@ -5,6 +5,7 @@ HARDWARE-UNVERIFIED: run against a stand-in of the CUDA driver.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
@@ -25,7 +26,7 @@ from lamina.netstack.host.native import LINE, Ringer
 
 DMA_BUF_FILE = 1  # CUmemRangeHandleType
 OWNER = 100  # CUGPUDirectRDMAWritesOrdering: kernels of this GPU see a NIC's writes in their order
-PAGE = 4096
+PAGE = mmap.PAGESIZE  # of the host: 64 KiB on some of those whose CPU is NVIDIA's
 NO_PIECE = 0, 0, -1  # as of NicMemory
 NO_DOORBELL = b"\xff" * 8  # kNoDoorbell of csrc/netstack/proxy/proxy.h
 
