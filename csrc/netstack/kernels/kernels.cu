@@ -55,7 +55,7 @@ __device__ void settle(int* status, Status found) {
   if (*status == kOk) *status = found;
 }
 
-// A message's payload: `bytes[0]` from `first`, then, if there is a `second`, `bytes[1]` from it. None: it is in place.
+// A message's payload: `bytes[0]` from `first`, then, if there is a `second`, `bytes[1]` from it.
 struct Source {
   const u8 *first, *second;
   const u64* bytes;
@@ -86,7 +86,7 @@ __device__ void put(C& c, Source source, const u64* tag, u64 timeout_ns, int* st
   __syncthreads();
   if (!ready) return;
   u8* payload = payload_of(c, c.published);
-  if (source.first) copy(payload, source.first, source.bytes[0]);
+  copy(payload, source.first, source.bytes[0]);
   if (source.second) copy(payload + source.bytes[0], source.second, source.bytes[1]);
   __syncthreads();  // with publish's fence, all threads' stores come before the signal
   if (threadIdx.x != 0) return;

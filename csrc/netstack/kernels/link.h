@@ -1,8 +1,7 @@
 // The kernels of one kind of link, the same for all kinds: kernels.cu includes this once for each, with LAMINA_LINK as its
 // channel and LAMINA_OF_LINK(name) as a kernel's whole name.
 
-// Send `*bytes` from `source` with the four words of `tag`. A null `source`: an earlier kernel has written the payload
-// to that of message `channel->published` itself.
+// Send `*bytes` from `source` with the four words of `tag`.
 LAMINA_KERNEL LAMINA_OF_LINK(send)(LAMINA_LINK* channel, const u8* source, const u64* bytes, const u64* tag,
                                    u64 timeout_ns, int* status) {
   send(*channel, Source{source, nullptr, bytes}, tag, timeout_ns, status);
