@@ -61,7 +61,7 @@ def test_tokens_over_libmlx5_are_those_of_hosts_and_of_transformers(tmp_path: Pa
 @pytest.mark.long(but=["calls-gpu"])
 @pytest.mark.parametrize("rings", ["gpu", "host"])
 @pytest.mark.parametrize("more", [(), ("--device", "cuda")], ids=["calls", "kernels"])
-def test_two_processes_move_bytes(more: tuple[str, ...], rings: str, tmp_path: Path) -> None:
+def test_two_processes_move_bytes_over_libmlx5(more: tuple[str, ...], rings: str, tmp_path: Path) -> None:
     """By the command with which two hosts would: every payload is compared."""
     command = [sys.executable, "-m", "lamina.netstack", "bench", "--transport", "mlx5", "--pattern", "rtt", "--json"]
     flags = ["--sizes", "8,4KiB", "--count", "20", "--warm-up", "2", *more]
