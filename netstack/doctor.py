@@ -321,12 +321,13 @@ CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
 
 
 def opens(scheme: str, device: str = "") -> Verdict:
-    """Does the transport open, here and now? The cause names the fix. ``device``: of RDMA."""
+    """Does the transport open, here and now, and without what? The cause names the fix. ``device``: of RDMA."""
     try:
-        open(scheme, key=secrets.token_bytes(32), device=device).close()
+        fabric = open(scheme, key=secrets.token_bytes(32), device=device)
+        fabric.close()
     except (ImportError, OSError, ValueError) as error:
         return False, " ".join(str(error).split()), ""
-    return True, "yes", ""
+    return True, "; ".join(["yes", *fabric.remarks]), ""
 
 
 def findings(machine: Machine, schemes: Sequence[str] = ()) -> list[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Protocol
 from weakref import WeakSet
@@ -115,6 +116,7 @@ class BaseFabric:
 
     scheme: str
     in_process: bool = False
+    remarks: Sequence[str] = ()
 
     def __init__(self, key: bytes) -> None:
         if len(key) < KEY_BYTES_MIN:

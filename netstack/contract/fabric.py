@@ -31,6 +31,7 @@ most ``NAME_BYTES`` bytes in UTF-8, without a NUL; an empty one stands for a pee
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -265,6 +266,7 @@ class Fabric(Protocol):
 
     scheme: str
     in_process: bool  # True: both ends must live in one process
+    remarks: Sequence[str]  # what it has to do without on this host, and why: it works, at a price
 
     def register(self, buffer: memoryview) -> Region:
         """Register local memory as a source of messages. ``buffer`` is contiguous."""

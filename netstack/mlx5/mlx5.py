@@ -65,6 +65,7 @@ class KernelWay(NativeWay):
         self._driver = driver
         self._ringer: Ringer | None = None  # where the GPU may not ring
         self._has_rings = False  # whether rings of queue pairs are to lie in the GPU's memory
+        self.remarks = list[str]()  # as of a Fabric
         super().__init__(wanted, spin_s=0.0, gpu=driver.pci_address)
 
     def meeting(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Meeting:
@@ -98,15 +99,18 @@ class KernelWay(NativeWay):
         self._driver.close()
 
     def _try(self, place: Place) -> None:
-        self._has_rings = bool(self._driver.attribute(DMA_BUF))
+        why = "" if self._driver.attribute(DMA_BUF) else "its driver exports none to NICs (dma-buf)"
+        self._has_rings = not why
         try:
             self._open_and_close(place)
         except OSError as error:
             if not self._has_rings:
                 raise
-            log.info("rings of queue pairs lie in the host's memory, not in the GPU's: %s", error)
-            self._has_rings = False
+            why, self._has_rings = str(error), False
             self._open_and_close(place)
+        if why:
+            self.remarks.append(f"rings of queue pairs lie in the host's memory, not in the GPU's: {why}")
+            log.info("%s", self.remarks[-1])
 
     def _open_and_close(self, place: Place) -> None:
         with ExitStack() as parts:
@@ -162,7 +166,8 @@ class KernelWay(NativeWay):
                 registers = parts.enter_context(closing(HostPages(self._driver, ringing, registers=True)))
                 return {"doorbell": registers.of(doorbell)}
             except CudaError as error:
-                log.warning("%s", doorbell_fault(error))
+                self.remarks.append(doorbell_fault(error))
+                log.warning("%s", self.remarks[-1])
                 self._ringer = Ringer(cores_of(self._port.device))
         mailbox = parts.enter_context(closing(Mailbox(self._driver, self._ringer, doorbell, alternate)))
         return {"doorbell": mailbox.address, "alternate": 0}
@@ -193,6 +198,10 @@ class Mlx5Fabric(VerbsFabric):
     scheme = "mlx5"
     means = by_host, by_kernels
 
+    def __init__(self, key: bytes, way: KernelWay) -> None:
+        super().__init__(key, way=way)
+        self.remarks = way.remarks
+
     def close(self) -> None:
         leave_all(self._opened)
         super().close()
@@ -209,7 +218,7 @@ def open_fabric(key: bytes, *, gpu: int = 0, device: str = "") -> Mlx5Fabric:
     try:
         if why := lack(driver):
             raise ImportError(_unusable(f"this GPU is none for it: {why}"))
-        return Mlx5Fabric(key, way=KernelWay(rdma_device(device), driver))
+        return Mlx5Fabric(key, KernelWay(rdma_device(device), driver))
     except BaseException:
         driver.close()
         raise
