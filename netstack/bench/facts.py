@@ -11,11 +11,17 @@ from time import perf_counter_ns
 from typing import Any
 
 from lamina.netstack.contract.base import RDMA_DEVICE
+from lamina.netstack.contract.fabric import Fabric
 from lamina.netstack.rdma.nearest import gpus
 from lamina.netstack.rdma.quality import PARTITION, SERVICE_LEVEL, TRAFFIC_CLASS
 
 RDMA_KNOBS = RDMA_DEVICE, TRAFFIC_CLASS, SERVICE_LEVEL, PARTITION
 ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")  # of a PCI device
+
+
+def side_of(fabric: Fabric, cores: Sequence[int]) -> dict[str, Any]:
+    """Of one side of a measurement: its machine, and what its transport does without there."""
+    return machine(cores) | ({"without": [*fabric.remarks]} if fabric.remarks else {})
 
 
 def machine(cores: Sequence[int] = (), *, root: Path = Path("/")) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric
 from lamina.netstack.contract.terms import Terms
 from lamina.netstack.schemes import open
 
-from .facts import machine
+from .facts import side_of
 from .gemm import GemmBeside
 from .job import FACTS_BYTES, TIMEOUT_S, Job, Measured, Size, receive, send
 from .patterns import DRIVERS, PATTERNS, WINDOWED, client_of
@@ -134,22 +134,21 @@ def beside(plan: BenchPlan) -> Iterator[Callable[[], dict[str, Any]]]:
 
 
 def run(plan: BenchPlan, key: bytes, connect: Sequence[str], *, as_json: bool) -> None:
-    facts = {"client": machine(plan.cores)}
     with beside(plan) as load:
         for scheme in plan.transports:
-            run_one(plan, scheme, key, connect, facts, load, as_json=as_json)
+            run_one(plan, scheme, key, connect, load, as_json=as_json)
 
 
 def run_one(
-    plan: BenchPlan, scheme: str, key: bytes, connect: Sequence[str], facts: dict[str, Any],
-    load: Callable[[], dict[str, Any]], *, as_json: bool,
+    plan: BenchPlan, scheme: str, key: bytes, connect: Sequence[str], load: Callable[[], dict[str, Any]], *,
+    as_json: bool,
 ) -> None:  # fmt: skip
     fabric = open(scheme, key=key)
     try:
         if fabric.in_process:
             raise ValueError(f"--transport {scheme}: both ends live in one process; nothing crosses to another")
         with servers_of(plan, scheme, key, connect) as urls:
-            facts = facts | {"server": [ask_facts(fabric, url) for url in urls]}
+            facts = {"client": side_of(fabric, plan.cores), "server": [ask_facts(fabric, url) for url in urls]}
             for job, per_s in plan.jobs():
                 pattern = PATTERNS[job.pattern]
                 chosen = urls if pattern.fans else urls[:1]
@@ -179,7 +178,7 @@ def servers_of(
 
 
 def ask_facts(fabric: Fabric, url: str) -> dict[str, Any]:
-    """What ``machine`` says on a server's host."""
+    """What ``side_of`` says on a server's host."""
     job = Job("facts", query=FACTS_BYTES)
     channel = connect(fabric, url, job)
     try:

@@ -15,7 +15,7 @@ from time import monotonic, process_time
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric, Listener
 from lamina.netstack.contract.key import KEY
 
-from .facts import machine
+from .facts import side_of
 from .job import TIMEOUT_S, Job, receive, send
 from .patterns import server_of
 
@@ -35,7 +35,7 @@ def serve(fabric: Fabric, listener: Listener, idle_s: float, cores: Sequence[int
                 send(channel, b"{}", TIMEOUT_S)
                 return
             if job.pattern == "facts":
-                outcome = machine(cores)
+                outcome = side_of(fabric, cores)
             else:
                 outcome = _run(fabric, channel, job)
             send(channel, json.dumps(outcome).encode(), TIMEOUT_S)
