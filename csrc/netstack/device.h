@@ -293,16 +293,18 @@ LAMINA_HD Status wait_message(B& bus, C& c, u64 timeout_ns) {
                      timeout_ns, &newest, [&] { return link_broken(bus, c); });
 }
 
+// Of a message that has come, its payload, until it is released.
+LAMINA_HD const u8* payload_in(const Ends& c, u64 message) { return c.inbox + c.in.at(message) + sizeof(Header); }
+
 // Copy and check the next message's header. The payload, `header->length` bytes, is at `*payload` until released.
 template <class B>
 LAMINA_HD Status take(B& bus, Ends& c, Header* header, const u8** payload) {
-  const u8* slot = c.inbox + c.in.at(c.received);
-  const Header* theirs = reinterpret_cast<const Header*>(slot);
+  const Header* theirs = reinterpret_cast<const Header*>(c.inbox + c.in.at(c.received));
   header->seqno = bus.load(&theirs->seqno);
   header->length = bus.load(&theirs->length);
   for (u64 i = 0; i < kTagWords; ++i) header->tag[i] = bus.load(&theirs->tag[i]);
   if (header->seqno != c.zero + c.received + 1 || header->length > c.in.bytes) return kFault;
-  *payload = slot + sizeof(Header);
+  *payload = payload_in(c, c.received);
   c.received += 1;
   return kOk;
 }

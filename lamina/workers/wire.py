@@ -58,18 +58,19 @@ class LayerWire:
 
     def send(self, kind: Kind, line: Tensor, first: Tensor, second: Tensor | None = None) -> None:
         """Of contiguous tensors, as many bytes as ``line`` says, which is on the device."""
-        at, rest = line.data_ptr(), (self._wait_ns, self._notes.data_ptr())
+        at, lane, most = line.data_ptr(), self._lane(kind), first.nbytes + (0 if second is None else second.nbytes)
+        rest = at, at + TAG_AT, self._wait_ns, self._notes.data_ptr(), most
         if second is None:
-            self._lane(kind).send(self._stream, first.data_ptr(), at, at + TAG_AT, *rest)
+            lane.send(self._stream, first.data_ptr(), *rest)
         else:
-            self._lane(kind).send_two(self._stream, first.data_ptr(), second.data_ptr(), at, at + TAG_AT, *rest)
+            lane.send_two(self._stream, first.data_ptr(), second.data_ptr(), *rest)
 
     def receive(self, kind: Kind, line: Tensor, target: Tensor) -> None:
         """The next message of that kind's lane, which must be that of ``line``, into ``target``, contiguous and of its
         length.
         """
         at, status = line.data_ptr(), self._notes.data_ptr()
-        rest = at, at + TAG_AT, status + 8, self._wait_ns, status
+        rest = at, at + TAG_AT, status + 8, self._wait_ns, status, target.nbytes
         self._lane(kind).receive_due(self._stream, target.data_ptr(), *rest)
 
     def launching(self) -> AbstractContextManager[bool]:

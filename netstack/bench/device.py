@@ -79,7 +79,7 @@ class RoundKernels:
 
     def send(self, mail: Mail) -> None:
         at, status = mail.address, self.came.address + STATUS_AT
-        self._view.send(self.stream.number, mail.payload, at, at + TAG_AT, TIMEOUT_NS, status)
+        self._view.send(self.stream.number, mail.payload, at, at + TAG_AT, TIMEOUT_NS, status, self._room)
 
     def receive(self) -> None:
         at = self.came.address

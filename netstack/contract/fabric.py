@@ -180,6 +180,7 @@ class DeviceSide(Protocol):
     6. Lanes. Messages of ``bulk`` are in order among themselves, and so are all others; neither waits for queued ones
        of the other, nor takes its slots, of which each has as many. A transport without such queues has one lane for
        both: so both ends name the same one for a message, and receive in the order in which was sent.
+    7. Length. ``most``: bytes that a message of this launch may have at most, 0: few. Many blocks copy a long one.
     """
 
     @property
@@ -194,18 +195,20 @@ class DeviceSide(Protocol):
         """The lane for messages that others must not wait for, from who connects to who listens alone; or this one."""
         ...
 
-    def send(self, stream: int, source: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
+    def send(
+        self, stream: int, source: int, nbytes: int, tag: int, timeout_ns: int, status: int, most: int = 0
+    ) -> None:
         """Put the ``*nbytes`` at ``source``, with the tag at ``tag``, once a slot is free."""
         ...
 
     def send_two(
-        self, stream: int, first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int
+        self, stream: int, first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int, most: int = 0
     ) -> None:
         """``send`` of one message: ``nbytes[0]`` at ``first``, and behind them ``nbytes[1]`` at ``second``."""
         ...
 
     def receive_due(
-        self, stream: int, target: int, nbytes: int, tag: int, note: int, timeout_ns: int, status: int
+        self, stream: int, target: int, nbytes: int, tag: int, note: int, timeout_ns: int, status: int, most: int = 0
     ) -> None:
         """Copy the next message to ``target`` and free its slot, if it is the one that is due: ``*nbytes`` long, with
         the tag at ``tag``. Another one is a failure, told at ``note``: its length and tag, then those that were due.

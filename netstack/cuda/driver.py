@@ -20,7 +20,7 @@ LIBCUDA, LIBNVRTC = "LAMINA_LIBCUDA", "LAMINA_LIBNVRTC"  # other files to load i
 NVRTC_PACKAGE = "nvidia-cuda-nvrtc"
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 KERNELS = CSRC / "netstack" / "kernels" / "kernels.cu"
-THREADS = 256  # of a kernel's one block; kBlockThreads of kernels.cu
+THREADS = 256  # of a kernel's block; kBlockThreads of kernels.cu
 FLAGS = ("-std=c++17",)  # of every compilation, in tests too
 CC_MAJOR, CC_MINOR, VMM, POSIX_HANDLES = 75, 76, 102, 103  # CUdevice_attribute
 NIC_REACHES_VMM, NIC_WRITE_ORDER, DMA_BUF = 110, 118, 124  # the same
@@ -370,12 +370,12 @@ class Driver:
             self._functions[kernel] = function
         return function
 
-    def launch(self, stream: int, kernel: str, *arguments: int) -> None:
-        """One block of ``lamina_<kernel>``, whose parameters are all of 8 bytes. ``stream``: a handle."""
+    def launch(self, stream: int, kernel: str, *arguments: int, blocks: int = 1) -> None:
+        """``lamina_<kernel>``, whose parameters are all of 8 bytes. ``stream``: a handle."""
         function = self.load(kernel)
         values = [c_uint64(argument) for argument in arguments]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        self.call("cuLaunchKernel", function, 1, 1, 1, THREADS, 1, 1, 0, stream, pointers, None)
+        self.call("cuLaunchKernel", function, blocks, 1, 1, THREADS, 1, 1, 0, stream, pointers, None)
 
     def close(self) -> None:
         if self._module:

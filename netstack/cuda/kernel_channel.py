@@ -23,6 +23,8 @@ from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry, Terms
 from lamina.netstack.host.native import ABORTED, FAULT, LINE, OK, TIMEOUT
 from lamina.netstack.meeting.lifeline import SLICE_S, LinkEvents, WatchedChannel, watch
 
+from . import calls
+from .calls import KERNELS_OF_CALLS, KernelCall
 from .driver import CudaError, CudaStream, Driver, Pinned
 from .ends import stride
 
@@ -32,7 +34,6 @@ TAG_OFFSET, STATUS_OFFSET = 8, 40
 SENDER, RECEIVER = 0, 1
 CLOSED = "closed the channel"
 BROKEN = "the peer broke the protocol: a signal, credit or header out of its bounds"
-KERNELS_OF_VIEW = "send", "send_two", "receive", "receive_due"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class LinkKind:
     name: str
     layout: StructLayout
     has_bulk: bool = False
-    at_once: tuple[str, ...] = KERNELS_OF_VIEW
+    at_once: tuple[str, ...] = KERNELS_OF_CALLS
 
 
 @dataclass(frozen=True)
@@ -64,21 +65,27 @@ class DeviceView:
     def bulk(self) -> DeviceSide:
         return self.lane_of_bulk or self
 
-    def send(self, stream: int, source: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
-        self.launch(stream, "send", source, nbytes, tag, timeout_ns, status)
+    def send(
+        self, stream: int, source: int, nbytes: int, tag: int, timeout_ns: int, status: int, most: int = 0
+    ) -> None:
+        self._launch_all(stream, calls.send(source, 0, nbytes, tag, timeout_ns, status, most))
 
     def send_two(
-        self, stream: int, first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int
+        self, stream: int, first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int, most: int = 0
     ) -> None:
-        self.launch(stream, "send_two", first, second, nbytes, tag, timeout_ns, status)
+        self._launch_all(stream, calls.send(first, second, nbytes, tag, timeout_ns, status, most))
 
     def receive(self, stream: int, target: int, room: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
-        self.launch(stream, "receive", target, room, nbytes, tag, timeout_ns, status)
+        self._launch_all(stream, calls.receive(target, room, nbytes, tag, timeout_ns, status))
 
     def receive_due(
-        self, stream: int, target: int, nbytes: int, tag: int, note: int, timeout_ns: int, status: int
+        self, stream: int, target: int, nbytes: int, tag: int, note: int, timeout_ns: int, status: int, most: int = 0
     ) -> None:
-        self.launch(stream, "receive_due", target, nbytes, tag, note, timeout_ns, status)
+        self._launch_all(stream, calls.receive_due(target, nbytes, tag, note, timeout_ns, status, most))
+
+    def _launch_all(self, stream: int, parts: Iterable[KernelCall]) -> None:
+        for call in parts:
+            self.launch(stream, call.kernel, *call.arguments, blocks=call.blocks)
 
 
 class KernelChannel(WatchedChannel):
@@ -191,10 +198,10 @@ class KernelChannel(WatchedChannel):
         with self._launching:
             yield not self._closed
 
-    def _launch(self, lane: int, stream: int, kernel: str, *arguments: int) -> None:
+    def _launch(self, lane: int, stream: int, kernel: str, *arguments: int, blocks: int = 1) -> None:
         with self._open() as is_open:
             if is_open:
-                self._driver.launch(stream, f"{self._kind.name}_{kernel}", lane, *arguments)
+                self._driver.launch(stream, f"{self._kind.name}_{kernel}", lane, *arguments, blocks=blocks)
 
     def _check_kernels(self, status: int) -> None:
         """Raise the error that a view's ``status`` stands for, or that the channel was closed, after which nothing is

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from typing import NoReturn
 
@@ -29,12 +30,13 @@ from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry, Terms
 from lamina.netstack.host.loopback_host import Faults, LoopbackChannel, LoopbackFabric, LoopbackLink
 from lamina.netstack.host.native import LINE, OK, SLOTS_AT, TIMEOUT
 
+from . import calls
+from .calls import KERNELS_OF_CALLS, KernelCall
 from .driver import CudaError, CudaEvent, Driver
 from .ends import ENDS, clear_inbox, inbox_bytes, new_ends
 from .kernel_channel import BROKEN
 
 log = logging.getLogger(__name__)
-KERNELS = "memory_send", "memory_send_two", "memory_receive_due"
 STEP = -(-ENDS.nbytes // LINE) * LINE
 ENDS_AT, ABORT_AT, INBOXES_AT = (0, STEP), 2 * STEP, SLOTS_AT  # the abort word stays 0: no kernel waits
 NO_NS = 0
@@ -68,13 +70,14 @@ class Rings:
         sent, received = self.counts[direction]
         return sent - received < len(self._events[direction]) if sends else received < sent
 
-    def launch(self, driver: Driver, side: int, sends: bool, stream: int, kernel: str, *arguments: int) -> None:
-        """Once it is due, behind the peer's part. Raises CudaError."""
+    def launch(self, driver: Driver, side: int, sends: bool, stream: int, parts: Sequence[KernelCall]) -> None:
+        """A message, once it is due, behind the peer's part. Raises CudaError."""
         direction = side if sends else 1 - side
         counts, events = self.counts[direction], self._events[direction]
         event = events[counts[not sends] % len(events)]
         event.wait(stream)
-        driver.launch(stream, kernel, self.ends[side], *arguments)
+        for call in parts:
+            driver.launch(stream, f"memory_{call.kernel}", self.ends[side], *call.arguments, blocks=call.blocks)
         event.record(stream)
         counts[not sends] += 1
 
@@ -120,8 +123,8 @@ class LoopbackGpuChannel(LoopbackChannel):
             try:
                 if link.rings is None:
                     link.rings = Rings(self._driver, link.geometries, self.epoch)
-                for kernel in KERNELS:
-                    self._driver.load(kernel)
+                for kernel in KERNELS_OF_CALLS:
+                    self._driver.load(f"memory_{kernel}")
             except CudaError as error:
                 raise ChannelError(f"{self.peer}: lend: {error}") from error
         return OrderedView(self)
@@ -133,8 +136,8 @@ class LoopbackGpuChannel(LoopbackChannel):
         super().close()
         self._leave()
 
-    def launch(self, sends: bool, timeout_ns: int, stream: int, kernel: str, *arguments: int) -> None:
-        """Once it is due. Raises ChannelError, CudaError."""
+    def launch(self, sends: bool, timeout_ns: int, stream: int, parts: Sequence[KernelCall]) -> None:
+        """A message, once it is due. Raises ChannelError, CudaError."""
         link, direction = self._shared, self._side if sends else 1 - self._side
 
         def due() -> bool:
@@ -142,12 +145,12 @@ class LoopbackGpuChannel(LoopbackChannel):
 
         with self._changed:
             self._changed.wait_for(lambda: due() or any(link.ends), timeout_ns / 1e9)
-            self._check(kernel)
+            self._check("a kernel")
             if sends or not due():  # what came before the peer's end counts
-                self._check_peer(kernel)
+                self._check_peer("a kernel")
             if link.rings is None or not due():
-                raise ChannelTimeout(f"{self.peer}: {kernel}: no message, or no free slot, within its time")
-            link.rings.launch(self._driver, self._side, sends, stream, kernel, *arguments)
+                raise ChannelTimeout(f"{self.peer}: a kernel: no message, or no free slot, within its time")
+            link.rings.launch(self._driver, self._side, sends, stream, parts)
             self._changed.notify_all()
 
     def explain(self, status: int) -> NoReturn:
@@ -177,18 +180,20 @@ class OrderedView:
     def bulk(self) -> OrderedView:
         return self
 
-    def send(self, stream: int, source: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
-        self._launch(True, timeout_ns, stream, "memory_send", source, nbytes, tag, NO_NS, status)
+    def send(
+        self, stream: int, source: int, nbytes: int, tag: int, timeout_ns: int, status: int, most: int = 0
+    ) -> None:
+        self._launch(True, timeout_ns, stream, calls.send(source, 0, nbytes, tag, NO_NS, status, most))
 
     def send_two(
-        self, stream: int, first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int
+        self, stream: int, first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int, most: int = 0
     ) -> None:
-        self._launch(True, timeout_ns, stream, "memory_send_two", first, second, nbytes, tag, NO_NS, status)
+        self._launch(True, timeout_ns, stream, calls.send(first, second, nbytes, tag, NO_NS, status, most))
 
     def receive_due(
-        self, stream: int, target: int, nbytes: int, tag: int, note: int, timeout_ns: int, status: int
+        self, stream: int, target: int, nbytes: int, tag: int, note: int, timeout_ns: int, status: int, most: int = 0
     ) -> None:
-        self._launch(False, timeout_ns, stream, "memory_receive_due", target, nbytes, tag, note, NO_NS, status)
+        self._launch(False, timeout_ns, stream, calls.receive_due(target, nbytes, tag, note, NO_NS, status, most))
 
     def launching(self) -> AbstractContextManager[bool]:
         """Nothing of it is in a graph."""
@@ -200,15 +205,15 @@ class OrderedView:
         if status != OK:
             self._channel.explain(status)
 
-    def _launch(self, sends: bool, timeout_ns: int, stream: int, kernel: str, *arguments: int) -> None:
+    def _launch(self, sends: bool, timeout_ns: int, stream: int, parts: Sequence[KernelCall]) -> None:
         if self._failure is not None:
             return
         try:
-            self._channel.launch(sends, timeout_ns, stream, kernel, *arguments)
+            self._channel.launch(sends, timeout_ns, stream, parts)
         except ChannelError as error:
             self._failure = error
         except CudaError as error:
-            self._failure = PeerFault(f"{self._channel.peer}: {kernel}: {error}")
+            self._failure = PeerFault(f"{self._channel.peer}: {parts[0].kernel}: {error}")
 
 
 class LoopbackGpuFabric(LoopbackFabric):

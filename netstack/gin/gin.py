@@ -30,10 +30,11 @@ from time import monotonic
 from lamina.netstack.contract.fabric import Channel, Fabric, HandshakeError
 from lamina.netstack.contract.layout import StructLayout
 from lamina.netstack.contract.terms import EPOCH_SHIFT, MESSAGE_MOST, Geometry
+from lamina.netstack.cuda.calls import KERNELS_OF_CALLS
 from lamina.netstack.cuda.cuda import DEVICE
 from lamina.netstack.cuda.driver import Driver
 from lamina.netstack.cuda.ends import clear_inbox, ends_of, inbox_bytes
-from lamina.netstack.cuda.kernel_channel import KERNELS_OF_VIEW, KernelChannel, LinkKind, directions, leave_all
+from lamina.netstack.cuda.kernel_channel import KernelChannel, LinkKind, directions, leave_all
 from lamina.netstack.host.native import gin_layout
 from lamina.netstack.host.tcp import TcpFabric
 from lamina.netstack.meeting.beside import BesideCall, hung_up
@@ -47,7 +48,7 @@ from lamina.netstack.rdma.verbs import VerbsFabric
 from .compiler import BY_NVCC
 from .nccl import ID_BYTES, Communicator, NcclError, NcclLibrary
 
-GIN = LinkKind("gin", StructLayout(*gin_layout()), has_bulk=True, at_once=(*KERNELS_OF_VIEW, "flush"))
+GIN = LinkKind("gin", StructLayout(*gin_layout()), has_bulk=True, at_once=(*KERNELS_OF_CALLS, "flush"))
 CARD = struct.Struct(f"!4sI{ID_BYTES}s")  # magic, version of NCCL, the communicator's name
 MAGIC, MADE = b"NGIN", b"made"
 MAKE_S = HANDSHAKE_S - 1.0  # for both to make a communicator, before the listener takes the connector for silent

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from lamina.netstack.contract.layout import StructLayout
 from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry, Terms
+from lamina.netstack.cuda.calls import KERNELS_OF_CALLS
 from lamina.netstack.cuda.driver import CudaError, Driver
 from lamina.netstack.cuda.ends import ends_of
-from lamina.netstack.cuda.kernel_channel import KERNELS_OF_VIEW, KernelChannel, LinkKind
+from lamina.netstack.cuda.kernel_channel import KernelChannel, LinkKind
 from lamina.netstack.host.native import FAILED, mlx5_layout
 from lamina.netstack.meeting.lifeline import LinkEvents
 
@@ -22,7 +23,7 @@ from .card import LanedCard
 if TYPE_CHECKING:
     from lamina.netstack.host._native import KernelPair
 
-MLX5 = LinkKind("mlx5", StructLayout(*mlx5_layout()), has_bulk=True, at_once=(*KERNELS_OF_VIEW, "flush"))
+MLX5 = LinkKind("mlx5", StructLayout(*mlx5_layout()), has_bulk=True, at_once=(*KERNELS_OF_CALLS, "flush"))
 ALONE, FIRST, BULK = 0, 1, 2  # Lane of csrc/netstack/mlx5_channel.h
 SYNDROMES = {  # of a failed work request, by the mlx5 manual
     0x01: "local length error",

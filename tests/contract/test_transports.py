@@ -23,6 +23,7 @@ from lamina import netstack
 from lamina.netstack import Channel, DeviceChannel, DeviceSide, Fabric, Geometry, Listener, Reception, Terms
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S, TAG_BYTES
 from lamina.netstack.contract.terms import EPOCH_SHIFT
+from lamina.netstack.cuda import calls
 from lamina.netstack.cuda.driver import CudaStream, Driver, Pinned
 from lamina.netstack.host.tcp import TcpFabric
 from lamina.netstack.rdma.verbs import VerbsFabric
@@ -768,11 +769,17 @@ class Kernels:
         self._memory.close()
 
 
-@pytest.fixture(params=FOR_KERNELS)
-def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[Kernels, Kernels]]:
-    """Of both ends of a channel whose slots and epoch wrap soon."""
-    with scheme_of(request.param) as scheme:
-        fabric = open_or_skip(scheme, gpu=gpu_of(request.param))
+BY_PARTS = [pytest.param((name, True), id=f"{name}, by parts", marks=pytest.mark.long) for name in FOR_KERNELS]
+
+
+@pytest.fixture(params=[*(pytest.param((name, False), id=name) for name in FOR_KERNELS), *BY_PARTS])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Kernels, Kernels]]:
+    """Of both ends of a channel whose slots and epoch wrap soon. By parts: every message goes as a long one does."""
+    transport, by_parts = request.param
+    if by_parts:
+        monkeypatch.setattr(calls, "LONG_BYTES", 0)
+    with scheme_of(transport) as scheme:
+        fabric = open_or_skip(scheme, gpu=gpu_of(transport))
         pair, driver = connect(fabric, fabric.listen(), epoch=65535, kernels=True), Driver()
         ends = Kernels(driver, pair.a), Kernels(driver, pair.b)
         yield ends

@@ -16,17 +16,17 @@ namespace {
 
 constexpr int kBlockThreads = 256;  // cuda_driver.THREADS
 
-// Loads of a thread that are on their way at a time, of 16 bytes each: 64 KiB of the block. What bandwidth asks for, at
-// a latency of 1 us (assumed, not measured): PCIe 5 x16, 63 GB/s, 63 KB; NVLink 4, 450 GB/s a direction, 450 KB, of
-// which one block keeps a seventh. More blocks would each have to wait, and to agree on the last of them: not done.
+// Loads of a thread that are on their way at a time, of 16 bytes each: 64 KiB of a block. What bandwidth asks for, at a
+// latency of 1 us (assumed, not measured): PCIe 5 x16, 63 GB/s, 63 KB; NVLink 4, 450 GB/s a direction, 450 KB, for which
+// several blocks share the copy of a long message (calls.py).
 constexpr int kAhead = 16;
 
-// By all threads, as many whole words as there are: the bytes copied. The loads go to L2, where a NIC's writes land; L1
-// could hold what was there before.
+// By all threads of all blocks, as many whole words as there are: the bytes copied. The loads go to L2, where a NIC's
+// writes land; L1 could hold what was there before.
 template <class Word>
 __device__ u64 copy_words(u8* to, const u8* from, u64 bytes) {
-  const u64 words = bytes / sizeof(Word), step = blockDim.x;
-  for (u64 at = threadIdx.x; at < words; at += kAhead * step) {
+  const u64 words = bytes / sizeof(Word), step = u64(gridDim.x) * blockDim.x;
+  for (u64 at = blockIdx.x * blockDim.x + threadIdx.x; at < words; at += kAhead * step) {
     Word held[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i)
@@ -75,6 +75,21 @@ __device__ void reserve(C& c, u64 timeout_ns, int* status) {
   settle(status, found);
 }
 
+// A granted message's payload into its slot.
+template <class C>
+__device__ void fill(const C& c, Source source) {
+  u8* payload = payload_of(c, c.published);
+  copy(payload, source.first, source.bytes[0]);
+  if (source.second) copy(payload + source.bytes[0], source.second, source.bytes[1]);
+}
+
+// By one thread, once the payload is in place.
+template <class C>
+__device__ void post(C& c, Source source, const u64* tag, u64 timeout_ns, int* status) {
+  Bus bus;
+  settle(status, persist(bus, c, timeout_ns, [&] { return publish(bus, c, source.total(), tag); }));
+}
+
 // By all threads, as are the next two.
 template <class C>
 __device__ void put(C& c, Source source, const u64* tag, u64 timeout_ns, int* status) {
@@ -85,13 +100,9 @@ __device__ void put(C& c, Source source, const u64* tag, u64 timeout_ns, int* st
   }
   __syncthreads();
   if (!ready) return;
-  u8* payload = payload_of(c, c.published);
-  copy(payload, source.first, source.bytes[0]);
-  if (source.second) copy(payload + source.bytes[0], source.second, source.bytes[1]);
+  fill(c, source);
   __syncthreads();  // with publish's fence, all threads' stores come before the signal
-  if (threadIdx.x != 0) return;
-  Bus bus;
-  settle(status, persist(bus, c, timeout_ns, [&] { return publish(bus, c, source.total(), tag); }));
+  if (threadIdx.x == 0) post(c, source, tag, timeout_ns, status);
 }
 
 // What must come: `*bytes` long, with `tag`. Another message is told in `note`, length and tag of it, then of this one.
@@ -99,7 +110,7 @@ struct Due {
   const u64 *bytes, *tag;
   u64* note;
 
-  __device__ Status met(const Header& header) const {
+  __device__ Status operator()(const Header& header) const {
     bool same = header.length == *bytes;
     for (u64 i = 0; i < kTagWords; ++i) same = same && header.tag[i] == tag[i];
     if (same) return kOk;
@@ -114,25 +125,29 @@ struct Due {
   }
 };
 
-// `met` says what to make of a header. False if it failed.
+// By one thread: `met` says what to make of the next message's header. False if it failed.
+template <class C, class Met>
+__device__ bool arrive(C& c, u64 timeout_ns, int* status, Met met, u64* length, const u8** payload) {
+  Bus bus;
+  Header header = {};
+  Status found = Status(*status);
+  if (found == kOk) found = wait_message(bus, c, timeout_ns);
+  if (found == kOk) found = take(bus, c, &header, payload);
+  if (found == kOk) found = met(header);
+  settle(status, found);
+  *length = header.length;
+  return found == kOk;
+}
+
 template <class C, class Met>
 __device__ bool take(C& c, u8* target, u64 timeout_ns, int* status, Met met) {
   __shared__ const u8* payload;
   __shared__ u64 length;
   if (threadIdx.x == 0) {
-    Bus bus;
-    payload = nullptr;
-    Header header = {};
-    Status found = Status(*status);
-    if (found == kOk) found = wait_message(bus, c, timeout_ns);
     const u8* from = nullptr;
-    if (found == kOk) found = take(bus, c, &header, &from);
-    if (found == kOk) found = met(header);
-    settle(status, found);
-    if (found == kOk) {
-      payload = from;
-      length = header.length;
-    }
+    u64 bytes = 0;
+    payload = arrive(c, timeout_ns, status, met, &bytes, &from) ? from : nullptr;
+    length = bytes;
   }
   __syncthreads();
   if (!payload) return false;
@@ -141,16 +156,17 @@ __device__ bool take(C& c, u8* target, u64 timeout_ns, int* status, Met met) {
   return true;
 }
 
-// Any message of up to `room` bytes.
-template <class C>
-__device__ bool take(C& c, u8* target, u64 room, u64* bytes, u64* tag, u64 timeout_ns, int* status) {
-  return take(c, target, timeout_ns, status, [=](const Header& header) {
+// Into `bytes` and `tag`, of a message of up to `room` bytes.
+struct Any {
+  u64 room, *bytes, *tag;
+
+  __device__ Status operator()(const Header& header) const {
     if (header.length > room) return kFault;
     *bytes = header.length;
     for (u64 i = 0; i < kTagWords; ++i) tag[i] = header.tag[i];
     return kOk;
-  });
-}
+  }
+};
 
 // What was taken last is free, and the peer is told, once it has to be.
 template <class C>
@@ -161,18 +177,22 @@ __device__ void release(C& c, u64 timeout_ns, int* status) {
   settle(status, persist(bus, c, timeout_ns, [&] { return report_due(bus, c); }));
 }
 
+// By one thread.
 template <class C>
-__device__ void send(C& c, Source source, const u64* tag, u64 timeout_ns, int* status) {
-  if (threadIdx.x == 0) {
-    if (!source.fits(c.out.bytes)) settle(status, kFault);
-    reserve(c, timeout_ns, status);
-  }
-  put(c, source, tag, timeout_ns, status);
+__device__ void begin(C& c, Source source, u64 timeout_ns, int* status) {
+  if (!source.fits(c.out.bytes)) settle(status, kFault);
+  reserve(c, timeout_ns, status);
 }
 
 template <class C>
-__device__ void receive(C& c, u8* target, u64 room, u64* bytes, u64* tag, u64 timeout_ns, int* status) {
-  if (take(c, target, room, bytes, tag, timeout_ns, status)) release(c, timeout_ns, status);
+__device__ void send(C& c, Source source, const u64* tag, u64 timeout_ns, int* status) {
+  if (threadIdx.x == 0) begin(c, source, timeout_ns, status);
+  put(c, source, tag, timeout_ns, status);
+}
+
+template <class C, class Met>
+__device__ void receive(C& c, u8* target, u64 timeout_ns, int* status, Met met) {
+  if (take(c, target, timeout_ns, status, met)) release(c, timeout_ns, status);
 }
 
 // `count` round trips of messages of `bytes`, by all threads: message n is a copy of `sources[n % kinds]`, which lie one

@@ -16,15 +16,53 @@ LAMINA_KERNEL LAMINA_OF_LINK(send_two)(LAMINA_LINK* channel, const u8* first, co
 // Receive the next message into `target`, which holds `room` bytes; its length and tag go to `bytes` and `tag`.
 LAMINA_KERNEL LAMINA_OF_LINK(receive)(LAMINA_LINK* channel, u8* target, u64 room, u64* bytes, u64* tag, u64 timeout_ns,
                                       int* status) {
-  receive(*channel, target, room, bytes, tag, timeout_ns, status);
+  receive(*channel, target, timeout_ns, status, Any{room, bytes, tag});
 }
 
 // Receive the next message, which must be of `*bytes` and `tag`, into `target`; else see Due.
 LAMINA_KERNEL LAMINA_OF_LINK(receive_due)(LAMINA_LINK* channel, u8* target, const u64* bytes, const u64* tag, u64* note,
                                           u64 timeout_ns, int* status) {
-  const Due due{bytes, tag, note};
-  if (take(*channel, target, timeout_ns, status, [=](const Header& header) { return due.met(header); }))
-    release(*channel, timeout_ns, status);
+  receive(*channel, target, timeout_ns, status, Due{bytes, tag, note});
+}
+
+// The parts of these four for a long message, whose copy many blocks share: a kernel each, so no block waits for another
+// one. Those behind one that failed do nothing, as always. Without a second part `second` is null.
+LAMINA_KERNEL LAMINA_OF_LINK(send_begin)(LAMINA_LINK* channel, const u8* first, const u8* second, const u64* bytes,
+                                         u64 timeout_ns, int* status) {
+  if (threadIdx.x == 0) begin(*channel, Source{first, second, bytes}, timeout_ns, status);
+}
+
+LAMINA_KERNEL LAMINA_OF_LINK(send_fill)(LAMINA_LINK* channel, const u8* first, const u8* second, const u64* bytes,
+                                        const int* status) {
+  if (*status == kOk) fill(*channel, Source{first, second, bytes});
+}
+
+LAMINA_KERNEL LAMINA_OF_LINK(send_end)(LAMINA_LINK* channel, const u8* first, const u8* second, const u64* bytes,
+                                       const u64* tag, u64 timeout_ns, int* status) {
+  if (threadIdx.x == 0 && *status == kOk) post(*channel, Source{first, second, bytes}, tag, timeout_ns, status);
+}
+
+LAMINA_KERNEL LAMINA_OF_LINK(receive_begin)(LAMINA_LINK* channel, u64 room, u64* bytes, u64* tag, u64 timeout_ns,
+                                            int* status) {
+  u64 length;
+  const u8* payload;
+  if (threadIdx.x == 0) arrive(*channel, timeout_ns, status, Any{room, bytes, tag}, &length, &payload);
+}
+
+LAMINA_KERNEL LAMINA_OF_LINK(due_begin)(LAMINA_LINK* channel, const u64* bytes, const u64* tag, u64* note,
+                                        u64 timeout_ns, int* status) {
+  u64 length;
+  const u8* payload;
+  if (threadIdx.x == 0) arrive(*channel, timeout_ns, status, Due{bytes, tag, note}, &length, &payload);
+}
+
+// What one of the two has taken, which is `*bytes` long.
+LAMINA_KERNEL LAMINA_OF_LINK(receive_drain)(LAMINA_LINK* channel, u8* target, const u64* bytes, const int* status) {
+  if (*status == kOk) copy(target, payload_in(*channel, channel->received - 1), *bytes);
+}
+
+LAMINA_KERNEL LAMINA_OF_LINK(receive_end)(LAMINA_LINK* channel, u64 timeout_ns, int* status) {
+  release(*channel, timeout_ns, status);
 }
 
 // The halves of both, for a host that reserves ahead and holds what it has received. The counts are the host's, so a
@@ -43,7 +81,7 @@ LAMINA_KERNEL LAMINA_OF_LINK(put)(LAMINA_LINK* channel, const u8* source, const 
 LAMINA_KERNEL LAMINA_OF_LINK(take)(LAMINA_LINK* channel, u64 received, u8* target, u64 room, u64* bytes, u64* tag,
                                    u64 timeout_ns, int* status) {
   if (threadIdx.x == 0) channel->received = received;
-  take(*channel, target, room, bytes, tag, timeout_ns, status);
+  take(*channel, target, timeout_ns, status, Any{room, bytes, tag});
 }
 
 // `released`: with the one that is released now. The peer is told at once.

@@ -264,11 +264,11 @@ def test_plans_go_by_a_channel_for_hosts(gpu: Make, scheme: str) -> None:
 
 
 class Lanes:
-    """Stands in for a DeviceSide whose calls are told by the lane's name."""
+    """Stands in for a DeviceSide whose calls are told by the lane's name, with the bytes that they may have at most."""
 
     recordable = True
 
-    def __init__(self, calls: list[tuple[str, str]], name: str = "first") -> None:
+    def __init__(self, calls: list[tuple[str, str, int]], name: str = "first") -> None:
         self._calls, self._name = calls, name
 
     @property
@@ -276,12 +276,12 @@ class Lanes:
         return Lanes(self._calls, "bulk")
 
     def __getattr__(self, call: str) -> Any:
-        return lambda *_: self._calls.append((self._name, call))
+        return lambda *arguments: self._calls.append((self._name, call, arguments[-1]))
 
 
 def test_k_and_v_go_by_the_lane_of_bulk_and_nothing_else(gpu: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """On both sides, in one order: what comes on either is counted there."""
-    calls = list[tuple[str, str]]()
+    calls = list[tuple[str, str, int]]()
     with two_wires(gpu, "cuda") as (wire, _, here):
         monkeypatch.setattr(wire, "_side", Lanes(calls))
         line, tensor = here.up(lines(here, [(Key(Kind.Q), 4, 0)]))[0], torch.zeros(4)
@@ -291,7 +291,7 @@ def test_k_and_v_go_by_the_lane_of_bulk_and_nothing_else(gpu: Make, monkeypatch:
         wire.send(Kind.KV, line, tensor, tensor)
         monkeypatch.undo()
     lanes = ["first"] * 2 + ["bulk"] * 2 + ["first"] * 2
-    assert calls == [*zip(lanes, ["send", "receive_due"] * 3, strict=True), ("bulk", "send_two")]
+    assert calls == [*zip(lanes, ["send", "receive_due"] * 3, [16] * 6, strict=True), ("bulk", "send_two", 32)]
 
 
 def test_where_one_memory_worker_cannot_hosts_send_to_all(

@@ -32,6 +32,9 @@ struct uint4 {
 static constexpr struct {
   unsigned x;
 } threadIdx{0}, blockDim{1};
+static thread_local struct {
+  unsigned x;
+} blockIdx{0}, gridDim{1};
 static inline void __syncthreads() {}
 template <class T>
 static inline T __ldcg(const T* at) {
@@ -179,10 +182,13 @@ Kernel kernel(void (*function)(A...)) {
 std::map<std::string, Kernel>& kernels() {
   static std::map<std::string, Kernel> all = {
 #define KERNEL(name) {#name, kernel(name)}
-#define KERNELS(link)                                                                                    \
-  KERNEL(lamina_##link##_send), KERNEL(lamina_##link##_send_two), KERNEL(lamina_##link##_receive),       \
-      KERNEL(lamina_##link##_receive_due), KERNEL(lamina_##link##_reserve), KERNEL(lamina_##link##_put), \
-      KERNEL(lamina_##link##_take), KERNEL(lamina_##link##_release), KERNEL(lamina_##link##_rounds)
+#define KERNELS(link)                                                                                                  \
+  KERNEL(lamina_##link##_send), KERNEL(lamina_##link##_send_two), KERNEL(lamina_##link##_receive),                     \
+      KERNEL(lamina_##link##_receive_due), KERNEL(lamina_##link##_reserve), KERNEL(lamina_##link##_put),               \
+      KERNEL(lamina_##link##_take), KERNEL(lamina_##link##_release), KERNEL(lamina_##link##_rounds),                   \
+      KERNEL(lamina_##link##_send_begin), KERNEL(lamina_##link##_send_fill), KERNEL(lamina_##link##_send_end),         \
+      KERNEL(lamina_##link##_receive_begin), KERNEL(lamina_##link##_due_begin), KERNEL(lamina_##link##_receive_drain), \
+      KERNEL(lamina_##link##_receive_end)
       KERNELS(memory),          KERNELS(mlx5),        KERNEL(lamina_mlx5_flush), KERNELS(gin),
       KERNEL(lamina_gin_flush), KERNEL(lamina_stamp),
   };
@@ -496,8 +502,11 @@ CUresult cuEventDestroy_v2(CUevent handle) {
 CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
                         unsigned, CUstream stream, void** values, void**) {
   NEEDS_CONTEXT;
-  if (x != 1 || y != 1 || z != 1 || threads < 32) return kInvalid;
-  reinterpret_cast<Stream*>(stream)->add((*reinterpret_cast<Kernel*>(function))(values));
+  if (!x || y != 1 || z != 1 || threads < 32) return kInvalid;
+  reinterpret_cast<Stream*>(stream)->add([x, block = (*reinterpret_cast<Kernel*>(function))(values)] {
+    gridDim.x = x;
+    for (unsigned n = x; n; --n) blockIdx.x = n - 1, block();  // in no order that anybody may count on
+  });
   return kOkay;
 }
 CUresult cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode) {

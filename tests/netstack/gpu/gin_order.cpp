@@ -19,7 +19,7 @@ struct uint4 {
 };
 static constexpr struct {
   unsigned x;
-} threadIdx{0}, blockDim{1};
+} threadIdx{0}, blockDim{1}, blockIdx{0}, gridDim{1};
 static inline void __syncthreads() {}
 template <class T>
 static inline T __ldcg(const T* at) {

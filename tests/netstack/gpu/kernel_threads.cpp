@@ -34,7 +34,7 @@ static thread_local struct {
 } threadIdx;
 static constexpr struct {
   unsigned x;
-} blockDim{kThreads};
+} blockDim{kThreads}, blockIdx{0}, gridDim{1};
 
 #define __global__
 #define __launch_bounds__(threads)
@@ -88,7 +88,15 @@ int main(int argc, char** argv) {
   Block sender, receiver;
   std::thread other([&] {
     run(receiver, messages, [&](u64 n) {
-      lamina_memory_receive(&b, target, kBytes, &in_bytes, in_tag, 20 * kSecondNs, &received);
+      if (n % 2) {  // as the kernels that a long message is of, each of which ends before the next one begins
+        lamina_memory_receive_begin(&b, kBytes, &in_bytes, in_tag, 20 * kSecondNs, &received);
+        block->meet();
+        lamina_memory_receive_drain(&b, target, &in_bytes, &received);
+        block->meet();
+        lamina_memory_receive_end(&b, 20 * kSecondNs, &received);
+      } else {
+        lamina_memory_receive(&b, target, kBytes, &in_bytes, in_tag, 20 * kSecondNs, &received);
+      }
       block->meet();
       if (threadIdx.x != 0) return;
       bool good = received == kOk && in_bytes == length(n) && in_tag[0] == n;
@@ -106,7 +114,12 @@ int main(int argc, char** argv) {
       std::memset(source, int(n & 0xff), kBytes);
     }
     block->meet();
-    lamina_memory_send(&a, source, &out_bytes, out_tag, 20 * kSecondNs, &sent);
+    if (n % 3 == 0) return lamina_memory_send(&a, source, &out_bytes, out_tag, 20 * kSecondNs, &sent);
+    lamina_memory_send_begin(&a, source, nullptr, &out_bytes, 20 * kSecondNs, &sent);
+    block->meet();
+    lamina_memory_send_fill(&a, source, nullptr, &out_bytes, &sent);
+    block->meet();
+    lamina_memory_send_end(&a, source, nullptr, &out_bytes, out_tag, 20 * kSecondNs, &sent);
   });
   other.join();
   std::printf("messages %llu status %d\n", messages, sent);

@@ -27,6 +27,7 @@ from wiring import KEY, ROOT, SOON_S, connect, send
 
 from lamina import netstack
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
+from lamina.netstack.cuda.calls import KERNELS_OF_CALLS
 from lamina.netstack.cuda.driver import CudaStream, Pinned
 from lamina.netstack.cuda.ends import inbox_bytes
 from lamina.netstack.gin import compiler, gin, nccl
@@ -431,5 +432,5 @@ def test_kernels_compile_with_the_headers(architecture: int) -> None:
     except ImportError as error:
         pytest.skip(str(error))
     assert image[:4] == b"\x7fELF"
-    for name in ("send", "send_two", "receive", "receive_due", "reserve", "put", "take", "release", "rounds", "flush"):
+    for name in (*KERNELS_OF_CALLS, "reserve", "put", "take", "release", "rounds", "flush"):
         assert f"lamina_gin_{name}".encode() in image

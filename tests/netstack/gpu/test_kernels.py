@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from compiled import made_by
 
+from lamina.netstack.cuda.calls import COPY_BLOCKS, KERNELS_OF_CALLS
 from lamina.netstack.cuda.driver import FLAGS, NVRTC_SIGNATURES, THREADS, compiled, load, nvrtc_names
 
 CSRC = Path(__file__).resolve().parents[3] / "csrc"
@@ -41,23 +42,26 @@ def test_kernels_assemble_and_order_memory(architecture: int) -> None:
     code, ptx = nvcc(architecture)
     assert code.stat().st_size > 0
     bodies = kernels(ptx)
-    names = ("send", "send_two", "receive", "receive_due", "reserve", "put", "take", "release", "rounds")
+    names = {*KERNELS_OF_CALLS, "reserve", "put", "take", "release", "rounds"}
     memory, mlx5 = ({f"lamina_{link}_{name}" for name in names} for link in ("memory", "mlx5"))
     assert set(bodies) == {"lamina_mlx5_flush", "lamina_stamp"} | memory | mlx5
-    for name in memory - {"lamina_memory_reserve", "lamina_memory_take"}:
+    copies, begins = {"send_fill", "receive_drain"}, {"reserve", "take", "send_begin", "receive_begin", "due_begin"}
+    for name in (f"lamina_memory_{name}" for name in names - copies - begins):
         for scope in ("sys", "gpu"):  # by where the peer's kernels are
             assert f"st.release.{scope}.global.u64" in bodies[name], "behind all stores and loads of the block"
     for body in bodies.values():
         assert "trap" not in body
         assert "ld.global.nc" not in body, "the read-only cache does not see a NIC's writes"
-    for name in memory - {"lamina_memory_put", "lamina_memory_release"}:
+    for name in (f"lamina_memory_{name}" for name in names - copies - {"put", "release", "send_end", "receive_end"}):
         assert "ld.acquire.sys.global.u64" in bodies[name], "signals and credit"
-    for name in mlx5:
+    for name in copies:
+        assert not re.search(r"acquire|nanosleep|st\.(?:mmio|release)", bodies[f"lamina_mlx5_{name}"]), "nothing waits"
+    for name in (f"lamina_mlx5_{name}" for name in names - copies):
         body = bodies[name]
         assert "ld.acquire.sys.global.u64" in body, "signals and completions"
         assert "nanosleep.u32" in body
         assert "globaltimer" in body
-        posts = not name.endswith("take")
+        posts = not name.endswith(("take", "receive_begin", "due_begin"))
         assert ("st.mmio.relaxed.sys.global.u64" in body) == posts
         fence = r"(?:membar|fence\.(?:sc|acq_rel))\.(gl|gpu|sys)\b"
         for doorbell in re.finditer(r"st\.mmio\.relaxed\.sys\.global\.u64", body):
@@ -76,11 +80,12 @@ def test_a_copy_has_64_kib_on_their_way() -> None:
     _, ptx = nvcc(90)
     bodies = kernels(ptx)
     assert {int(n) for n in re.findall(r"\.maxntid (\d+)", ptx)} == {THREADS}, "registers for as many as are launched"
-    names = "memory_send", "memory_send_two", "memory_receive_due", "mlx5_send", "mlx5_receive_due"
-    for name in (f"lamina_{name}" for name in names):
+    names = "send", "send_two", "receive_due", "send_fill", "receive_drain"
+    for name in (f"lamina_{link}_{name}" for link in ("memory", "mlx5") for name in names):
         ahead = longest_run(bodies[name], "v4.u32")
         assert ahead * 16 * THREADS == 1 << 16
         assert longest_run(bodies[name], "[bu]64") == ahead, "where places are aligned to 8 bytes alone"
+    assert COPY_BLOCKS << 16 >= 450_000, "at a latency of 1 us, what NVLink 4 takes"
 
 
 def longest_run(body: str, width: str) -> int:
