@@ -241,6 +241,17 @@ def test_mlx5_rings_are_the_host_s_where_the_gpu_s_cannot_be(variable: str, monk
     fabric.close()
 
 
+def test_mlx5_what_is_launched_while_kernels_wait_is_loaded_before() -> None:
+    """To load a kernel may wait for all that runs (lazy loading), such as one that waits for a peer."""
+    fabric, a, _ = ends()
+    a.lend()
+    before = dict(a._driver._functions)
+    a.close()
+    assert a._driver._functions == before
+    assert "mlx5_flush" in before
+    fabric.close()
+
+
 @pytest.mark.parametrize("lane", [0, 1])
 def test_mlx5_an_event_of_the_device_ends_a_wait(lane: int) -> None:
     """Of either queue pair."""
