@@ -23,6 +23,7 @@ from .cuda.driver import NVRTC_SIGNATURES, load, nvrtc_names
 from .gin.compiler import lack_of_compiler
 from .gin.nccl import NcclLibrary
 from .host.native import mlx5_fault
+from .rdma.bridges import bridges_above, redirects
 from .rdma.nearest import PCI, gpus, nearest_first
 from .rdma.ports import CLASS, NONE, Wanted, lack, named, ports
 from .schemes import BY_RDMA, FOR_TESTS, RENAMED, SCHEMES, check_scheme, open
@@ -142,6 +143,21 @@ def iommu(machine: Machine) -> Verdict:
     if translated:
         return None, f"translates addresses of {', '.join(translated)}", "boot with iommu=pt, or with the IOMMU off"
     return True, f"translates for none of {', '.join(folders)}", ""
+
+
+def pcie_bridges(machine: Machine) -> Verdict:
+    """What GPU and NIC below one switch tell each other passes no CPU, unless a bridge redirects it."""
+    devices = [machine.root / PCI / gpu for gpu in gpus(machine.root)]
+    devices += [machine.root / CLASS / device / "device" for device in mellanox(machine)]
+    if not devices:
+        return False, "no NVIDIA GPU and no ConnectX", "see the other checks"
+    there = {bridge.name: redirects(bridge) for device in devices for bridge in bridges_above(device)}
+    if turned := [name for name, redirected in there.items() if redirected]:
+        fix = 'switch ACS off in the BIOS, or see "ACS" in the troubleshooting of NCCL\'s documentation'
+        return None, f"{', '.join(turned)} send what GPU and NIC tell each other by the CPU (ACS)", fix
+    if None in there.values():
+        return None, "root alone sees whether they send all by the CPU (ACS)", "run this as root"
+    return True, f"{len(there)} above GPUs and NICs, none of which sends all by the CPU", ""
 
 
 def verbs_nodes(machine: Machine) -> Verdict:
@@ -313,6 +329,7 @@ CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
     ("GPU memory between processes", ("cuda",), cuda_sharing),
     ("RDMA port of each GPU", MLX5, gpu_ports),
     ("IOMMU", ("gin", *MLX5), iommu),
+    ("PCIe bridges", ("gin", *MLX5), pcie_bridges),
     ("GPU memory registration", MLX5, gpu_registration),
     ("doorbell page", MLX5, uar_mapping),
     ("packet size", RDMA, packet_size),

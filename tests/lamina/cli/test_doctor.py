@@ -56,6 +56,8 @@ GROUPS = GPU + "iommu_group__type", "sys__class__infiniband__mlx5_0__device__iom
         ("IOMMU", A_GPU | {VENDOR: "0x15b3", GROUPS[0]: "DMA-FQ", GROUPS[1]: "identity"}, None),
         ("IOMMU", A_GPU | {VENDOR: "0x15b3", GROUPS[0]: "identity", GROUPS[1]: "DMA"}, None),
         ("IOMMU", {VENDOR: "0x8086", GROUPS[1]: "DMA"}, False),
+        ("PCIe bridges", {}, False),
+        ("PCIe bridges", A_GPU, True),
         ("verbs device nodes", {}, False),
         ("verbs device nodes", {"dev__infiniband__uverbs0": ""}, True),
         ("CUDA", {}, False),
@@ -105,10 +107,63 @@ def test_an_iommu_that_translates_is_named_by_device(
     assert "iommu=pt" in fix
 
 
+def bridged(root: Path, config: bytes) -> Machine:
+    """A machine whose GPU and ConnectX lie below one bridge of PCIe, with that space of configuration."""
+    here, bus = machine(root, **A_GPU, **{VENDOR: "0x15b3"}), root / "sys/devices/pci0000:00/0000:00:01.0"
+    bus.mkdir(parents=True)
+    (bus / "class").write_text("0x060400\n")
+    (bus / "config").write_bytes(config)
+    for link in (root / "sys/bus/pci/devices/0000:15:00.0", root / "sys/class/infiniband/mlx5_0/device"):
+        place = link.rename(bus / f"0000:15:00.{len(list(bus.iterdir()))}")
+        link.symlink_to(place)
+    return here
+
+
+def space(*capabilities: tuple[int, bytes]) -> bytes:
+    """Of configuration, with extended capabilities one behind the other, in 64 bytes each."""
+    parts = list[bytes]()
+    for n, (number, rest) in enumerate(capabilities, 1):
+        following = 0x100 + 64 * n if n < len(capabilities) else 0
+        parts.append(((following << 20 | 1 << 16 | number).to_bytes(4, "little") + rest).ljust(64, b"\0"))
+    return bytes(0x100) + b"".join(parts) + bytes(0x1000 - 0x100 - 64 * len(parts))
+
+
+@pytest.mark.parametrize(
+    ("config", "ok", "words"),
+    [
+        (
+            space((1, b""), (0xD, b"\x1f\0\x1d\0")),
+            None,
+            "0000:00:01.0 send what GPU and NIC tell each other by the CPU",
+        ),
+        (space((1, b""), (0xD, b"\x1f\0\x01\0")), True, "1 above GPUs and NICs, none"),
+        (space((0xD, b"\x1f\0\x08\0"), (1, b"")), None, "send what GPU and NIC tell each other by the CPU (ACS)"),
+        (space((1, b"\x1f\0\x1d\0")), True, "none"),
+        ((0x100 << 20 | 1).to_bytes(4, "little") * 0x400, True, "none"),  # a loop
+        (bytes(64), None, "root alone"),
+    ],
+)
+def test_bridges_that_redirect_are_named(
+    config: bytes, ok: bool | None, words: str, tmp_path: Path, checks: dict[str, Callable[[Machine], Verdict]]
+) -> None:
+    verdict = checks["PCIe bridges"](bridged(tmp_path, config))
+    assert verdict[0] is ok
+    assert words in verdict[1]
+    assert bool(verdict[2]) == (ok is not True)
+
+
 def test_verbs_needs_neither_a_gpu_nor_order() -> None:
     """Messages are host memory, and each is one write with its completion."""
     asked = {name for name, transports, _ in CHECKS if "verbs" in transports}
-    assert not asked & {"CUDA", "NVRTC", "IOMMU", "GPU memory registration", "doorbell page", "ordered delivery"}
+    assert not asked & {
+        "CUDA",
+        "NVRTC",
+        "IOMMU",
+        "PCIe bridges",
+        "GPU memory registration",
+        "doorbell page",
+        "ordered delivery",
+    }
     assert asked >= {"RDMA device", "verbs device nodes", "locked memory", "packet size"}
 
 

@@ -1,0 +1,46 @@
+"""The bridges of PCIe above a device, as /sys shows them, and whether they redirect what devices tell each other. Looks
+only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+BRIDGE = "0x0604"  # class of a bridge from PCI to PCI
+EXTENDED_AT, MOST_CAPABILITIES = 0x100, 960  # of the space of configuration, whose rest is root's to read
+ACS, CONTROL_AT = (
+    0x000D,
+    6,
+)  # the capability, its control word (PCI Express Base Specification, "ACS Extended Capability")
+REDIRECTS = 0x4 | 0x8  # of that: requests, and completions, to peers go by the root complex
+
+
+def bridges_above(device: Path) -> list[Path]:
+    """``device``: its folder in /sys; from it to the root."""
+    return [folder for folder in device.resolve().parents if _text(folder / "class").startswith(BRIDGE)]
+
+
+def redirects(bridge: Path) -> bool | None:
+    """Whether ``bridge`` sends what devices below it tell each other up to the CPU; None: root alone can tell."""
+    try:
+        space = (bridge / "config").read_bytes()
+    except OSError:
+        return None
+    if len(space) <= EXTENDED_AT:
+        return None
+    at = EXTENDED_AT
+    for _ in range(MOST_CAPABILITIES):
+        head = int.from_bytes(space[at : at + 4], "little")
+        if head & 0xFFFF == ACS:
+            return bool(int.from_bytes(space[at + CONTROL_AT : at + CONTROL_AT + 2], "little") & REDIRECTS)
+        at = head >> 20
+        if at < EXTENDED_AT:
+            return False
+    return False
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
