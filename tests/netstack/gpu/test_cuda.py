@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from wiring import KEY, ROOT, SOON_S, connect, send
 from lamina import netstack
 from lamina.netstack import Channel, DeviceChannel, Geometry
 from lamina.netstack.cuda import driver as cuda_driver
+from lamina.netstack.cuda.calls import COPY_BLOCKS, LONG_BYTES
 from lamina.netstack.cuda.cuda import (
     CudaChannel,
     receive_card,
@@ -138,6 +140,57 @@ def test_one_graph_is_replayed_over_many_laps() -> None:
     for part in (*graphs, *streams, *memory):
         part.close()
     fabric.close()
+
+
+def test_many_blocks_copy_a_long_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is left over of words and of blocks, and wherever its two parts begin; one block copies a short one."""
+    fabric = netstack.open("cuda", key=KEY)
+    a, b = connect(fabric, geometry=Geometry(slots=2, slot_bytes=2 * LONG_BYTES))
+    assert isinstance(a, CudaChannel)
+    assert isinstance(b, CudaChannel)
+    driver, launched, launch = a.lend().driver, list[tuple[str, int]](), Driver.launch
+
+    def told(self: Driver, stream: int, kernel: str, *arguments: int, blocks: int = 1) -> None:
+        launched.append((kernel, blocks))
+        launch(self, stream, kernel, *arguments, blocks=blocks)
+
+    monkeypatch.setattr(Driver, "launch", told)
+    memory, stream = (
+        Pinned(driver, 4 * LONG_BYTES),
+        CudaStream(driver),
+    )  # lengths, tag, statuses, note; parts; what came
+    view, at, came = memory.view, memory.address, 3 * LONG_BYTES - 1024
+    view[1024:came] = random.Random(1).randbytes(came - 1024)
+    rest = at, at + 16, LONG_NS, at + 48
+
+    def moved(first: int, second: int, start: int, most: int) -> list[tuple[str, int]]:
+        view[:16] = first.to_bytes(8, "little") + second.to_bytes(8, "little")
+        view[came : came + LONG_BYTES + 64] = bytes(LONG_BYTES + 64)
+        launched.clear()
+        parts = (start, start + first)
+        if second:
+            a.lend().send_two(stream.number, at + parts[0], at + parts[1], *rest, most)
+        else:
+            a.lend().send(stream.number, at + parts[0], *rest, most)
+        stream.synchronize()
+        view[:8] = (first + second).to_bytes(8, "little")
+        b.lend().receive_due(stream.number, at + came, at, at + 16, at + 64, LONG_NS, at + 52, most)
+        stream.synchronize()
+        assert bytes(view[48:56]) == bytes(8)
+        total = first + second
+        assert view[came : came + total] == view[start : start + total]
+        assert not any(view[came + total : came + LONG_BYTES + 64])
+        return [*launched]
+
+    by_parts = [("send_begin", 1), ("send_fill", COPY_BLOCKS), ("send_end", 1)]
+    by_parts += [("due_begin", 1), ("receive_drain", COPY_BLOCKS), ("receive_end", 1)]
+    for first, second, start in ((LONG_BYTES, 0, 1024), (LONG_BYTES - 5, 0, 1025), (99, 0, 1024), (7, 4099, 1030)):
+        said = moved(first, second, start, LONG_BYTES)
+        assert said == [(f"memory_{kernel}", blocks) for kernel, blocks in by_parts]
+        said = moved(first, second, start, LONG_BYTES - 1)
+        assert said == [(f"memory_send{'_two' if second else ''}", 1), ("memory_receive_due", 1)]
+    for part in (stream, memory, fabric):
+        part.close()
 
 
 class Mail:
