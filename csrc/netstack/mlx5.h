@@ -182,20 +182,6 @@ LAMINA_HD void commit(B& bus, Queue& q, u32 segments) {
   q.committed = q.reserved;
 }
 
-// Wait until all committed WQEs are done: their sources may be reused and, on the same connection, the peer's NIC has
-// acknowledged them.
-template <class B>
-LAMINA_HD Status flush(B& bus, Queue& q, const u64* abort, u64 timeout_ns) {
-  Pace<B> pace(bus, abort, timeout_ns);
-  while (q.completed != q.committed) {
-    Status status = poll_cq(bus, q);
-    if (status == kPending) status = pace.poll_again();
-    if (status == kOk || status == kPending) continue;
-    return status;
-  }
-  return kOk;
-}
-
 // One message: `bytes` from `source` to `data`, and behind them `words` to `signal`: its seqno, and two credits.
 struct Put {
   Remote data;
@@ -226,22 +212,6 @@ LAMINA_HD Status put_words(B& bus, Queue& q, Remote to, const Words<count>& word
   if (status != kOk) return status;
   place(bus, q, index, write_words_wqe(index, q.number, to, words, kSignalled));
   commit(bus, q, words.kSegmentsOfAll);
-  return kOk;
-}
-
-// As put_signal for connections that may deliver out of order: the words are posted when the data is acknowledged.
-template <class B>
-LAMINA_HD Status put_signal_fenced(B& bus, Queue& q, const Put& put, const u64* abort, u64 timeout_ns) {
-  u64 index;
-  Status status = reserve(bus, q, 1, &index);
-  if (status != kOk) return status;
-  place(bus, q, index, write_wqe(index, q.number, put.data, put.source, put.bytes, kSignalled));
-  commit(bus, q, kSegments);
-  status = flush(bus, q, abort, timeout_ns);
-  if (status == kOk) status = reserve(bus, q, 1, &index);
-  if (status != kOk) return status;
-  place(bus, q, index, write_words_wqe(index, q.number, put.signal, put.words, kSignalled));
-  commit(bus, q, put.words.kSegmentsOfAll);
   return kOk;
 }
 

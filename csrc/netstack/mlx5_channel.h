@@ -150,4 +150,16 @@ LAMINA_HD Status wait_slot_or_tell(B& bus, Channel& c, u64 timeout_ns) {
   return wait_slot(bus, c, timeout_ns);
 }
 
+// Wait until the NIC needs nothing more of what this lane has sent, and so, on the same connection, the peer's has it.
+// `abort` is for this wait: those of the channel may be over.
+template <class B>
+LAMINA_HD Status flush(B& bus, Channel& c, const u64* abort, u64 timeout_ns) {
+  Pace<B> pace(bus, abort, timeout_ns);
+  for (;;) {
+    Status status = link_broken(bus, c);
+    if (status == kOk && bus.load(&c.queue.completed) != bus.load(&c.queue.committed)) status = pace.poll_again();
+    if (status != kPending) return status;
+  }
+}
+
 }  // namespace lamina::mlx5

@@ -249,18 +249,11 @@ LAMINA_KERNEL lamina_gin_flush(Gin* channel, const u64*, u64 timeout_ns, int* st
 }
 #endif
 
-// Wait until the NIC needs nothing any more of what this lane has sent. `abort` is this kernel's own: the channel's waits
-// are over.
+// See flush of mlx5_channel.h.
 LAMINA_KERNEL lamina_mlx5_flush(Mlx5* channel, const u64* abort, u64 timeout_ns, int* status) {
   if (threadIdx.x != 0 || *status != kOk) return;
   Bus bus;
-  const auto& queue = channel->queue;
-  Pace<Bus> pace(bus, abort, timeout_ns);
-  for (;;) {
-    Status found = link_broken(bus, *channel);
-    if (found == kOk && bus.load(&queue.completed) != bus.load(&queue.committed)) found = pace.poll_again();
-    if (found != kPending) return settle(status, found);
-  }
+  settle(status, flush(bus, *channel, abort, timeout_ns));
 }
 
 // The time, in nanoseconds of the GPU's clock, into the next of `times`.

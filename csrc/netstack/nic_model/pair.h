@@ -172,7 +172,7 @@ inline Counters traffic(const char* name, u64 messages, Shape a, Shape b, Advers
   for (End* end : ends) {
     report(*end);
     pair.settle();
-    CHECK(mlx5::flush(end->bus, end->channel.queue, &pair.abort, kLongNs) == mlx5::kOk);
+    CHECK(mlx5::flush(end->bus, end->channel, &pair.abort, kLongNs) == mlx5::kOk);
   }
   check_clean(pair.a, a.index);
   check_clean(pair.b, b.index);
