@@ -260,8 +260,7 @@ LAMINA_HD Status link_broken(B&, const Ends&) {
   return kOk;
 }
 
-// Wait for a free slot; `grant` then takes it. A link that has a queue looks at it meanwhile, so the caller has to be
-// who polls it; whoever is not passes the link's Ends.
+// Wait for a free slot, which the caller counts as `granted`. A link that has a queue looks at it meanwhile.
 template <class B, class C>
 LAMINA_HD Status wait_slot(B& bus, C& c, u64 timeout_ns) {
   if (c.granted - c.credited < c.out.count) return kOk;
