@@ -260,7 +260,8 @@ LAMINA_HD Status link_broken(B&, const Ends&) {
   return kOk;
 }
 
-// Wait for a free slot, which the caller counts as `granted`. A link that has a queue looks at it meanwhile.
+// Wait for a free slot, which the caller counts as `granted`. A link that has a queue looks at it meanwhile; whoever must
+// not passes the link's Ends.
 template <class B, class C>
 LAMINA_HD Status wait_slot(B& bus, C& c, u64 timeout_ns) {
   if (c.granted - c.credited < c.out.count) return kOk;
