@@ -769,17 +769,18 @@ class Kernels:
         self._memory.close()
 
 
-BY_PARTS = [pytest.param((name, True), id=f"{name}, by parts", marks=pytest.mark.long) for name in FOR_KERNELS]
-
-
-@pytest.fixture(params=[*(pytest.param((name, False), id=name) for name in FOR_KERNELS), *BY_PARTS])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Kernels, Kernels]]:
-    """Of both ends of a channel whose slots and epoch wrap soon. By parts: every message goes as a long one does."""
-    transport, by_parts = request.param
-    if by_parts:
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.long)], ids=["whole", "by parts"])
+def by_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether every message goes as a long one does."""
+    if request.param:
         monkeypatch.setattr(calls, "LONG_BYTES", 0)
-    with scheme_of(transport) as scheme:
-        fabric = open_or_skip(scheme, gpu=gpu_of(transport))
+
+
+@pytest.fixture(params=FOR_KERNELS)
+def kernels(request: pytest.FixtureRequest, by_parts: None) -> Iterator[tuple[Kernels, Kernels]]:
+    """Of both ends of a channel whose slots and epoch wrap soon."""
+    with scheme_of(request.param) as scheme:
+        fabric = open_or_skip(scheme, gpu=gpu_of(request.param))
         pair, driver = connect(fabric, fabric.listen(), epoch=65535, kernels=True), Driver()
         ends = Kernels(driver, pair.a), Kernels(driver, pair.b)
         yield ends
