@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> Any:
 
     None for a module, and where the model brings none. Raises ModelError.
     """
+    # It puts another module into its own place. Who comes while another thread imports it has the one from before by a
+    # statement, once that thread is done; by this function, the one that is there then.
+    import_module("transformers")
     from transformers import PreTrainedTokenizerBase
 
     if source is None or isinstance(source, PreTrainedTokenizerBase):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +186,49 @@ def test_load_tokenizer(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path / "empty") is None
     with pytest.raises(ModelError, match="not int"):
         load_tokenizer(3)
+
+
+FIRST_IMPORT = """
+import sys, threading, time
+from importlib.machinery import PathFinder
+from lamina.models.tokens import load_tokenizer
+
+begun, may_go = threading.Event(), threading.Event()
+
+class Hold:  # the first import, in its midst
+    def find_spec(name, path=None, target=None):
+        if name != "transformers.utils":
+            return None
+        sys.meta_path.remove(Hold)
+        spec = PathFinder.find_spec(name, path, target)
+        execute = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (begun.set(), may_go.wait(60.0), execute(module))
+        return spec
+
+def waits(frame):  # for another thread, which imports
+    while frame is not None and "importlib" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
+
+def importing():
+    import transformers
+
+sys.meta_path.insert(0, Hold)
+threading.Thread(target=importing, daemon=True).start()
+assert begun.wait(60.0)
+told, deadline = [], time.monotonic() + 60.0
+second = threading.Thread(target=lambda: told.append(load_tokenizer(None)), daemon=True)
+second.start()
+while not waits(sys._current_frames().get(second.ident)) and time.monotonic() < deadline:
+    pass
+may_go.set()
+second.join(60.0)
+print(told)
+"""
+
+
+def test_it_is_loaded_while_another_thread_imports_transformers_for_the_first_time() -> None:
+    """Such as that of an LLM that could not start a moment ago; transformers puts another module into its own place."""
+    words = [sys.executable, "-c", FIRST_IMPORT]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=200)
+    assert (done.stdout, done.returncode) == ("[None]\n", 0), done.stderr
