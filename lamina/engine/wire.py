@@ -24,13 +24,13 @@ class WorkerError(RuntimeError):
 
 
 class FewerError(WorkerError):
-    """The same; for a run with so many memory workers as are ``left`` there would be room, on hosts other than those
-    ``without``.
+    """The same; for a run with so many workers as are ``left``, by the option that says how many there are, there would
+    be room, on hosts other than those ``without``.
     """
 
-    def __init__(self, text: str, left: int, without: Sequence[str]) -> None:
+    def __init__(self, text: str, left: Mapping[str, int], without: Sequence[str]) -> None:
         super().__init__(text)
-        self.left, self.without = left, list(without)
+        self.left, self.without = dict(left), list(without)
 
 
 class ViewChanged(NamedTuple):

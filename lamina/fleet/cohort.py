@@ -150,14 +150,14 @@ class Cohort:
         for lost in [m for m in self._members if m in self._members.lost]:
             if lost.unreached and self.launcher is not None:
                 self.launcher.leave(lost.handle.role, lost.handle.index)
-            if (spare := self.spares.take(lost, self._size)) is not None:
-                self._members.replace(lost, spare)
+            spare = self.spares.take(lost, self._size)
+            if spare is None and self.absent.leave(lost):
                 continue
-            if self.absent.leave(lost):
-                continue
-            member = self._members.prepare(self._named(self._start_one(lost.handle.role, lost.handle.index)))
+            spare = spare or self.spares.take(lost, self._size, self._deadline - self._clock())
+            member = spare or self._members.prepare(self._named(self._start_one(lost.handle.role, lost.handle.index)))
             self._members.replace(lost, member)
-            self._tell_start(member)
+            if spare is None:
+                self._tell_start(member)
         self._await_starts()
 
     def may_have(self, count: int, stay: Sequence[int] = ()) -> bool:

@@ -55,18 +55,21 @@ class Spares:
 
     def bring(self, wait_s: float = 0.0) -> None:
         """Go on with those that were still to come up. Raises as ``fill``: then one of them does not come."""
-        for role, number in sorted(self._coming):
-            self._coming.discard((role, number))
-            spare = self._start(role, number, wait_s)
-            if spare is None:
-                self._coming.add((role, number))
-                continue
-            with self._members.ending:
-                if self._members.closed:  # by another thread, which does not know of it
-                    self._members.fence(spare)
-                    return
-                self._there[role, number] = spare
-            self._make_ready(role, number, spare)
+        for key in sorted(self._coming):
+            self._bring(*key, wait_s)
+
+    def _bring(self, role: str, number: int, wait_s: float) -> None:
+        self._coming.discard((role, number))
+        spare = self._start(role, number, wait_s)
+        if spare is None:
+            self._coming.add((role, number))
+            return
+        with self._members.ending:
+            if self._members.closed:  # by another thread, which does not know of it
+                self._members.fence(spare)
+                return
+            self._there[role, number] = spare
+        self._make_ready(role, number, spare)
 
     def _start(self, role: str, number: int, wait_s: float) -> Member | None:
         """As if for one of the places that there are: which one it takes is told as it meets the others."""
@@ -96,15 +99,34 @@ class Spares:
             self._members.fence(member)
         return list(gone.values())
 
-    def take(self, lost: Member, ranks: int) -> Member | None:
+    def take(self, lost: Member, ranks: int, left_s: float = 0.0) -> Member | None:
         """One for the place of ``lost``, which it has from now on; None where there is none that lives, and whose host
-        others reach. ``ranks``: of a compute worker's replica; it has the weights of its own rank alone.
+        others reach. ``ranks``: of a compute worker's replica; it has the weights of its own rank alone. ``left_s``: of
+        which one that still comes up is waited for half, as it is there sooner than one that is yet to be started.
         """
+        coming = [key for key in sorted(self._coming) if _may_take(key, lost, ranks) and not lost.unreached]
+        spare = self._pick(lost, ranks)
+        while spare is None and coming and left_s > 0.0:
+            role, number = key = coming.pop(0)
+            log.info("a spare %s worker that comes up is waited for, %.1f s at most", role, left_s / 2)
+            spare = self._awaited(role, number, lost, ranks, left_s / 2)
+            left_s = 0.0 if key in self._coming else left_s
+        return spare
+
+    def _awaited(self, role: str, number: int, lost: Member, ranks: int, wait_s: float) -> Member | None:
+        try:
+            self._bring(role, number, wait_s)
+        except (OSError, ValueError) as error:
+            log.warning("there are fewer spares than asked for: %s", error)
+        return self._pick(lost, ranks)
+
+    def _pick(self, lost: Member, ranks: int) -> Member | None:
+        """Of those that are there."""
         role, index, place = lost.handle.role, lost.handle.index, lost.handle.place
         for (kind, number), member in list(self._there.items()):
             if lost.unreached and place and member.handle.place == place:
                 continue
-            if kind == role and (role != "compute" or number % ranks == index % ranks):
+            if _may_take((kind, number), lost, ranks):
                 self._let_go((kind, number))
                 if not (why := self._defect(member)):
                     log.info("a spare takes the place of %s worker %d (pid %d)", role, index, member.handle.pid)
@@ -137,3 +159,9 @@ class Spares:
             member.link.close()
         for member in there:
             member.handle.join(END_S)
+
+
+def _may_take(key: tuple[str, int], lost: Member, ranks: int) -> bool:
+    """Whether the spare of that role and number is for the place of ``lost``."""
+    (kind, number), role = key, lost.handle.role
+    return kind == role and (role != "compute" or number % ranks == lost.handle.index % ranks)

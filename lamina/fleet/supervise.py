@@ -97,8 +97,10 @@ class Supervisor:
     def no_other(self, error: Exception) -> WorkerError:
         """About a run that ends as no other worker could be started."""
         text, lost = f"a lost worker could not be replaced: {error}", self._members.lost
-        left = sum(member not in lost for member in self._members.memory)
-        if isinstance(error, NoHostError) and left and all(m.handle.role == "memory" for m in lost):
+        others = {"memory": self._members.memory, "prefill": self._members.prefill}  # of which there may be fewer
+        roles = {member.handle.role for member in lost}
+        if isinstance(error, NoHostError) and roles and roles <= others.keys():
+            left = {f"{role}_workers": sum(m not in lost for m in others[role]) for role in roles}
             return FewerError(text, left, error.without)
         return WorkerError(text)
 

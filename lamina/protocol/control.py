@@ -316,7 +316,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     text: str
     user_error: bool = False  # bad input, not a defect
     by_peer: bool = False  # a channel ended, so that the other end knows better
-    left: int = 0  # of a server's engine: memory workers for which there is room, see FewerError
+    left: dict[str, int] = {}  # of a server's engine: so many workers have room, see FewerError
     without: list[str] = []
 
 

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 CALL_S = 60.0  # for a warden to come up and answer
 REACH_S = 10.0
 END_S = 1.0
+LOOK_S = 1.0  # of a wait for a spare, between looks whether its host is there
 NODE_ID = "ray.io/node-id"  # a label that Ray gives each host
 
 
@@ -168,13 +169,23 @@ class RayLauncher:
         seat, what = self._spares[role][number], f"the spare {role} worker {number}"
         if seat.asked is None:
             self._call(seat, role, what, threads, patient=bool(wait_s))
-        done, _ = self._ray.wait([seat.asked], timeout=wait_s)
-        if done:
+        if self._comes(seat, wait_s):
             return self._finish(seat, role, number, what)
-        if time.monotonic() - seat.asked_at > self._limit_s:
+        late = time.monotonic() - seat.asked_at >= self._limit_s
+        if late or (wait_s and self._is_lost(seat)):
             seat.asked = None
-            raise OSError(f"{what} did not come up in {self._limit_s:g} s")
+            why = f"did not come up in {self._limit_s:g} s" if late else "comes up on a host that does not answer"
+            raise OSError(f"{what} {why}")
         return None
+
+    def _comes(self, seat: BundleSeat, wait_s: float) -> bool:
+        """Whether its warden answers in so long; nobody waits for one whose host is lost."""
+        until = min(time.monotonic() + wait_s, seat.asked_at + self._limit_s)
+        while True:
+            left = max(0.0, until - time.monotonic())
+            done, _ = self._ray.wait([seat.asked], timeout=min(left, LOOK_S))
+            if done or left <= LOOK_S or self._is_lost(seat):
+                return bool(done)
 
     def seat(self, role: str, number: int, index: int) -> None:
         seats, spares = self._seats[role], self._spares[role]
@@ -186,9 +197,7 @@ class RayLauncher:
     def _call(self, seat: BundleSeat, role: str, what: str, threads: int, *, patient: bool) -> None:
         """Have its warden listen. ``patient``: whether to wait for room on another host, where its own is lost."""
         if seat.used:
-            hosts = {host.name: host for host in hosts_of(self._ray, whole=True)}
-            there = hosts.get(seat.at.host.name)
-            if seat.left or there is None or not answers(there):  # which tells of a lost one long before Ray does
+            if seat.left or self._is_lost(seat):
                 self._move(seat, role, what, patient=patient)
             self._call_warden(seat)
         seat.used, seat.asked_at = True, time.monotonic()
@@ -199,6 +208,11 @@ class RayLauncher:
             "host": seat.at.host.address, "name": own, "driver": seat.names[1],
         }  # fmt: skip
         seat.asked = seat.warden.listen.remote(json.dumps(order))
+
+    def _is_lost(self, seat: BundleSeat) -> bool:
+        """Whether its host does not answer, which tells of a lost one long before Ray does."""
+        there = {host.name: host for host in hosts_of(self._ray, whole=True)}.get(seat.at.host.name)
+        return there is None or not answers(there)
 
     def _finish(self, seat: BundleSeat, role: str, index: int, what: str) -> RayWorker:
         """The worker of a warden that was called, once it has come up. Raises OSError, ValueError."""

@@ -9,15 +9,17 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from msgspec import structs
 
-from lamina.config import changed
+from lamina.config import changed, flat
 from lamina.engine.conversations.terms import PLAIN, KVTerms
 from lamina.fleet.launchers import WorkerHandle
 from lamina.fleet.recoveries import Recoveries
 from lamina.processes import lives
+from lamina.protocol.options.declare import flag
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import SamplingParams, Told
 
@@ -70,17 +72,24 @@ class EngineRestarts:
         """The engine has ``config`` by now: so will the next one."""
         self._start = structs.replace(self._start, config=config)
 
-    def shrink(self, left: int, without: Sequence[str]) -> bool:
-        """There is room for ``left`` memory workers: the next engine is to have no more, on hosts that are not
+    def shrink(self, left: Mapping[str, int], without: Sequence[str]) -> bool:
+        """There is room for so many workers, by option: the next engine is to have no more, on hosts that are not
         ``without``, until the next plan. Whether that can be.
         """
-        left -= left % self.config.topology.tensor_parallel_size
+        topology, had = self.config.topology, flat(self.config)
+        together = {"memory_workers": topology.tensor_parallel_size, "prefill_workers": topology.prefill_pipeline}
+        sizes: dict[str, Any] = {name: count - count % together[name] for name, count in left.items()}
+        if sizes.get("prefill_workers") == 0:
+            sizes |= {"prefill_pipeline": 1, "prefill_kv_memory": "auto"}
+        if not (sizes := {name: value for name, value in sizes.items() if value != had[name]}):
+            return False
         try:
-            self.adopt(changed(self.config, {"memory_workers": left}))
+            self.adopt(changed(self.config, sizes))
         except ValueError:
             return False
         self._start = structs.replace(self._start, without=list(without))
-        log.warning("the server goes on with --memory-workers %d: say `lamina-launch scale` once there are more", left)
+        words = " ".join(f"{flag(name)} {value}" for name, value in sizes.items())
+        log.warning("the server goes on with %s: say `lamina-launch scale` once there are more", words)
         return True
 
     def give_up(self, why: str) -> bool:

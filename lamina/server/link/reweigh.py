@@ -30,6 +30,7 @@ class Reweigh:
         several = topology.memory_workers > topology.tensor_parallel_size
         watched = topology.weighs and several and _can_change(engine.config)
         self._shares = Shares(topology.tensor_parallel_size, clock) if watched and alike else None
+        self._told: object = None  # what was said last of parts that stay
 
     def look(self, counters: Mapping[str, Mapping[str, float]]) -> None:
         """``counters``: of all workers, by their names; about once a second. Nobody waits."""
@@ -45,8 +46,12 @@ class Reweigh:
             check_room(self._engine.scheduler, self._engine.info, change.capacity)
             elastic.begin(change, reason=REASON)
         except (ValueError, OSError) as error:
-            log.warning("memory workers read by %s, and keep their parts of the work: %s", parts, error)
+            now = list(elastic.weights), [weight < max(weights) for weight in weights]
+            if self._told != now:  # else who is slower, and the parts, are as they were
+                log.warning("memory workers read by %s, and keep their parts of the work: %s", parts, error)
+            self._told = now
         else:
+            self._told = None
             log.info("--memory-weights measured: memory workers now read by %s, and have such parts", parts)
 
 

@@ -385,8 +385,9 @@ def test_where_there_is_memory_for_one_they_go_one_by_one(
         found = [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids]
         assert found == wanted
         assert list(seen)[-2:] == [view + 2, view + 4], "two changes of the view"
-        changed = [[n for n, pid in pids.items() if pid != before[n]] for pids in list(seen.values())[-2:]]
-        assert changed == [["memory-0"], ["memory-0", "memory-2"]]
+        first, both = ({n for n, pid in pids.items() if pid != before[n]} for pids in list(seen.values())[-2:])
+        assert len(first) == 1, "whichever was heard first"
+        assert first < both == {"memory-0", "memory-2"}
         assert "keeps its KV until it ends" not in caplog.text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,11 @@ def test_parts_stay_where_they_are_not_measured_or_cannot_be_others(
 
 @pytest.mark.long
 def test_parts_stay_where_what_runs_would_have_no_room(tiny_lm: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The larger part of one fills its memory earlier."""
+    """The larger part of one fills its memory earlier. It is said once for as long as the same one is slower."""
     with open_llm(
         tiny_lm, transport="loopback", memory_weights="measured", partition="token", max_model_len=512, kv_memory="1MiB"
     ) as llm:
-        _, changes = run_beside(llm, [(10e9, 1e9)])
+        _, changes = run_beside(llm, [(10e9, 1e9), (10e9, 1.5e9), (10e9, 1e9), (1e9, 10e9), (1e9, 10e9)])
         assert changes == []
-    assert "keep their parts of the work: " in caplog.text
+    told = [x for x in map(logging.LogRecord.getMessage, caplog.records) if "keep their parts of the work: " in x]
+    assert [words.partition(",")[0] for words in told] == ["memory workers read by 1", "memory workers read by 0.1"]

@@ -146,6 +146,30 @@ def test_nobody_waits_for_a_spare_that_comes_up_slowly(monkeypatch: pytest.Monke
     assert launcher.start_spare("memory", 0) is not None, "another one may"
 
 
+def test_one_that_comes_up_is_waited_for_as_long_as_its_host_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = ScriptedRay(monkeypatch)
+    launcher, now, answered = ray.launcher({"memory": 1}, spare_memory=1, start_timeout_s=60.0), [100.0], ray.wait
+
+    def wait(references: Sequence[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        now[0] += timeout
+        ray.up = ray.up or now[0] >= 140.0
+        return answered(references, timeout)
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(over_ray.time, "monotonic", lambda: now[0])
+    ray.up = False
+    assert launcher.start_spare("memory", 0) is None
+    assert launcher.start_spare("memory", 0, wait_s=30.0) is None
+    assert now == [130.0]
+    ray.dark = {"n1"}
+    with pytest.raises(OSError, match="the spare memory worker 0 comes up on a host that does not answer"):
+        launcher.start_spare("memory", 0, wait_s=30.0)
+    assert now == [131.0], "Ray itself would know of that much later"
+    moved = launcher.start_spare("memory", 0, wait_s=30.0)
+    assert moved is not None
+    assert (moved.place, now) == ("10.0.0.2:0", [140.0])
+
+
 def test_a_spare_goes_to_another_host_where_there_is_room_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that waits for nothing but a spare's successor is none that a spare has helped."""
     ray = ScriptedRay(monkeypatch)

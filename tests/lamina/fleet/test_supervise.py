@@ -254,6 +254,64 @@ def test_a_spare_that_comes_up_slowly_is_taken_in_once_it_has() -> None:
     assert len(run.world.workers) == NUM_WORKERS + 1
 
 
+COMES: dict[str, Any] = {"it comes": 7.0, "it takes too long": None, "it does not come": OSError("no host has room")}
+
+
+@pytest.mark.parametrize("comes", COMES)
+def test_a_spare_that_still_comes_up_is_waited_for_as_it_is_there_sooner_than_another_one(comes: str) -> None:
+    """For half of the time that a start has: the other half is that of one that is started in its stead."""
+    run, waits = Run(spare_memory=1), list[float]()
+    start, after = run.world.start_spare, COMES[comes]
+
+    def later(role: str, number: int, threads: int = 0, wait_s: float = 0.0) -> SimulatedWorker | None:
+        waits.append(wait_s)
+        if wait_s and isinstance(after, OSError):
+            raise after
+        run.world.now += (after or wait_s) if wait_s else 0.0
+        return start(role, number, threads) if wait_s and after else None
+
+    run.world.start_spare = later  # type: ignore[method-assign]
+    run.cohort.spares.fill()
+    run.worker(0).kill()
+    _, ready = run.recover()
+    run.check(ready)
+    assert waits[:2] == [0.0, LIMIT_S / 2]
+    assert not any(waits[2:])
+    assert len(run.world.workers) == NUM_WORKERS + 1, "one takes the place, and nobody beside it"
+    assert (run.now("memory", 0).index, ready.view) == (0, run.cohort.view)
+
+
+def test_nobody_waits_for_a_spare_where_decoding_goes_on_with_other_replicas() -> None:
+    run, waits = Run(spare_compute=1), list[float]()
+
+    def later(role: str, number: int, threads: int = 0, wait_s: float = 0.0) -> None:
+        waits.append(wait_s)
+
+    run.world.start_spare = later  # type: ignore[assignment,method-assign]
+    run.cohort.spares.fill()
+    run.now("compute", 0).kill()
+    _, ready = run.recover()
+    run.check(ready)
+    assert not any(waits)
+
+
+def test_nor_for_one_where_others_do_not_reach_the_host() -> None:
+    """Which may be where it comes up."""
+    run, waits = Run(spare_memory=1), list[float]()
+
+    def later(role: str, number: int, threads: int = 0, wait_s: float = 0.0) -> None:
+        waits.append(wait_s)
+
+    run.world.start_spare = later  # type: ignore[assignment,method-assign]
+    run.cohort.spares.fill()
+    member = run.members.memory[1]
+    member.unreached = True
+    run.members.give_up(member, loss := LostError("others have lost their way to it", [member], ended=True))
+    run.supervisor.halt(loss)
+    run.whole(run.supervisor.resume(KEEP))
+    assert not any(waits)
+
+
 def test_one_that_cannot_be_started_is_told_once_and_tried_again_behind_the_next_loss(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -582,9 +640,18 @@ def no_room(role: str, index: int, threads: int = 0) -> Any:
     raise NoHostError(f"10.0.0.3 is lost, and {role} worker {index} was there: no host has room", {"n3", "n1"})
 
 
-@pytest.mark.parametrize(("victims", "left"), [([0], 1), ([0, 1], 0), ([0, 4], 0), ([4], 0)])
-def test_a_run_without_room_for_memory_workers_says_how_many_are_left(victims: list[int], left: int) -> None:
-    """Of memory workers alone; a prefill worker (4) is no reason to have fewer of them."""
+FEWER: list[tuple[list[int], dict[str, int]]] = [
+    ([0], {"memory_workers": 1}),
+    ([0, 1], {"memory_workers": 0}),
+    ([4], {"prefill_workers": 0}),
+    ([0, 4], {"memory_workers": 1, "prefill_workers": 0}),
+    ([0, 2, 3], {}),
+]
+
+
+@pytest.mark.parametrize(("victims", "left"), FEWER)
+def test_a_run_without_room_for_workers_says_how_many_are_left(victims: list[int], left: dict[str, int]) -> None:
+    """Of memory workers (0, 1) and prefill workers (4); not where no compute worker is left (2, 3)."""
     run = Run()
     pools = pools_of(run)
     run.world.start = no_room  # type: ignore[method-assign]
@@ -595,7 +662,7 @@ def test_a_run_without_room_for_memory_workers_says_how_many_are_left(victims: l
     assert isinstance(changed, ViewChanged)
     with pytest.raises(WorkerError, match="a lost worker could not be replaced: 10.0.0.3 is lost") as told:
         pools.resume(KEEP)
-    assert (told.value.left if isinstance(told.value, FewerError) else 0) == left
+    assert (told.value.left if isinstance(told.value, FewerError) else {}) == left
     assert not left or told.value.without == ["n1", "n3"]  # type: ignore[attr-defined]
     assert pools.closed
 

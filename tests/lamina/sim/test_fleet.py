@@ -138,7 +138,7 @@ def test_where_no_other_host_has_room_it_says_how_many_could_go_on(monkeypatch: 
     LastingCut(monkeypatch, elsewhere=False)
     with pytest.raises(FewerError, match="no host has room") as told:
         play_fleet(cut_once(30))
-    assert told.value.left == 1
+    assert told.value.left == {"memory_workers": 1}
 
 
 @pytest.mark.long

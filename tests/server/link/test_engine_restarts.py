@@ -252,11 +252,36 @@ def test_an_engine_that_says_why_it_ends_is_the_last_one() -> None:
     final(lambda engines: engines.all[0].link.send(Failed(text="memory worker 0: out of order")), "out of order")
 
 
-@pytest.mark.parametrize(("options", "had", "left", "wanted"), [({}, 3, 2, 2), ({"tensor_parallel_size": 2}, 4, 3, 2)])
+Sizes = dict[str, Any]
+FEWER: dict[str, tuple[Sizes, dict[str, int], Sizes, str]] = {
+    "memory": ({"memory_workers": 3}, {"memory_workers": 2}, {"memory_workers": 2}, "--memory-workers 2"),
+    "ranks": (  # of which each has as many
+        {"memory_workers": 4, "tensor_parallel_size": 2}, {"memory_workers": 3}, {"memory_workers": 2},
+        "--memory-workers 2",
+    ),
+    "prefill": ({"prefill_workers": 2}, {"prefill_workers": 1}, {"prefill_workers": 1}, "--prefill-workers 1"),
+    "stages": (
+        {"prefill_workers": 4, "prefill_pipeline": 2}, {"prefill_workers": 3}, {"prefill_workers": 2},
+        "--prefill-workers 2",
+    ),
+    "no prefill": (
+        {"prefill_workers": 2, "prefill_pipeline": 2, "prefill_kv_memory": "1GiB"}, {"prefill_workers": 1},
+        {"prefill_workers": 0, "prefill_pipeline": 1},
+        "--prefill-workers 0 --prefill-pipeline 1 --prefill-kv-memory auto",
+    ),
+    "both": (
+        {"memory_workers": 2, "prefill_workers": 1}, {"memory_workers": 1, "prefill_workers": 0},
+        {"memory_workers": 1, "prefill_workers": 0}, "--memory-workers 1 --prefill-workers 0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FEWER)
 def test_one_whose_workers_have_no_room_is_followed_by_one_with_fewer(
-    options: dict[str, Any], had: int, left: int, wanted: int, caplog: pytest.LogCaptureFixture
+    case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As many as are left, and of ranks equal numbers. So it goes on behind the next death, too."""
+    """As many as are left, and of those that work together none or all. So it goes on behind the next death, too."""
+    options, left, wanted, words = FEWER[case]
 
     async def work(client: EngineClient, engines: Engines) -> None:
         key = client.add([7], SamplingParams(), ReplyFeed(), Quiet())
@@ -268,15 +293,15 @@ def test_one_whose_workers_have_no_room_is_followed_by_one_with_fewer(
         assert (await asyncio.to_thread(second.asked)).key == key
         assert not client.lost.is_set()
         assert client.config is not None
-        assert client.config.topology.memory_workers == wanted
+        assert flat(client.config).items() >= wanted.items()
         second.link.close()
         await engines.next(client)
-        assert engines.workers == [wanted, wanted]
+        assert engines.workers == [client.config.topology.memory_workers] * 2
         assert engines.without == [["n3"]] * 2
-        assert f"the server goes on with --memory-workers {wanted}" in caplog.text
+        assert f"the server goes on with {words}: say `lamina-launch scale`" in caplog.text
 
     with caplog.at_level(logging.WARNING):
-        play(work, memory_workers=had, **options)
+        play(work, **options)
 
 
 @pytest.mark.parametrize(
@@ -287,8 +312,8 @@ def test_one_whose_workers_have_no_room_is_followed_by_one_with_fewer(
 def test_where_nothing_can_go_on_with_those_that_are_left_it_is_the_last_one(
     options: dict[str, Any], left: int
 ) -> None:
-    final(lambda engines: engines.all[0].link.send(Failed(text="no host has room", left=left)), "no host has room",
-          memory_workers=2, **options)  # fmt: skip
+    failed = Failed(text="no host has room", left={"memory_workers": left})
+    final(lambda engines: engines.all[0].link.send(failed), "no host has room", memory_workers=2, **options)
 
 
 def test_so_is_one_whose_workers_others_start() -> None:
