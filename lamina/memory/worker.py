@@ -111,7 +111,8 @@ class MemoryWorker:
 
     def serve(self, door: ViewDoor, meeting: Connect, net: Fabric | None = None) -> None:
         """Have one bind and the others join who come to ``door``, then serve steps until a channel ends or the view is
-        over; close all channels. The store stays. ``net``: to reach others that have pages; None where none have.
+        over; close all channels. The store stays, and transfers go on until ``turn_away`` is over, or ``close``.
+        ``net``: to reach others that have pages; None where none have.
 
         It ends by an exception only: ChannelError, ProtocolError where a peer broke the contract, or DamagedError,
         which ends a process before anybody hears of it.
@@ -147,11 +148,11 @@ class MemoryWorker:
             peers.end()
             copies.end()
             fabric.close()
-            self._end_transfers()
 
     def turn_away(self, door: ViewDoor, view: int) -> None:
         """A channel of ``view`` has ended: until another view is called for, whoever still comes to ``door`` under that
-        one is told so, and can tell the driver; else it would wait for a worker that is not there.
+        one is told so, and can tell the driver; else it would wait for a worker that is not there. By then the driver
+        has said whether it ends, or has lost somebody: others may have heard of that before.
         """
         fabric = self._enter(view)
         with suppress(ChannelError):
@@ -159,9 +160,11 @@ class MemoryWorker:
                 with suppress(ChannelTimeout):
                     fabric.accept(door, TURN_S).abort(f"view {view} has ended here: a worker of it is lost")
         fabric.close()
+        self._end_transfers()
 
     def close(self) -> None:
         """Let go of the medium. For the thread that serves."""
+        self._end_transfers()
         if self._medium is not None:
             self._medium.close()
             self._medium = self._tier = None

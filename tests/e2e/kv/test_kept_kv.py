@@ -19,7 +19,10 @@ from lamina.kv.pages import PAGE, Recipe
 from lamina.kv.store.folder import StoreFolder
 from lamina.kv.store.index import PageIndex
 from lamina.kv.store.upkeep import summary_of
+from lamina.memory.pages import transfers
+from lamina.memory.pages.transfers import Transfers
 from lamina.memory.store import Store
+from lamina.memory.worker import MemoryWorker
 from lamina.protocol.placement import FIRST
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
@@ -215,6 +218,33 @@ def test_pages_are_saved_as_they_fill(llama_path: Path, reference: Reference) ->
         assert behind.outputs[0].token_ids == reference(said, 8)
 
 
+def test_what_is_to_be_saved_is_saved_though_others_end_before(
+    llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A memory worker hears that the driver ends once the compute worker has gone; behind a loss it saves no more."""
+    gone, where = threading.Event(), {**TINY, "kv_store_dir": str(tmp_path / "kv")}
+    serve, abort, save = MemoryWorker.serve, MemoryWorker.abort, Transfers._save
+
+    def serve_until(self: MemoryWorker, *asked: Any) -> None:
+        try:
+            serve(self, *asked)
+        finally:
+            gone.set()
+
+    def behind(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *asked: gone.wait(30.0) and call(*asked)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryWorker, "serve", serve_until)
+        patch.setattr(MemoryWorker, "abort", behind(abort))
+        patch.setattr(Transfers, "_save", behind(save))
+        patch.setattr(transfers, "LAST_S", 30.0)
+        with LLM(str(llama_path), **where) as llm:
+            ask(llm, PROMPT)
+    with LLM(str(llama_path), **where) as llm:
+        assert ask(llm, [*PROMPT, 7]).num_cached_tokens == 256
+
+
 @pytest.mark.long
 def test_another_model_finds_nothing(llama_path: Path, tmp_path: Path) -> None:
     where = {**TINY, "kv_store_dir": str(tmp_path / "kv")}
@@ -234,6 +264,7 @@ def test_where_bits_count_another_build_finds_nothing(
         where = {**TINY, "kv_store_dir": str(tmp_path / "kv"), "deterministic": fixed}
         with LLM(str(llama_path), **where) as llm:
             found.append(ask(llm, [*PROMPT, *range(5, 12)]).num_cached_tokens)
+            llm.engine.rest()  # until all is saved, however slow this machine is
         with (
             closing(StoreFolder(str(where["kv_store_dir"]), make=False)) as folder,
             closing(PageIndex(folder)) as index,
