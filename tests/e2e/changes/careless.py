@@ -1,4 +1,4 @@
-"""Workers that make good what others have lost, each wrong in one way that no token shows."""
+"""Workers that make good what others have lost, each wrong in one way."""
 
 from __future__ import annotations
 
@@ -13,33 +13,58 @@ from lamina.compute.prefill import OwnAttention
 from lamina.compute.prefill import main as prefill_main
 from lamina.memory import main as memory_main
 from lamina.memory.store import Store
-from lamina.protocol.plan import Keep
+from lamina.protocol.plan import Keep, StepPlan
 
-FOLDER = "PYTEST_CARELESS_FOLDER"
+FOLDER, SOUND = "PYTEST_CARELESS_FOLDER", "PYTEST_CARELESS_SOUND"
 SLIGHTLY = 1.0 + 2.0**-20
-_reconcile, _kv = Store.reconcile, OwnAttention.kv
+_reconcile, _begin, _kv = Store.reconcile, Store.begin, OwnAttention.kv
 
 
 def _change_what_stays(self: Store, keep: Sequence[Keep]) -> None:
     _reconcile(self, keep)
-    for piece in (piece for layer in self.layers for piece in layer):
-        piece.kv.v.mul_(SLIGHTLY)
+    _change(self, SLIGHTLY)
+
+
+def _change_with_each_plan(self: Store, plan: StepPlan) -> None:
+    _begin(self, plan)
+    _change(self, 1.05)
+
+
+def _change(store: Store, factor: float) -> None:
+    for piece in (piece for layer in store.layers for piece in layer):
+        piece.kv.v.mul_(factor)
 
 
 def _send_other_values(self: OwnAttention, layer: int, k: Tensor, v: Tensor) -> None:
     _kv(self, layer, k, v * SLIGHTLY)
 
 
+def _is_late(sound: int) -> bool:
+    """Whether as many workers have begun before this one."""
+    for number in range(sound):
+        try:
+            (Path(os.environ[FOLDER]) / str(number)).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        return False
+    return True
+
+
 def serve_memory(sock: socket.socket) -> None:
-    """One whose values change a little where somebody else is lost."""
+    """One whose values change a little where somebody else is lost, which no token shows."""
     Store.reconcile = _change_what_stays  # type: ignore[method-assign]
     memory_main.serve_memory(sock)
 
 
+def serve_rebuilt(sock: socket.socket) -> None:
+    """The first ones are sound, one that takes the place of another has other KV."""
+    if _is_late(int(os.environ[SOUND])):
+        Store.begin = _change_with_each_plan  # type: ignore[method-assign]
+    memory_main.serve_memory(sock)
+
+
 def serve_prefill(sock: socket.socket) -> None:
-    """The first one is sound, those that take its place compute other values."""
-    try:
-        (Path(os.environ[FOLDER]) / "first").touch(exist_ok=False)
-    except FileExistsError:
+    """The first one is sound, those that take its place compute values that are a little others."""
+    if _is_late(1):
         OwnAttention.kv = _send_other_values  # type: ignore[method-assign]
     prefill_main.serve_prefill(sock)

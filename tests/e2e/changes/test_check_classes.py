@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import careless
 import pytest
 
 from lamina.cli.check.faults import COMPUTE, MEMORY, PARITY, PREFILL, RANK, SERVED, Death
@@ -145,6 +146,11 @@ def change_what_stays(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(local.ROLES, "memory", ("tests.e2e.changes.careless", "serve_memory"))
 
 
+def rebuild_other_values(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(local.ROLES, "memory", ("tests.e2e.changes.careless", "serve_rebuilt"))
+    patch.setenv(careless.SOUND, "2")
+
+
 WRONG: dict[str, tuple[Death, dict[str, str], Callable[[pytest.MonkeyPatch], None], str]] = {
     "a compute worker, and its last token is told twice": (COMPUTE, {}, tell_twice, "was told 17 tokens, not 16"),
     "a compute worker, and KV elsewhere changes": (COMPUTE, {}, change_what_stays, "first difference"),
@@ -152,6 +158,9 @@ WRONG: dict[str, tuple[Death, dict[str, str], Callable[[pytest.MonkeyPatch], Non
     "by head, of another text": (MEMORY, {}, mistake_the_text, "first difference"),
     "by token, of another text": (MEMORY, {"partition": "token"}, mistake_the_text, "first difference"),
     "by request, of another text": (MEMORY, BY_REQUEST, mistake_the_text, "first difference"),
+    "by head, and its KV is another one": (MEMORY, {}, rebuild_other_values, "first difference"),
+    "by token, and its KV is another one": (MEMORY, {"partition": "token"}, rebuild_other_values, "first difference"),
+    "by request, and its KV is another one": (MEMORY, BY_REQUEST, rebuild_other_values, "first difference"),
     "by request, and others too": (MEMORY, BY_REQUEST, lose_all, "memory-0 had no KV of prompts .* whose bits differ"),
     "an engine, of whose tokens one is forgotten": (SERVED, {}, forget_the_last_token, "was told 17 tokens, not 16"),
 }
@@ -159,8 +168,11 @@ WRONG: dict[str, tuple[Death, dict[str, str], Callable[[pytest.MonkeyPatch], Non
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_recovery_is_a_broken_promise(case: str, based: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_recovery_is_a_broken_promise(
+    case: str, based: Check, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     fault, options, harm, words = WRONG[case]
+    monkeypatch.setenv(careless.FOLDER, str(tmp_path))
     harm(monkeypatch)
     verdict = only(based, row(fault, **options))
     assert (verdict.held, verdict.axis) == (False, fault.axis), verdict
@@ -168,10 +180,21 @@ def test_a_wrong_recovery_is_a_broken_promise(case: str, based: Check, monkeypat
 
 
 @pytest.mark.long
-def test_a_rank_in_whose_place_another_one_tells_twice(ranked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    tell_twice(monkeypatch)
+@pytest.mark.parametrize("harm", [tell_twice, change_what_stays, lose_all])
+def test_a_rank_behind_whose_death_something_is_wrong(
+    harm: Callable[[pytest.MonkeyPatch], None], ranked: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harm(monkeypatch)
     verdict = only(ranked, row(RANK))
     assert (verdict.held, verdict.axis) == (False, "lost rank"), verdict
+    assert ("was told 17 tokens" in verdict.note) == (harm is tell_twice), verdict.note
+
+
+@pytest.mark.slow
+def test_parity_of_which_something_is_wrong_brings_other_bits(based: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_what_stays(monkeypatch)
+    verdict = only(based, row(PARITY, ALL))
+    assert (verdict.held, verdict.axis) == (False, "lost memory worker"), verdict
 
 
 @pytest.mark.long
@@ -179,7 +202,7 @@ def test_a_prefill_worker_in_whose_place_another_one_computes_other_values(
     based: Check, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(local.ROLES, "prefill", ("tests.e2e.changes.careless", "serve_prefill"))
-    monkeypatch.setenv("PYTEST_CARELESS_FOLDER", str(tmp_path))
+    monkeypatch.setenv(careless.FOLDER, str(tmp_path))
     verdict = only(based, row(PREFILL))
     assert (verdict.held, verdict.axis, verdict.exactness) == (False, "lost prefill worker", "token-equal"), verdict
 
