@@ -84,7 +84,7 @@ class Members:
         self.lost: dict[Member, LostError] = {}  # nobody listens to these any more
         self.names = WeakKeyDictionary[WorkerHandle, str]()  # that they prove to their peers
         self._named = dict[Member, float]()  # when somebody has lost its way to a memory worker that lives
-        self.closed = False  # by ``end``
+        self.closed, self._ends = False, False  # by ``end``, and as that begins
         self.ending = threading.RLock()  # one thread ends them; another may wait for a message meanwhile
         self.meanwhile: Callable[[], None] = lambda: None  # called a few times a second by whoever waits
 
@@ -179,6 +179,7 @@ class Members:
                 self._end(join_s)
 
     def _end(self, join_s: float) -> None:
+        self._ends = True
         for member in self._members:
             member.link.limit_sends(TAKE_LAST_S)
         try:
@@ -376,6 +377,8 @@ class Members:
             self._take(member, message)
 
     def _gone(self, member: Member) -> Exception:
+        if self._ends:  # by another thread, and its link with it
+            return WorkerError("the workers have been ended")
         said = self._failure_of(member, self._clock() + CAUSE_S)  # it may lie unread where only sending failed
         if said is not None:
             return self._failed(member, said)

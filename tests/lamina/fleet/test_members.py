@@ -122,6 +122,32 @@ def test_one_that_stands_still_in_a_message_is_lost_also_while_it_is_asked_who_h
     assert {*pools.lost} == {other}
 
 
+@pytest.mark.parametrize("notice", [send, wait])
+def test_who_uses_a_link_as_another_thread_ends_all_workers_has_lost_nobody(
+    notice: Notice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the links and the message, or between two messages: nobody is to be replaced then."""
+    quiet, told = socket.socketpair()
+    pools, (member,) = members(Ended("compute"))
+    member.link = ControlLink(quiet, StepDone | Stats)
+    ControlLink(told, AskStats).send(Stats(values={}))
+
+    name, ending = "send" if notice is send else "recv", threading.Thread(target=pools.end, args=(0.0,))
+    call = getattr(member.link, name)
+
+    def ended_first(*asked: object, **named: object) -> object:
+        if ending.ident is None:
+            ending.start()
+            ending.join(SOON_S)
+        return call(*asked, **named)
+
+    monkeypatch.setattr(member.link, name, ended_first)
+    with pytest.raises(WorkerError, match="^the workers have been ended$") as told_so:
+        notice(pools, member)
+    assert not isinstance(told_so.value, LostError)
+    assert not pools.lost
+
+
 def test_what_is_said_under_an_older_view_is_dropped() -> None:
     """Before the view began and after; what knows no view is not."""
     quiet, told = socket.socketpair()

@@ -12,7 +12,7 @@ import pytest
 from test_loop import PARAMS, PROMPT, SOON_S, FakeWire, Workers, continuation, until
 
 from lamina.config import make_config
-from lamina.engine.wire import WorkerError
+from lamina.engine.wire import FewerError, WorkerError
 from lamina.observe.trace import Event
 from lamina.protocol.control import ControlLink, Failed, LinkClosedError, Progress, Stop
 from lamina.server.link import engine_process
@@ -56,6 +56,10 @@ def failing(error: Exception) -> Callable[..., None]:
         (OSError("no such file"), Failed(text="no such file", user_error=True)),
         (ImportError("no ray"), Failed(text="no ray", user_error=True)),
         (WorkerError("memory worker 0 was killed"), Failed(text="memory worker 0 was killed")),
+        (
+            FewerError("no host has room", {"prefill_workers": 0}, ["n3"]),
+            Failed(text="no host has room", left={"prefill_workers": 0}, without=["n3"]),
+        ),
     ],
 )
 def test_why_an_engine_did_not_start(error: Exception, told: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
