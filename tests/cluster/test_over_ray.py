@@ -292,13 +292,28 @@ def test_a_servers_engine_is_replaced_too(cluster: FakeCluster, tmp_path: Path) 
         server.kill()
 
 
+# Nodes of which the last one goes, flags of the server, those that it goes on with; modules of workers, and how many.
+STAYS_AWAY: dict[str, tuple[tuple[dict[str, Any], ...], tuple[str, ...], str, dict[bytes, int]]] = {
+    "memory": (
+        NODES, ("--memory-workers", "2", "--placement", "spread"), "--memory-workers 1", {b"lamina.memory.main": 1},
+    ),
+    "prefill": (  # both replicas are where there is room for both
+        ({}, {"resources": {"lamina_compute": 2, "lamina_memory": 1}}, {"resources": {"lamina_compute": 1}}),
+        ("--prefill-workers", "1", "--pipeline", "3"), "--prefill-workers 0",
+        {b"lamina.compute.main": 2, b"lamina.compute.prefill": 0},
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.timeout(900)
-def test_a_server_goes_on_with_fewer_memory_workers_where_a_node_stays_away(tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", STAYS_AWAY)
+def test_a_server_goes_on_with_fewer_workers_where_a_node_stays_away(role: str, tmp_path: Path) -> None:
     """No other node has room: another engine has those that are left, and all streams go on there."""
     pytest.importorskip("ray")
-    cluster, server = FakeCluster(tmp_path, *NODES), None
+    nodes, more, words, left = STAYS_AWAY[role]
+    cluster, server = FakeCluster(tmp_path, *nodes), None
     body = {"prompt": "def f(", "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 0.0}
-    flags = ("--ray-address", cluster.address, "--memory-workers", "2", "--placement", "spread", "--deterministic")
+    flags = ("--ray-address", cluster.address, *more, "--deterministic")
     try:
         server = Running(
             tmp_path / "server",
@@ -327,8 +342,9 @@ def test_a_server_goes_on_with_fewer_memory_workers_where_a_node_stays_away(tmp_
             assert told(hit=True) == wanted
             assert http.get("/health").status_code == 200
             assert told(hit=False) == wanted
-        assert "the server goes on with --memory-workers 1" in server.log.read_text()
-        assert sum(b"lamina.memory.main" in Path(f"/proc/{p}/cmdline").read_bytes() for p in workers_of(server)) == 1
+        assert f"the server goes on with {words}" in server.log.read_text()
+        commands = [Path(f"/proc/{p}/cmdline").read_bytes() for p in workers_of(server)]
+        assert {module: sum(module in command for command in commands) for module in left} == left
     finally:
         if server is not None:
             server.kill()
