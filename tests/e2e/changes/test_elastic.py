@@ -6,10 +6,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from running import eventually
+from test_spares import memory as resident
 
 from lamina import LLM, SamplingParams
 from lamina.engine.configured import check_room
@@ -214,6 +217,30 @@ def test_workers_that_come_to_an_idle_engine_take_their_memory_once(
             assert len(taken) == ahead, "a store was taken beside the one that was made ready"
             assert not any(w._room.slabs.nbytes for w in workers), "what was made ready is nobody's"
         assert run(llm)[0] == wanted
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("partition", ["head", "token"])
+def test_who_stays_has_no_second_store_while_kv_moves(partition: str, tiny_lm: Path) -> None:
+    """By what is resident in its process, at its highest: its own store, and a layer."""
+    size = 256 << 20
+    with open_llm(tiny_lm, transport="shm", partition=partition, kv_memory=f"{size >> 20}MiB") as llm:
+        for number, count in enumerate((4, 2, 4)):
+            there = [llm.pools.pids[f"memory-{n}"] for n in range(2)]
+            before = [resident(pid, "VmRSS") for pid in there]
+            for pid in there:
+                Path(f"/proc/{pid}/clear_refs").write_text("5")  # the highest is what there is now; proc(5)
+            _, outcomes = run(llm, [(count, [])])
+            assert [(o.error, o.moved_bytes > 0) for o in outcomes] == [("", True)]
+            assert [llm.pools.pids[f"memory-{n}"] for n in range(2)] == there
+            if number:  # at first nobody had written most of it
+                more = [resident(pid, "VmHWM") - had for pid, had in zip(there, before, strict=True)]
+                assert max(more) < size // 2, [nbytes >> 20 for nbytes in more]
+            assert eventually(partial(all_have, there, 0.9 * size), 60.0)
+
+
+def all_have(pids: Sequence[int], nbytes: float) -> bool:
+    return all(resident(pid, "RssAnon") > nbytes for pid in pids)
 
 
 @pytest.mark.long
