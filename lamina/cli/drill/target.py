@@ -137,8 +137,8 @@ class Target:
     def strike(self, victim: Victim, how: str, moment: StrikeMoment = ANY_TIME) -> str:
         """Send it the signal of that name; CUT: end a connection of it to a memory worker; SCALE: have the server go on
         with twice as many memory workers, or with as many as at first; FLIP: change a bit of KV that it is about to
-        attend. At a moment of a kind it
-        ends by itself, or by the signal where that has not come for TRIP_S. Returns the kind. Raises OSError.
+        attend. At a moment of a kind it ends by itself, or by the signal where that has not come for TRIP_S. Returns
+        the kind. Raises OSError.
         """
         if how == SCALE:
             self._scale()
