@@ -3,7 +3,10 @@ again; and what the parity costs while nobody dies.
 
 Sequences of --prompt tokens decode until each has some; then memory worker 1 is killed, of whose kind a spare is there.
 The pause is the longest silence of a stream behind that. Every completion is compared with that of a run without a
-kill. With parity and without take turns. Prints JSON lines; --write appends them to perf/results/bench_parity.jsonl.
+kill. With parity and without take turns. Where KV is computed again, that is timed from when all have met anew until
+each stream has another token, and set beside a prefill of the same prompts that nobody has seen, by token
+("of_prefill": at most 1.3 is what is promised). Prints JSON lines; --write appends them to
+perf/results/bench_parity.jsonl.
 
     python perf/bench_parity.py examples/tiny_lm/model --sequences 1 8 32 --write
 """
@@ -15,26 +18,41 @@ import os
 import random
 import signal
 import time
+from collections.abc import Sequence
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from common import cpu_pressure, record
 
 from lamina import LLM, SamplingParams
+from lamina.protocol.plan import Keep
 
 FIRST = 8  # tokens of each sequence, before the kill
 VICTIM = "memory-1"
 SPARE_S = 2.0  # for another spare to have loaded
 
 
-def run(llm: LLM, prompts: list[list[int]], params: SamplingParams, *, kill: bool) -> tuple[list[Any], float, float]:
-    """Completions, the pause behind the kill, and seconds of a step before it."""
+class Played(NamedTuple):
+    """What a run gave: seconds of the pause behind the kill, of a step before it, and until KV was there again."""
+
+    completions: list[Any]
+    pause_s: float
+    step_s: float
+    rebuilt_s: float
+
+
+def run(llm: LLM, prompts: list[list[int]], params: SamplingParams, *, kill: bool) -> Played:
+    """All prompts at once, to their ends."""
     outputs, killed_at, pause, gaps, last = dict[int, Any](), 0.0, 0.0, list[float](), dict[int, float]()
+    watch, again = MeetingWatch(llm), dict[int, float]()
     with llm.stream(prompts, params) as stream:
         for output in stream:
             now = time.perf_counter()
             if killed_at:
                 pause = max(pause, now - max(last[output.request_id], killed_at))
+            if watch.is_behind:
+                again.setdefault(output.request_id, now)
             last[output.request_id] = now
             outputs[output.request_id] = output
             told = [len(one.outputs[0].token_ids) for one in outputs.values()]
@@ -46,7 +64,37 @@ def run(llm: LLM, prompts: list[list[int]], params: SamplingParams, *, kill: boo
     each = [outputs[i].outputs[0] for i in sorted(outputs)]
     step_s = (gaps[-1] - gaps[0]) / (len(gaps) - 1) * len(prompts)
     completions = [(one.token_ids, [(t, p.logprob) for x in one.logprobs or [] for t, p in x.items()]) for one in each]
-    return completions, pause, step_s
+    return Played(completions, pause, step_s, max(again.values(), default=watch.met_at) - watch.met_at)
+
+
+class MeetingWatch:
+    """When all workers have met anew, and whether steps have been done since; those that were done before may be told
+    later.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.met_at, self.is_behind, self._meets = 0.0, False, False
+        self._step, self._resume = type(llm.engine).step, type(llm.pools).resume
+        llm.engine.step = partial(self._stepped, llm.engine)  # type: ignore[method-assign]
+        llm.pools.resume = partial(self._resumed, llm.pools)  # type: ignore[method-assign]
+
+    def _stepped(self, engine: Any) -> Any:
+        met, self._meets = self.met_at, False
+        outputs = self._step(engine)
+        self.is_behind = met > 0.0 and not self._meets
+        return outputs
+
+    def _resumed(self, pools: Any, keep: Sequence[Keep]) -> Any:
+        ready = self._resume(pools, keep)
+        self.met_at, self._meets = time.perf_counter(), True
+        return ready
+
+
+def prefill_s(llm: LLM, prompts: list[list[int]]) -> float:
+    """Seconds until each has its first token."""
+    began = time.perf_counter()
+    llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    return time.perf_counter() - began
 
 
 def main() -> None:
@@ -72,6 +120,7 @@ def main() -> None:
             prompts = [[rng.randrange(vocabulary) for _ in range(args.prompt)] for _ in range(count)]
             kinds = {"computed again": plain, "parity": guarded}
             wanted = {name: run(llm, prompts, params, kill=False) for name, llm in kinds.items()}
+            cold_s = median(prefill_s(plain, prompts) for _ in range(args.kills))
             taken: dict[str, list[Any]] = {name: [] for name in kinds}
             for _ in range(args.kills):
                 for name, llm in kinds.items():
@@ -79,16 +128,23 @@ def main() -> None:
                     time.sleep(SPARE_S)
             stats = guarded.stats()[VICTIM]
         for name, each in taken.items():
-            same = sum(a == b for found, _, _ in each for a, b in zip(found, wanted[name][0], strict=True))
-            tokens = sum(a[0] == b[0] for found, _, _ in each for a, b in zip(found, wanted[name][0], strict=True))
+            pairs = [p for one in each for p in zip(one.completions, wanted[name].completions, strict=True)]
+            same, tokens = sum(a == b for a, b in pairs), sum(a[0] == b[0] for a, b in pairs)
             results[name] = {
-                "pause_s": [round(pause, 4) for _, pause, _ in each],
-                "median_s": round(median(pause for _, pause, _ in each), 4),
-                "step_s": round(median([step for _, _, step in each] + [wanted[name][2]]), 5),
+                "pause_s": [round(one.pause_s, 4) for one in each],
+                "median_s": round(median(one.pause_s for one in each), 4),
+                "step_s": round(median([one.step_s for one in each] + [wanted[name].step_s]), 5),
                 "completions": len(each) * count,
                 "bitwise": same,
                 "token_equal": tokens,
             }
+        rebuilt = [one.rebuilt_s for one in taken["computed again"]]
+        share = args.prompt / (args.prompt + FIRST)  # by token: the first ones of each completion are computed, too
+        results["computed again"] |= {
+            "prefill_s": round(cold_s, 4),
+            "rebuilt_s": [round(seconds, 4) for seconds in rebuilt],
+            "of_prefill": round(median(rebuilt) * share / cold_s, 3),
+        }
         results["parity"] |= {"moved_bytes": stats["moved_bytes"], "move_s": stats["move_s"]}
         settings = {**vars(args), "sequences": count}
         print(record("bench_parity", settings, results, write=args.write), flush=True)
