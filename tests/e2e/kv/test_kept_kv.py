@@ -103,6 +103,7 @@ def test_what_one_engine_has_saved_another_one_loads(llama_path: Path, tmp_path:
         ask(llm, PROMPT)
         never = ask(llm, turn)
         assert never.num_cached_tokens == 256
+        llm.engine.rest()
     with LLM(str(llama_path), memory_workers=3, partition="token", block_size=64, **where) as llm:
         again = ask(llm, turn)
         assert again.num_cached_tokens == 256
