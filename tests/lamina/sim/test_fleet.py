@@ -41,7 +41,7 @@ from lamina.sim.whole.scenario import (
 )
 from lamina.workers.view import SILENT_S
 
-SEEDS, PARTS = 6, 3
+SEEDS, PARTS, MANY = 6, 3, 200
 PLANNED = 10
 MOVING = 6
 EXITS = 2, 4
@@ -53,6 +53,15 @@ Mistake = Callable[[pytest.MonkeyPatch], None]
 def test_every_stream_goes_on(part: int) -> None:
     deaths = sum(check_fleet(fleet_scenario(seed)).deaths for seed in range(part, SEEDS, PARTS))
     assert deaths
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(2 * PARTS))
+def test_every_stream_of_many_goes_on(part: int) -> None:
+    """Once a week, of two hundred seeds those that each run leaves out, one half with changes of what there is."""
+    seeds = range(SEEDS + part // 2, MANY, PARTS)
+    assert sum(check_fleet((planned_fleet if part % 2 else fleet_scenario)(seed)).deaths for seed in seeds)
 
 
 def test_whoever_dies_once_it_has_told_of_its_kv_has_none() -> None:

@@ -33,7 +33,7 @@ from lamina.sim.run import ScenarioError, check, check_restart, play, smaller
 from lamina.sim.scenario import Scenario, leaving, planned, scenario
 from lamina.sim.workers import SimMemory
 
-SEEDS, PARTS = 300, 6
+SEEDS, PARTS, MANY = 300, 6, 1000
 RESTARTS = 120
 PLANNED = 96
 LEAVING = 24
@@ -49,6 +49,14 @@ def test_every_stream_goes_on(part: int) -> None:
         losses, preemptions = losses + outcome.losses, preemptions + outcome.preemptions
     assert losses > SEEDS / PARTS
     assert preemptions, "no memory was tight"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_stream_of_many_goes_on(part: int) -> None:
+    """Once a week, of a thousand seeds those that each run leaves out."""
+    assert sum(check(scenario(seed)).losses for seed in range(SEEDS + part, MANY, PARTS))
 
 
 @pytest.mark.parametrize(
