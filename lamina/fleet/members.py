@@ -154,8 +154,10 @@ class Members:
         self._members.remove(member)
 
     def hear(self, member: Member) -> Any:
-        """The next message of one that is none of these; None where there is none yet. Raises LinkClosedError."""
-        return member.link.recv(timeout_s=REST_S) if self._links.wait([member.link], 0.0) else None
+        """The next message of one that is none of these; None where there is none yet. Raises LinkClosedError, and
+        WorkerError where another thread has ended all.
+        """
+        return member.link.recv(timeout_s=REST_S) if self._heard([member.link], 0.0) else None
 
     def fence(self, lost: Member) -> None:
         """End one that is lost, by force: nothing that it does from here on reaches anybody."""
@@ -241,7 +243,7 @@ class Members:
 
     def has_news(self, member: Member) -> bool:
         """Whether the member has sent something that nobody has taken yet."""
-        return bool(member.inbox or self._links.wait([member.link], 0.0))
+        return bool(member.inbox or self._heard([member.link], 0.0))
 
     def arrived(self, kind: type[T]) -> list[tuple[Member, T]]:
         """Every ``kind`` that has come, and whose it is, without waiting. Raises as ``wait_for``."""
@@ -286,13 +288,16 @@ class Members:
         return getattr(message, "view", self.view) < self.view and not isinstance(message, self._still_heard)
 
     def _ready(self, timeout_s: float) -> list[Member]:
-        """The members that have sent something. Raises WorkerError where another thread has ended the workers."""
+        """The members that have sent something. Raises as ``_heard``."""
         listened = {id(m.link): m for m in self._members if m not in self.lost}
+        return [listened[id(link)] for link in self._heard([m.link for m in listened.values()], timeout_s)]
+
+    def _heard(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
+        """Those that have sent something. Raises WorkerError where another thread has ended the workers."""
         try:
-            links = self._links.wait([m.link for m in listened.values()], timeout_s)
+            return self._links.wait(links, timeout_s)
         except ValueError:
             raise WorkerError("the workers have been ended") from None
-        return [listened[id(link)] for link in links]
 
     def _receive(self, member: Member) -> Any:
         message = self._next_of(member)
@@ -322,7 +327,7 @@ class Members:
         others = {id(m.link): m for m in self._members if m is not member and m not in self.lost}
         deadline = self._clock() + CAUSE_S
         while (left := deadline - self._clock()) > 0.0:
-            for link in self._links.wait([m.link for m in others.values()], left):
+            for link in self._heard([m.link for m in others.values()], left):
                 other = others[id(link)]
                 try:
                     said = self._next_of(other)

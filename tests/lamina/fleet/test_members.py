@@ -142,9 +142,10 @@ def test_who_uses_a_link_as_another_thread_ends_all_workers_has_lost_nobody(
         return call(*asked, **named)
 
     monkeypatch.setattr(member.link, name, ended_first)
-    with pytest.raises(WorkerError, match="^the workers have been ended$") as told_so:
-        notice(pools, member)
-    assert not isinstance(told_so.value, LostError)
+    for ask in (notice, Members.has_news, Members.hear):
+        with pytest.raises(WorkerError, match="^the workers have been ended$") as told_so:
+            ask(pools, member)
+        assert not isinstance(told_so.value, LostError)
     assert not pools.lost
 
 
