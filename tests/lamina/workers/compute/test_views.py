@@ -312,6 +312,25 @@ def test_who_comes_to_a_view_that_has_ended_is_told_so() -> None:
     assert baton.clock.now < 1.0
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_pages_are_saved_to_the_last_where_the_driver_ends_and_not_behind_a_loss(ends: bool) -> None:
+    """Which of both it is the driver says, and before anything else that it asks for."""
+    told = list[bool]()
+    worker, door = MemoryWorker(), ViewDoor(netstack.open("loopback", key=KEY).listen())
+    worker._transfers = SimpleNamespace(end=lambda *, finish: told.append(finish))  # type: ignore[assignment]
+    with ThreadPoolExecutor(1) as serving:
+        over = serving.submit(worker.turn_away, door, 1)
+        assert told == []
+        if ends:
+            worker.abort("the driver ends")
+        else:
+            worker.leave(2)
+        over.result(WAIT_S)
+    assert told == [ends]
+    worker.close()
+    assert told == [ends]
+
+
 @pytest.mark.parametrize("scheme", ["loopback", "shm", "tcp"])
 def test_a_lost_way_tells_to_whom_it_was(scheme: str) -> None:
     """So that the driver hears of a memory worker that nobody reaches: of one that ends, of one that is not there."""
