@@ -33,7 +33,7 @@ VICTIM = "memory-1"
 SPARE_S = 2.0  # for another spare to have loaded
 
 
-class Played(NamedTuple):
+class KilledRun(NamedTuple):
     """What a run gave: seconds of the pause behind the kill, of a step before it, and until KV was there again."""
 
     completions: list[Any]
@@ -42,7 +42,7 @@ class Played(NamedTuple):
     rebuilt_s: float
 
 
-def run(llm: LLM, prompts: list[list[int]], params: SamplingParams, *, kill: bool) -> Played:
+def run(llm: LLM, prompts: list[list[int]], params: SamplingParams, *, kill: bool) -> KilledRun:
     """All prompts at once, to their ends."""
     outputs, killed_at, pause, gaps, last = dict[int, Any](), 0.0, 0.0, list[float](), dict[int, float]()
     watch, again = MeetingWatch(llm), dict[int, float]()
@@ -64,7 +64,7 @@ def run(llm: LLM, prompts: list[list[int]], params: SamplingParams, *, kill: boo
     each = [outputs[i].outputs[0] for i in sorted(outputs)]
     step_s = (gaps[-1] - gaps[0]) / (len(gaps) - 1) * len(prompts)
     completions = [(one.token_ids, [(t, p.logprob) for x in one.logprobs or [] for t, p in x.items()]) for one in each]
-    return Played(completions, pause, step_s, max(again.values(), default=watch.met_at) - watch.met_at)
+    return KilledRun(completions, pause, step_s, max(again.values(), default=watch.met_at) - watch.met_at)
 
 
 class MeetingWatch:
