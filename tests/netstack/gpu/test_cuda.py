@@ -467,7 +467,7 @@ def test_a_driver_that_fails_ends_the_channel(monkeypatch: pytest.MonkeyPatch) -
     fabric, a, b = ends()
     send(a, b"before")
 
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise CudaError("cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED (719)")
 
     with monkeypatch.context() as patch:

@@ -199,7 +199,7 @@ def test_a_driver_that_fails_is_told_by_check(monkeypatch: pytest.MonkeyPatch) -
     side, driver = a.lend(), Driver()
     stream = CudaStream(driver)
 
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise CudaError("cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED (719)")
 
     with monkeypatch.context() as patch:
