@@ -54,9 +54,9 @@ def stand_in_gpus(*, graphs: bool = False) -> Iterator[Callable[[], StandInGpu]]
             made[gpu.queue().stream] = gpu
             return gpu
 
-        def launched(of: Driver, stream: int, kernel: str, *arguments: int) -> None:
+        def launched(of: Driver, stream: int, kernel: str, *arguments: int, blocks: int = 1) -> None:
             def start() -> None:
-                launch(of, stream, kernel, *arguments)
+                launch(of, stream, kernel, *arguments, blocks=blocks)
 
             made[stream].launch(start) if stream in made else start()
 

@@ -274,7 +274,7 @@ def test_what_is_launched_once_the_channel_is_closed_touches_no_memory() -> None
     mail, stream, launched = Mail(driver), CudaStream(driver), list[str]()
     b.close()
     launch, read = driver.launch, driver.read
-    driver.launch = lambda stream, kernel, *rest: launched.append(kernel)  # type: ignore[method-assign]
+    driver.launch = lambda stream, kernel, *_, **__: launched.append(kernel)  # type: ignore[method-assign]
     driver.read = lambda *place: pytest.fail("memory was read that is given back")  # type: ignore[method-assign]
     side.receive_due(stream.number, mail.payload, mail.nbytes, mail.tag, mail.payload + 448, LONG_NS, mail.status)
     side.send(stream.number, mail.payload, mail.nbytes, mail.tag, LONG_NS, mail.status)
