@@ -19,6 +19,7 @@ from wiring import KEY, SOON_S, beyond_memory, connect
 from lamina import netstack
 from lamina.netstack.auto import AutoFabric
 from lamina.netstack.contract.base import RDMA_DEVICE
+from lamina.netstack.host.tcp import TcpFabric
 from lamina.netstack.meeting import handshake
 from lamina.netstack.meeting.listener import HANDSHAKE_S, StreamListener
 from lamina.netstack.meeting.trial import SIZES
@@ -105,7 +106,10 @@ def test_mlx5_a_trial_that_is_answered_ends_with_its_fabric() -> None:
     """Before the driver is closed that its kernels use, whose stream and memory it gives back."""
     fabric, other = (netstack.open("mlx5", key=KEY) for _ in range(2))
     assert isinstance(other, mlx5.Mlx5Fabric)
-    listener, terms = fabric.listen(), netstack.Terms(outbound=SMALL, inbound=SMALL, kernels=True)
+    tcp, terms = TcpFabric(KEY), netstack.Terms(outbound=SMALL, inbound=SMALL, kernels=True)
+    listener = tcp.listen()
+    assert isinstance(fabric, mlx5.Mlx5Fabric)
+    fabric.join(listener)
 
     def answering() -> bool:
         return any(thread.name == "lamina-trial" for thread in threading.enumerate())
@@ -113,7 +117,7 @@ def test_mlx5_a_trial_that_is_answered_ends_with_its_fabric() -> None:
     FAKE.fake_mlx5_deafen(True)
     with ThreadPoolExecutor(2) as pool:
         accepting = pool.submit(listener.accept, timeout_s=SOON_S)
-        asking = pool.submit(other.try_out, listener.url, terms, timeout_s=SOON_S)
+        asking = pool.submit(other.try_out, listener.url.replace("tcp", "mlx5"), terms, timeout_s=SOON_S)
         deadline = time.monotonic() + SOON_S
         while not answering() and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -122,9 +126,11 @@ def test_mlx5_a_trial_that_is_answered_ends_with_its_fabric() -> None:
         assert not answering()
         FAKE.fake_mlx5_deafen(False)
         assert "closed the channel" in asking.result(SOON_S)
+        listener.close()
         with pytest.raises(netstack.ChannelAborted):
             accepting.result(SOON_S)
     other.close()
+    tcp.close()
 
 
 HELLO_3 = struct.Struct("!4sHH16s8sIQIQ64s64s32s")  # of version 3, by which mlx5 had one queue, and then two
