@@ -28,7 +28,7 @@ from __future__ import annotations
 import socket
 from contextlib import closing
 from dataclasses import replace
-from threading import BoundedSemaphore, Thread
+from threading import BoundedSemaphore, Lock, Thread
 from time import monotonic
 from weakref import WeakSet
 
@@ -61,6 +61,7 @@ class VerbsFabric(TcpFabric):
         self._way = way or open_way(device, affordable_spin(spin_s))
         self._trials = BoundedSemaphore(TRIALS_AT_ONCE)
         self._answering: WeakSet[Thread] = WeakSet()
+        self._starting = Lock()  # held from a thread's start until it is among them
 
     def register(self, buffer: memoryview) -> Region:
         region = super().register(buffer)
@@ -87,7 +88,9 @@ class VerbsFabric(TcpFabric):
     def close(self) -> None:
         super().close()
         deadline = monotonic() + TRIAL_S
-        for thread in list(self._answering):  # with its channel it ends; until then it uses what the way has open
+        with self._starting:
+            threads = list(self._answering)
+        for thread in threads:  # with its channel it ends; until then it uses what the way has open
             thread.join(max(0.0, deadline - monotonic()))
         self._way.close()
 
@@ -120,8 +123,9 @@ class VerbsFabric(TcpFabric):
 
         try:
             thread = Thread(target=run, name="lamina-trial", daemon=True)
-            thread.start()
-            self._answering.add(thread)
+            with self._starting:
+                thread.start()
+                self._answering.add(thread)
         except RuntimeError as error:  # this host has no thread for it
             channel.close()
             self._trials.release()
