@@ -17,11 +17,11 @@ import pytest
 from fake_cluster import ROOT
 from spaces import Space, ip, two_spaces
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 LAUNCH = [sys.executable, "-m", "lamina.cli.launch"]
 MODEL = "examples/tiny_lm/model"
 ASK = ("--prompt", "class Stack:", "--max-tokens", "24", "--ignore-eos", "--dtype", "float32")
-RUN_S = 120.0
+RUN_S = 400.0  # on a busy machine
 
 
 @dataclass
