@@ -301,7 +301,7 @@ STAYS_AWAY: dict[str, tuple[tuple[dict[str, Any], ...], tuple[str, ...], str, di
     ),
     "prefill": (  # both replicas are where there is room for both
         ({}, {"resources": {"lamina_compute": 2, "lamina_memory": 1}}, {"resources": {"lamina_compute": 1}}),
-        ("--prefill-workers", "1", "--pipeline", "3"), "--prefill-workers 0",
+        ("--memory-workers", "1", "--prefill-workers", "1", "--pipeline", "3"), "--prefill-workers 0",
         {b"lamina.compute.main": 2, b"lamina.compute.prefill": 0},
     ),
 }  # fmt: skip
