@@ -89,14 +89,15 @@ class Facts(NamedTuple):
     """What tests look for in a file, so that it is read once. Imports: as they are written; whether for types alone."""
 
     imports: list[tuple[ast.Import | ast.ImportFrom, bool]]
-    classes: list[str]
+    classes: list[ast.ClassDef]
     sent_away: list[str]  # classes and functions whose docstring begins with the name of another file
     comparisons: list[ast.Compare]
+    functions: list[tuple[ast.FunctionDef | ast.AsyncFunctionDef, int]]  # and the lines of each one's body
 
 
 @cache
 def facts(path: Path) -> Facts:
-    tree, found = ast.parse(path.read_text()), Facts([], [], [], [])
+    tree, found = ast.parse(path.read_text()), Facts([], [], [], [], [])
     nodes = list(ast.walk(tree))
     typing = [n for n in nodes if isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING"]
     for_types = {id(inner) for n in typing for inner in ast.walk(n)}
@@ -109,7 +110,9 @@ def facts(path: Path) -> Facts:
             if re.match(r"See [`A-Z]|See (\w+\.)", ast.get_docstring(node) or ""):
                 found.sent_away.append(node.name)
             if isinstance(node, ast.ClassDef):
-                found.classes.append(node.name)
+                found.classes.append(node)
+            else:
+                found.functions.append((node, body_lines(node)))
     return found
 
 
@@ -163,7 +166,7 @@ def test_converter_and_netstack_know_nobody(package: str, other: str) -> None:
 def classes(package: str) -> Iterator[str]:
     """Names of classes, as often as they are given; a leading underscore makes no other word."""
     for path in sources(package):
-        yield from (name.lstrip("_") for name in facts(path).classes)
+        yield from (node.name.lstrip("_") for node in facts(path).classes)
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
@@ -337,23 +340,41 @@ def test_no_code_bearing_format() -> None:
 
 
 def test_models_are_named_in_models_only() -> None:
+    """And where the planner and its commands show the paper's models, and the server names other servers."""
     families = ("llama", "gpt2", "gpt_neox", "mistral", "qwen", "gemma", "falcon", "bloom", "mixtral", "deepseek")
-    for path in [*sources("converter"), *(ROOT / "lamina" / "workers").glob("*.py"), *sources("netstack")]:
-        code = ast.unparse(ast.parse(path.read_text())).lower()
+    for path in (path for package in PACKAGES for path in sources(package)):
+        if path.relative_to(ROOT).parts[:2] in [("lamina", room) for room in ("cli", "models", "planner", "server")]:
+            continue
+        text = path.read_text()
+        code = ast.unparse(ast.parse(text)).lower() if any(f in text.lower() for f in families) else ""
         assert not [f for f in families if f in code], path
 
 
-def test_schemes_are_named_in_netstack_only() -> None:
+def test_schemes_are_compared_in_netstack_only() -> None:
+    """All but cuda, which is the name of a kind of device, too."""
+    schemes = ("shm", "tcp", "loopback", "verbs", "mlx5", "gin", "nic-model", "nic-model-proxy")
     for path in sources("lamina"):
         text = path.read_text()
-        for node in facts(path).comparisons if any(s in text for s in ("shm", "tcp", "loopback")) else ():
+        for node in facts(path).comparisons if any(f'"{s}"' in text for s in schemes) else ():
             compared = ast.unparse(node)
-            assert not any(s in compared for s in ("'shm'", "'tcp'", "'loopback'")), f"{path}: {compared}"
+            assert not any(f"'{s}'" in compared for s in schemes), f"{path}: {compared}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_files_are_small(package: str) -> None:
     long = {p.name: n for p in sources(package) if (n := len(p.read_text().splitlines())) > 400}
+    assert not long
+
+
+def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function behind its signature and its docstring."""
+    body = node.body[ast.get_docstring(node) is not None :]
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_functions_are_short(package: str) -> None:
+    long = {f"{p.name}: {node.name}": n for p in sources(package) for node, n in facts(p).functions if n >= 50}
     assert not long
 
 
@@ -371,9 +392,19 @@ def test_architecture_is_short_and_names_files_that_are_there() -> None:
     assert max(map(len, text.splitlines())) <= 130
     for name in re.findall(r"`([\w.]+/[\w/.]*)`", text):  # below lamina/, where that is not said
         assert (ROOT / name).exists() or (ROOT / "lamina" / name).exists(), name
+    for name in re.findall(r"`(\w+\.(?:py|cpp|h))`", text):  # in the folder that was named last
+        assert any(path.name == name for top in (*PACKAGES, "csrc") for path in (ROOT / top).rglob("*.*")), name
     drawn = text[text.index("```") : text.index("```", text.index("```") + 3)]
     for storey in STOREYS[:-3]:
         assert all(re.search(rf"^.*\b{room}\b", drawn, re.MULTILINE) for room in storey if has_room(room)), storey
+
+
+def test_architecture_names_classes_and_methods_that_are_there() -> None:
+    nodes = [node for package in PACKAGES for path in sources(package) for node in facts(path).classes]
+    known = {node.name: {n.name for n in node.body if isinstance(n, ast.FunctionDef)} for node in nodes}
+    named = re.findall(r"`([A-Z]\w*[a-z]\w*)(?:\.(\w+))?`", (ROOT / "ARCHITECTURE.md").read_text())
+    assert ("Engine", "step") in named
+    assert [(c, m) for c, m in named if c not in known or (m and m not in known[c])] == []
 
 
 def test_modules_of_tests_have_names_of_their_own() -> None:

@@ -41,7 +41,7 @@ def next_of_view(channel: Channel, view: int, timeout_s: float) -> Arrival:
 
 
 class MemoryLink:
-    """The channel to one memory worker, and its share of every layer."""
+    """The channel to one memory worker, and the messages that go over it."""
 
     def __init__(
         self, channel: Channel, worker: int, timeout_s: float, trace: Recorder = OFF, number: int | None = None

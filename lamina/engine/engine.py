@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Continuous batching over one compute worker and a pool of memory workers."""
+    """Continuous batching over the workers behind a ``Wire``. One thread at a time uses it."""
 
     def __init__(self, wire: Wire, config: EngineConfig, clock: Clock = time.monotonic, trace: Recorder = OFF) -> None:
         self.config, self.wire, self.info = config, wire, wire.ready

@@ -43,7 +43,7 @@ class ViewChanged(NamedTuple):
 
 
 class Wire(Protocol):
-    """Both pools as the engine sees them. ``pools.Pools`` is the real one.
+    """Both pools as the engine sees them. ``fleet.pools.Pools`` is the real one, ``sim`` has others.
 
     Rounds run in the order given. The steps of one batch are done in that order; of two batches either may be first.
     """

@@ -151,8 +151,7 @@ def whole(
         *(_bits("memory weights", **o, memory_weights="5,3,2"[: 2 * o["memory_workers"] - 1]) for o in held),
         *(_bits("partition", memory_workers=n, partition=name) for name in OTHERS for n in (1, 2, 3)),
         _bits("partition", memory_workers=1, partition=LENDING),
-        _bits("overlap", overlap=False),
-        *(_bits("overlap", **o, overlap=False) for o in held),
+        *(_bits("overlap", **o, overlap=False) for o in ({}, *held)),
         *(_bits("transport", memory_workers=2, transport=name) for name in transports),
         *(_bits("KV parity", memory_workers=2, transport=name, kv_parity=1) for name in ("shm", "tcp")),
         FIXED,
@@ -165,9 +164,7 @@ def whole(
         *_cached(),
         *(s for o in splits for s in _cached(**o, pipeline=2)),
         *(s for o in splits for s in _restored(**o)),
-        *(_planned(memory_workers=2, partition=name) for name in HOLDING),
-        *(_planned(memory_workers=2, partition=name, transport=scheme) for name in HOLDING for scheme in transports),
-        *(_planned(memory_workers=2, partition=name, prefill_workers=1, pipeline=2) for name in HOLDING),
+        *_resized(transports),
         *(_swapped(transport=name) for name in ("loopback", *transports)),
         *kept("int8"),
         *(_planned(**_SPILL, transport=scheme) for scheme in ("loopback", *transports)),
@@ -180,8 +177,8 @@ def whole(
         _ranks(collective="gloo"),
         _planned(2, RANKS, **_TWO),
         *_losses(),
-        Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, {"tensor_parallel_size": 2, "memory_workers": 2}),
-        Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, {"tensor_parallel_size": 4, "memory_workers": 4}),
+        *(Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, {"tensor_parallel_size": n, "memory_workers": n})
+          for n in (2, 4)),
         *(_fixed("combined", **o, overlap=overlap, pipeline=3) for o in splits for overlap in (True, False)),
         *(_fixed("combined", memory_workers=2, transport=name, pipeline=3) for name in transports),
         *(Setting("pipeline", Exactness.TOKEN_EQUAL, BASE, {"pipeline": n}) for n in (2, 3)),
@@ -237,6 +234,15 @@ def _planned(size: int = 1, like: Setting = FIXED, **options: Any) -> Setting:
     had = options["memory_workers"]
     changes = Resize(had + size), Resize(had, tuple(range(size)))
     return Setting("planned change", Exactness.BITWISE, like, {**options, **FIXED.options}, changes=changes)
+
+
+def _resized(transports: Sequence[str]) -> list[Setting]:
+    """Planned changes, over every partition but the one of loans."""
+    return [
+        *(_planned(memory_workers=2, partition=name) for name in HOLDING),
+        *(_planned(memory_workers=2, partition=name, transport=scheme) for name in HOLDING for scheme in transports),
+        *(_planned(memory_workers=2, partition=name, prefill_workers=1, pipeline=2) for name in HOLDING),
+    ]
 
 
 def _lost(fault: Death, like: Setting = FIXED, **options: Any) -> Setting:

@@ -42,27 +42,9 @@ def run(args: argparse.Namespace) -> int:
     from lamina.planner.words import Plan, plan_json, plan_text
     from lamina.progress import progress_bar
 
-    for name in ("rows", "max_num_seqs", "simulate"):
-        if getattr(args, name) < (name == "rows"):
-            raise ValueError(
-                f"--{name.replace('_', '-')} must be at least {int(name == 'rows')}, not {getattr(args, name)}"
-            )
-    OPTIONS["dtype"].check(args.dtype)
-    check_writable(args.html, "--html")
+    _check(args)
     if args.calibrate:
-        add_arguments(unset := argparse.ArgumentParser())
-        for name in _PLANNED:
-            if getattr(args, name) != unset.get_default(name):
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(
-                    f"{flag} does not go with --calibrate, which fits a run and predicts others: leave it out"
-                )
         return calibrated(args)
-    for name in ("trace", "devices"):
-        if not getattr(args, name):
-            raise ValueError(f"--{name} is missing: a plan needs --trace and --devices, or --calibrate")
-    if args.predict:
-        raise ValueError("--predict goes with --calibrate RUN, whose tables it is by")
     stock, rate = _stock(args), _rate(args.rate)
     planner, trace = _planner(args, stock), _trace(args.trace)
     asked = list(deployments(stock, planner.costs.model))
@@ -87,6 +69,31 @@ def run(args: argparse.Namespace) -> int:
     else:
         sys.stdout.write(plan_text(plan) + played_text(played, rate))
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ValueError for flags that no plan can have, and for those that do not go together."""
+    for name in ("rows", "max_num_seqs", "simulate"):
+        if getattr(args, name) < (name == "rows"):
+            raise ValueError(
+                f"--{name.replace('_', '-')} must be at least {int(name == 'rows')}, not {getattr(args, name)}"
+            )
+    OPTIONS["dtype"].check(args.dtype)
+    check_writable(args.html, "--html")
+    if args.calibrate:
+        add_arguments(unset := argparse.ArgumentParser())
+        for name in _PLANNED:
+            if getattr(args, name) != unset.get_default(name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(
+                    f"{flag} does not go with --calibrate, which fits a run and predicts others: leave it out"
+                )
+        return
+    for name in ("trace", "devices"):
+        if not getattr(args, name):
+            raise ValueError(f"--{name} is missing: a plan needs --trace and --devices, or --calibrate")
+    if args.predict:
+        raise ValueError("--predict goes with --calibrate RUN, whose tables it is by")
 
 
 def _planner(args: argparse.Namespace, stock: Mapping[str, Stock]) -> Planner:

@@ -147,32 +147,9 @@ class BlockTables(HeldBlocks):
         steady: dict[int, Extent] = {}
         if self.comes_again(plan):
             return changes, steady, []
-        shared, forked = dict[int, int](), dict[int, int]()  # sequence -> tokens that others come to hold
-        shifted = {op.sequence: op for op in plan.ops if isinstance(op, Shift)}
-        for op in plan.ops:
-            if isinstance(op, MediumOp | Attend):
-                continue
-            if isinstance(op, Score):
-                self._check_score(plan, op)
-                continue
-            if not isinstance(op, Shift | Free) and not shifted.keys().isdisjoint(touched(op)):
-                raise PlanError(f"a sequence is shifted in step {plan.step}: it may be freed, and no {op}")
-            if op.sequence in forked and not isinstance(op, Fetch | Free):
-                raise PlanError(f"sequence {op.sequence} is forked in step {plan.step}: it may have rows, and no {op}")
-            changes[op.sequence] = after_op(
-                op, self._extents, partial(self._known, changes), self._forked, self._shifted
-            )
-            if isinstance(op, Adopt):
-                self._extent(self._sequences, op.copy)  # which a plan before this one has begun
-                changes[op.copy] = None
-            if isinstance(op, Fork):
-                forked[op.sequence] = op.length
-                shared |= dict.fromkeys((op.sequence, op.source), op.length)
-            elif isinstance(op, Grant | Fetch | Import):
-                self._check_alone(op.rows, shared)
-            elif isinstance(op, Prune) and op.sequence in shared:
-                raise PlanError(f"sequence {op.sequence} is forked and loses blocks in step {plan.step}")
-        seen: set[int] = set(shifted)
+        shifted = {op.sequence for op in plan.ops if isinstance(op, Shift)}
+        shared, forked = self._after_ops(plan, changes, shifted)
+        seen = set(shifted)
         shares = bool(shared) or any(pool.shares for pool in self._pools)
         for row in plan.rows:
             if row.sequence in seen:
@@ -195,6 +172,38 @@ class BlockTables(HeldBlocks):
         forks = [op for op in plan.ops if isinstance(op, Fork) and op.sequence in changes]
         self._check_room(plan.step, {s: e for s, e in changes.items() if e is None or s not in shifted}, forks)
         return changes, steady, forks
+
+    def _after_ops(
+        self, plan: StepPlan, changes: dict[int, Extent | None], shifted: set[int]
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """Put the extents that the ops of ``plan`` change into ``changes``. Returns two tables by sequence: the number
+        of tokens that another sequence will hold too, and the number with which a fork begins. Raises PlanError.
+        """
+        shared, forked = dict[int, int](), dict[int, int]()
+        for op in plan.ops:
+            if isinstance(op, MediumOp | Attend):
+                continue
+            if isinstance(op, Score):
+                self._check_score(plan, op)
+                continue
+            if not isinstance(op, Shift | Free) and not shifted.isdisjoint(touched(op)):
+                raise PlanError(f"a sequence is shifted in step {plan.step}: it may be freed, and no {op}")
+            if op.sequence in forked and not isinstance(op, Fetch | Free):
+                raise PlanError(f"sequence {op.sequence} is forked in step {plan.step}: it may have rows, and no {op}")
+            changes[op.sequence] = after_op(
+                op, self._extents, partial(self._known, changes), self._forked, self._shifted
+            )
+            if isinstance(op, Adopt):
+                self._extent(self._sequences, op.copy)  # which a plan before this one has begun
+                changes[op.copy] = None
+            if isinstance(op, Fork):
+                forked[op.sequence] = op.length
+                shared |= dict.fromkeys((op.sequence, op.source), op.length)
+            elif isinstance(op, Grant | Fetch | Import):
+                self._check_alone(op.rows, shared)
+            elif isinstance(op, Prune) and op.sequence in shared:
+                raise PlanError(f"sequence {op.sequence} is forked and loses blocks in step {plan.step}")
+        return shared, forked
 
     def _check_score(self, plan: StepPlan, op: Score) -> None:
         """Raises PlanError where the rows of a sequence cannot be scored."""

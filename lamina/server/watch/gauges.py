@@ -39,13 +39,13 @@ class EngineGauges(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._queue()
+        if (state := self._client.state) is not None:
+            yield from self._queue(state)
+            yield from self._kv(state)
         yield from self._workers()
 
-    def _queue(self) -> Iterator[Metric]:
-        state, ready = self._client.state, self._client.ready
-        if state is None:
-            return
+    def _queue(self, state: State) -> Iterator[Metric]:
+        """Completions and steps, and what becomes of them."""
         yield self._gauge("num_requests_running", "completions that decode or whose prompt is computed", state.running)
         yield self._gauge("num_requests_waiting", "completions that wait for room", state.waiting)
         reasons = self._gauge_of("num_requests_waiting_by_reason", "completions that wait, by what for", "reason")
@@ -65,7 +65,7 @@ class EngineGauges(Collector):
             family = self._counter(name, text)
             family.add_metric(self._values, value)
             yield family
-        if ready.keeps_kv:
+        if self._client.ready.keeps_kv:
             yield from self._sessions(state)
         if state.promised is not None:
             yield from self._promised(state.promised)
@@ -75,6 +75,12 @@ class EngineGauges(Collector):
         steps = self._counter("engine_steps", "steps that were finished")
         steps.add_metric(self._values, state.steps)
         yield steps
+        if state.errors is not None:
+            yield from self._errors(state.errors)
+
+    def _kv(self, state: State) -> Iterator[Metric]:
+        """KV blocks, by memory worker and layer group, and where they are kept."""
+        ready = self._client.ready
         config = InfoMetricFamily(PREFIX + "cache_config", "of the KV cache", labels=self._names)
         config.add_metric(
             self._values, {"block_size": str(ready.block_size), "num_gpu_blocks": str(sum(map(min, ready.num_blocks))),
@@ -98,8 +104,6 @@ class EngineGauges(Collector):
         yield evictable
         if any(ready.sparse):
             yield from self._tiers(state)
-        if state.errors is not None:
-            yield from self._errors(state.errors)
         yield from self._loans(state)
 
     def _loans(self, state: State) -> Iterator[Metric]:
