@@ -14,7 +14,10 @@ from lamina.protocol.options.resolve import check_together
 
 _GROUPS = {f.name: f.type for f in structs.fields(EngineConfig)}
 OPTIONS: dict[str, Option] = {name: option for group in _GROUPS.values() for name, option in options_of(group).items()}
-GONE = {"compute_workers": "use --pipeline n, or --plan auto:n, for up to n batches on n - 1 replicas"}
+GONE = {
+    "compute_workers": "use --pipeline n, or --plan auto:n, for up to n batches on n - 1 replicas",
+    "compile": "leave it out, as slices are native calls without it",
+}
 
 
 def make_config(options: Mapping[str, Any]) -> EngineConfig:
