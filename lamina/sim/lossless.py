@@ -17,6 +17,7 @@ import msgspec
 from lamina.config import make_config
 from lamina.engine.engine import Engine
 from lamina.engine.wire import ViewChanged
+from lamina.netstack import HERE
 from lamina.protocol.control import ComputeReady, Drawn, RunRound, RunStep, StepDone
 from lamina.protocol.partition import Lanes
 from lamina.protocol.plan import Bound, Fetch, Keep
@@ -238,7 +239,7 @@ class SimulatedPool(NamedTuple):
             num_layers=self.layers, num_blocks=self.blocks, block_size=self.block, max_len=self.longest + 1
         )
         options = {
-            "transport": "shm", "block_size": self.block, "max_num_seqs": self.most, "memory_workers": 1,
+            "transport": HERE, "block_size": self.block, "max_num_seqs": self.most, "memory_workers": 1,
             "prefill_chunk": self.chunk or max(self.longest, self.block),
             "prefill_workers": self.prefill or (0 if self.chunk else PREFILL_WORKERS), "pipeline": self.batches,
             "enable_prefix_caching": bool(self.kept),

@@ -15,6 +15,7 @@ from lamina.config import make_config
 from lamina.engine.configured import check_room
 from lamina.engine.engine import Engine
 from lamina.engine.exodus import Exodus
+from lamina.netstack import HERE
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import CompletionOutput, RequestOutput, Told, scored
 
@@ -138,7 +139,7 @@ def with_seeds(of: Scenario) -> Scenario:
 def config_of(of: Scenario) -> EngineConfig:
     """Of the engine. Its partition counts where stripes, or sequences, may move."""
     partition = of.partition if of.partition in ("request", "spill") else "head"
-    return make_config({**of.options, "transport": "shm", "partition": partition})
+    return make_config({**of.options, "transport": HERE, "partition": partition})
 
 
 def play(of: Scenario) -> Played:

@@ -7,19 +7,17 @@ HARDWARE-UNVERIFIED: run against a stand-in of the CUDA driver.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from time import monotonic
 
 from lamina.netstack.contract.fabric import Channel, PeerFault
 from lamina.netstack.cuda.driver import CudaError, CudaStream, Pinned
-from lamina.netstack.cuda.kernel_channel import DeviceView, KernelChannel
+from lamina.netstack.cuda.kernel_channel import MAIL, STATUS_OFFSET, TAG_OFFSET, DeviceView, KernelChannel
 from lamina.netstack.host.native import OK, TIMEOUT
 from lamina.netstack.meeting.trial import TRIAL
 
-HEAD = struct.Struct("<Q32si")  # bytes, tag, status of the kernel
-TAG_AT, STATUS_AT, PAYLOAD_AT = 8, 40, 64
+PAYLOAD_AT = 64  # behind a line with a message's MAIL
 SLICE_NS = 50_000_000  # of a kernel's wait: the host looks at the clock so often
 
 
@@ -36,30 +34,30 @@ class KernelCalls:
         self._mail.view[PAYLOAD_AT : PAYLOAD_AT + len(payload)] = payload
 
         def put(stream: int, at: int) -> None:
-            self._out.send(stream, at + PAYLOAD_AT, at, at + TAG_AT, SLICE_NS, at + STATUS_AT)
+            self._out.send(stream, at + PAYLOAD_AT, at, at + TAG_OFFSET, SLICE_NS, at + STATUS_OFFSET)
 
-        self._until(deadline, self._out, HEAD.pack(len(payload), tag, OK), put)
+        self._until(deadline, self._out, MAIL.pack(len(payload), tag, OK), put)
 
     def receive(self, deadline: float) -> tuple[bytes, bytes]:
         def take(stream: int, at: int) -> None:
-            rest = at, at + TAG_AT, SLICE_NS, at + STATUS_AT
+            rest = at, at + TAG_OFFSET, SLICE_NS, at + STATUS_OFFSET
             self._into.receive(stream, at + PAYLOAD_AT, TRIAL.slot_bytes, *rest)
 
-        self._until(deadline, self._into, bytes(HEAD.size), take)
-        nbytes, tag, _ = HEAD.unpack_from(self._mail.view)
+        self._until(deadline, self._into, bytes(MAIL.size), take)
+        nbytes, tag, _ = MAIL.unpack_from(self._mail.view)
         return tag, bytes(self._mail.view[PAYLOAD_AT : PAYLOAD_AT + nbytes])
 
     def _until(self, deadline: float, side: DeviceView, head: bytes, launch: Callable[[int, int], None]) -> None:
         """Launch until the kernel has done it: one whose time is over has done nothing. Raises ChannelError."""
         status = TIMEOUT
         while status == TIMEOUT and monotonic() < deadline:
-            self._mail.view[: HEAD.size] = head
+            self._mail.view[: MAIL.size] = head
             try:
                 launch(self._stream.number, self._mail.address)
                 self._stream.synchronize()
             except CudaError as error:
                 raise PeerFault(f"{self._peer}: a kernel of the trial: {error}") from error
-            _, _, status = HEAD.unpack_from(self._mail.view)
+            _, _, status = MAIL.unpack_from(self._mail.view)
         side.check(status)
 
 

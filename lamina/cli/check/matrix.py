@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from lamina.netstack import HERE
 from lamina.protocol.options.declare import flag
 from lamina.protocol.options.engine import KV_CACHE_DTYPES, KVOptions
 from lamina.protocol.options.topology import TopologyOptions
@@ -82,7 +83,7 @@ LENDING = "spill"
 HOLDING = [name for name in PARTITIONS if name != LENDING]
 OTHERS = [name for name in HOLDING if name != TopologyOptions().partition]
 # Where processes die and others take their places: threads cannot.
-_APART: dict[str, Any] = {"memory_workers": 2, "transport": "shm"}
+_APART: dict[str, Any] = {"memory_workers": 2, "transport": HERE}
 _SPILL: dict[str, Any] = {"partition": LENDING, "memory_workers": 3}  # two have no room for all that runs at once
 BASE = Setting("base", Exactness.TOKEN_EQUAL)
 FIXED = Setting("deterministic", Exactness.TOKEN_EQUAL, BASE, {"deterministic": True})

@@ -18,6 +18,7 @@ from lamina.engine.engine import Engine
 from lamina.engine.exodus import Exodus
 from lamina.engine.wire import ViewChanged
 from lamina.fleet.pools import Pools
+from lamina.netstack import HERE
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.plan import Keep
 from lamina.request import Told
@@ -34,7 +35,7 @@ from .scenario import FleetScenario, fleet_scenario, planned_fleet
 REST_S = 1.0  # for all that is on its way to come
 MOST_S = 40.0  # of an engine, on the clock
 OPTIONS: dict[str, Any] = {
-    "transport": "shm",
+    "transport": HERE,
     "block_size": BLOCK,
     "max_model_len": MAX_LEN,
     "max_recoveries": 1_000_000,
