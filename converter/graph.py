@@ -1,4 +1,6 @@
-"""Facts about a captured step: what is free, what is expensive, what crosses at which price, who waits for whom."""
+"""Facts about a captured step: which values are free, which are expensive, how many bytes each carries past a cut, and
+which depend on which.
+"""
 
 from __future__ import annotations
 

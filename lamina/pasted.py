@@ -1,5 +1,5 @@
-"""Options of vLLM's engine that people paste, as arguments of ``LLM`` and as flags: by what name the same thing goes
-here, what means nothing here, and what to use where there is no such thing. Values of flags are text.
+"""Options of vLLM's engine that people paste, as arguments of ``LLM`` and as flags: the name of the same option here,
+the options that mean nothing here, and the replacement for options that do not exist here. Values of flags are text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this machine offers to each transport, and what to do about what is missing. Looks; changes nothing.
+"""Which needs of each transport this machine has, and how to get the missing ones. Looks; changes nothing.
 
 Paths are below ``Machine.root``, so that tests can look at a machine of their own making.
 """

@@ -1,4 +1,4 @@
-"""Which blocks of its sequence a query attends: those that may hold the keys that it scores highest.
+"""Which blocks of its sequence a query attends: blocks that may hold the keys with the highest scores.
 
 A block's bounds are the least and the largest K of its tokens, by number; no token of it scores higher than the sum of
 the larger of both products (arXiv 2406.10774 section 3.2). Query heads that read one KV head attend the same blocks:
@@ -30,8 +30,8 @@ class Choices(NamedTuple):
 
 
 def fill(op: Operator, store: LayerStore, choices: Choices, q: Tensor, table: Tensor) -> None:
-    """Put what stays into ``table`` [choices, Hkv, W] int64: block ids of a store each of whose blocks has one head;
-    what is behind them is left. q [R, Hq, D].
+    """Write the chosen blocks into ``table`` [choices, Hkv, W] int64, as ids in a store whose blocks have one head
+    each; entries behind them are left as they are. q [R, Hq, D].
     """
     heads = torch.arange(op.kv_heads)[:, None]
     assert store.bounds is not None

@@ -220,10 +220,11 @@ def listen_and_connect(
     start_timeout_s: float,
     step_timeout_s: float,
 ) -> Mesh:
-    """The mesh of the ranks that listen at ``urls`` under ``names``, no two of which are alike, in their order, once
-    all are there. Closes ``listener``, this rank's.
+    """The mesh of all ranks, once they have met. Rank r listens at ``urls[r]`` under the name ``names[r]``; no two
+    names are alike. Closes ``listener``, this rank's.
 
-    Each rank waits for those below it, then goes to those above: rank 0 waits for nobody. Raises ChannelError.
+    Each rank waits for the ranks below it, then connects to the ranks above: rank 0 waits for none. Raises
+    ChannelError.
     """
     if len(set(names)) < len(urls):
         raise ValueError(f"{len(urls)} ranks need as many names, each its own, not {', '.join(map(repr, names))}")

@@ -43,7 +43,7 @@ class MemoryPool:
         staging: Staging | None = None,
         parity: MemoryLink | None = None,
     ) -> None:
-        """``backend``: of the memory workers' name; it merges what they return in parts. ``staging``: of the device
+        """``backend``: of the same name as the memory workers'; it merges partial results. ``staging``: of the device
         where tensors come from and go to; None for the CPU. ``parity``: to who keeps that of all others, which have
         equal runs of heads.
         """
@@ -145,7 +145,9 @@ class MemoryPool:
             self.links[link].receive(self._step.key(Kind.O, layer), fill, share.messages.o_bytes)
 
     def settle(self) -> None:
-        """Every O was waited for; what one has to say of whom none is due is raised. Raises RefusedError."""
+        """Raise the refusal of a memory worker from which no O is due; every O that is due has come. Raises
+        RefusedError, ProtocolError.
+        """
         for link in self._silent:
             if (key := link.poll(0.0)) is not None:
                 raise ProtocolError(f"memory worker {link.number}: {key}, of which nothing is due")
@@ -161,7 +163,7 @@ class MemoryPool:
 
 
 class PoolLayer:
-    """A layer, and who does what of it."""
+    """A layer, and the pieces of it that each memory worker has."""
 
     def __init__(
         self, shape: LayerShape, spec: AttentionSpec, pieces: tuple[tuple[HeldPiece, ...], ...], like: int

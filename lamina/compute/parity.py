@@ -1,5 +1,5 @@
 """The parity of memory workers' KV: one more of them keeps the exclusive or of the others' equal runs of heads, bit by
-bit. So what any one of them all has is the exclusive or of what all others have.
+bit. So the KV of each worker, this one included, is the exclusive or of the KV of all others.
 
 Compute and prefill workers send it its K and V as they send the others theirs. It attends nothing, so nobody waits for
 it; a step that it has not written by a loss does not count as done. No torch here: the driver needs it too.

@@ -170,7 +170,9 @@ def _row_sums(values: Tensor, draws: list[Draw]) -> Tensor:
 
 
 class Few(NamedTuple):
-    """How much of the logits the draws of a step can do with: of every rank ``best`` ones, and ``named`` ones."""
+    """How many logits of each rank the draws of a step need: the ``best`` highest ones, and ``named`` ones that draws
+    name.
+    """
 
     best: int
     named: int

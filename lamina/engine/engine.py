@@ -64,7 +64,7 @@ class Engine:
 
     @property
     def free_blocks(self) -> tuple[int, ...]:
-        """KV blocks of each layer group that sequences can still have: what finished ones have left gives way."""
+        """KV blocks of each layer group that sequences can still have: free ones, and those of finished ones."""
         return self.scheduler.free_blocks
 
     def add(

@@ -200,7 +200,7 @@ class Promises:
         self._join(sequence)
 
     def leaves_time(self, rows: int) -> bool:
-        """Whether so many rows more in a step would leave those that decode what they are promised."""
+        """Whether sequences that decode keep their promised time with ``rows`` more rows in a step."""
         pool = self.conductor.decoding
         return (
             pool.law.seconds(pool.num_running + rows, pool.mean_tokens * pool.num_running)

@@ -129,7 +129,7 @@ class Scheduler:
 
     @property
     def free_blocks(self) -> Blocks:
-        """KV blocks that sequences can still have: those that are free, or held by what is retained or finished."""
+        """KV blocks that sequences can still have: free ones, and those of retained or finished sequences."""
         running = self.running
         if not self.prefixes.num_retained and not any(s.finished for s in running):
             return self._ledger.free_blocks

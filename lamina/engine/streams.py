@@ -1,7 +1,7 @@
-"""Who reads which request, and what they have not seen yet: one mechanism below ``LLM`` and ``AsyncLLM``.
+"""The readers of requests, and the outputs that each has not seen yet: one mechanism below ``LLM`` and ``AsyncLLM``.
 
-An engine's outputs grow while they are read. What waits for a reader is only how far each of its requests has come: a
-reader that is slow gets one output with all that has grown, however many steps that took.
+An engine's outputs grow while they are read. Only the length of each output waits for its reader: a slow reader gets
+one output with all tokens since its last one, however many steps that took.
 """
 
 from __future__ import annotations

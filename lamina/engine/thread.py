@@ -69,7 +69,7 @@ class EngineThread:
         self._order(_Errand(feed))
 
     def abort(self, feed: Feed) -> None:
-        """End what is unfinished of a feed, behind an ``add`` of it; its reader gets what there is."""
+        """End the unfinished requests of a feed, behind an ``add`` of it; its reader gets the tokens that exist."""
         self._order(_Errand(feed, tell=True))
 
     def reset_prefix_cache(self) -> None:

@@ -42,8 +42,8 @@ def check_in_place(config: EngineConfig, *, same: bool = False) -> None:
 
 
 def seated(there: Sequence[Member], gone: Collection[int], coming: Sequence[Member], size: int) -> list[Member]:
-    """Of memory workers ``there`` and those that come, who there is to be, in order: as many as go take their places,
-    else see ``staying``.
+    """The memory workers behind a change, in order. As many ``coming`` workers as go take the places of ``gone``; else
+    they follow those that stay (``staying``).
     """
     if len(coming) == len(gone):
         new = iter(coming)
@@ -52,8 +52,8 @@ def seated(there: Sequence[Member], gone: Collection[int], coming: Sequence[Memb
 
 
 def staying(there: Sequence[Member], gone: Collection[int], size: int) -> list[Member]:
-    """Of memory workers ``there``, who stays where those with the numbers ``gone`` go, in the order in which each of
-    ``size`` ranks keeps its own. Raises ValueError where ranks would keep unequal numbers.
+    """The memory workers ``there`` without those numbered ``gone``, in an order by which each of ``size`` ranks keeps
+    its own. Raises ValueError where ranks would keep unequal numbers.
     """
     ranks = [[m for i, m in enumerate(there) if i % size == rank and i not in gone] for rank in range(size)]
     if len({len(rank) for rank in ranks}) > 1:
@@ -70,9 +70,9 @@ def known_to(own: Address, addresses: Sequence[Address]) -> list[Address]:
 
 
 def movers_of(workers: Sequence[Address], own: Address) -> list[Neighbour]:
-    """Of the memory workers of a rank, by number, those among which stripes may move, as the one at ``own`` is told of
-    them: it connects to who has a key of its own, and else to those before it. Of more than MOST_MOVERS none meet: so
-    no copy between them succeeds.
+    """The memory workers of a rank, by number, as the worker at ``own`` is told of them, for stripes that move between
+    them. It connects to workers with a key of their own, and to those before it; the others come to it. More than
+    MOST_MOVERS workers do not meet: no copy between them succeeds.
     """
     order = {each: (not each.key, number) for number, each in enumerate(workers)}
     told, few = list[Neighbour](), len(workers) <= MOST_MOVERS

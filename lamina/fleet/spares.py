@@ -40,8 +40,8 @@ class Spares:
         return iter(self._there.values())
 
     def fill(self, wait_s: float = 0.0) -> None:
-        """Start those that there should be; they load while others work. Who takes longer than ``wait_s`` to come up is
-        left to ``bring``. Raises OSError, ValueError.
+        """Start the missing spares; they load while other workers compute. A spare that takes longer than ``wait_s`` to
+        come up is left to ``bring``. Raises OSError, ValueError.
         """
         self._pools = [
             structs.replace(bind, worker=own.index(max(own)), kv_bytes=max(own))

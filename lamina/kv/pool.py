@@ -49,8 +49,8 @@ class LayerStore:
         return self.k.shape[1] * head_bytes(self.k.shape[3], self.v.shape[3], self.k.dtype)
 
     def make_ready(self, copies: Sequence[tuple[int, int]], freed: Sequence[int]) -> None:
-        """Copy from blocks to blocks, with what is known of them, and write zeros over ``freed``, of which both may be
-        some: what is copied is what was there before.
+        """Copy blocks, with their bounds, and write zeros over the ``freed`` blocks. Sources are read before anything
+        is written, so a freed block may be a source or a target.
         """
         sources, targets = [source for source, _ in copies], [target for _, target in copies]
         for tensor in self.tensors if self.bounds is None else [*self.tensors, self.bounds.transpose(0, 1)]:

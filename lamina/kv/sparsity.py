@@ -39,9 +39,9 @@ class PastDrop(NamedTuple):
 
 @dataclass
 class BlockScores:
-    """Of a sequence, since it has begun: what is known of its blocks, and what was dropped. One that was preempted or
-    whose KV was lost is computed again, and loses the same blocks at the same tokens again: so what its tokens attend
-    is what they attended.
+    """The scores of a sequence's blocks since it began, and the blocks that it has lost. A sequence that is computed
+    again, behind a preemption or a loss, loses the same blocks at the same tokens: so its tokens attend the same blocks
+    as before.
     """
 
     due: int  # tokens that it has when blocks are dropped next

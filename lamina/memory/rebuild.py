@@ -1,7 +1,7 @@
-"""KV of a lost memory worker, as the exclusive or of what all others have, one of whom keeps the parity.
+"""KV of a lost memory worker, rebuilt as the exclusive or of all other workers' KV, of which one is the parity.
 
-All give what they have of each layer to whoever takes the lost one's place, as they give KV that moves (memory.moves);
-the order in which it comes does not matter.
+Each worker sends its KV of each layer to the worker that takes the lost one's place, as it sends KV that moves
+(memory.moves); the order of arrival does not matter.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class StoredPiece:
 
 
 class Store:
-    """Sequences, blocks and tensors of one Bind, and of those behind it that are of its shape. Holds state, decides
+    """Sequences, blocks and tensors of a Bind; later Binds of the same shape find them again. Holds state, decides
     nothing.
 
     Raises ValueError where the Bind asks for something that cannot be, ProtocolError where it contradicts itself.
@@ -136,11 +136,13 @@ class Store:
         return sum(kv.k.shape[0] * kv.k.shape[2] * kv.token_bytes for kv in pieces)
 
     def fits(self, bind: Bind) -> bool:
-        """Whether the store is what ``bind`` asks for, whoever connects; how much memory it has was settled before."""
+        """Whether the store has the shape that ``bind`` asks for. Its number of connections does not count, nor its
+        memory, which was settled before.
+        """
         return _shape(bind) == _shape(self.bind)
 
     def renew(self, bind: Bind) -> None:
-        """Serve those whom ``bind`` names from now on; all sequences stay. ``bind`` must fit."""
+        """Serve the replicas and prefill workers of ``bind`` from now on; all sequences stay. ``bind`` must fit."""
         self.bind = bind
         self.tables.forget_plans()
 

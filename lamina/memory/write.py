@@ -54,7 +54,9 @@ class Writes:
 
 
 class Written(NamedTuple):
-    """A piece's rows as they are stored, those of the sequences that it finishes alone and those of the others."""
+    """K and V rows of a piece, as they are stored: of sequences that this worker finishes alone (``whole``), and of the
+    ``other`` ones.
+    """
 
     whole: StoredRows
     other: StoredRows

@@ -62,8 +62,8 @@ class StepTimes:
 
 
 class RoundTime(NamedTuple):
-    """``limit``: what a round waits for. Shares: of the round in which a pool is busy; those of a homogeneous engine
-    are of its one pool, by what it does.
+    """``limit``: the part that bounds a round. ``compute_busy``, ``memory_busy``: shares of the round in which that
+    pool is busy; of a homogeneous engine, shares in which its one pool computes slices, and attention.
     """
 
     seconds: float

@@ -1,5 +1,5 @@
-"""How prefill workers have beginnings of prompts from each other: who has some, whom each meets, and what it asks.
-Those of a stage have them from each other where several compute a prompt together.
+"""How prefill workers fetch beginnings of prompts from each other: the addresses, the meetings, the questions. Where
+several workers compute a prompt together, workers of one stage fetch from each other.
 """
 
 from __future__ import annotations

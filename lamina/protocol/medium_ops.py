@@ -20,8 +20,8 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
 
 
 class Expect(msgspec.Struct, frozen=True, array_like=True, tag="expect"):
-    """A sequence that waits needs pages of the medium, from page ``first`` on, and will most likely lie at ``place``.
-    Those of ``turn`` are needed before those of larger ones; no keys: it needs nothing any more. Nobody waits for it.
+    """A sequence that waits needs pages of the medium, from page ``first`` on, and will most likely lie at ``place``. A
+    smaller ``turn`` needs its pages earlier. No keys: it needs no pages any more. No worker waits for this op.
     """
 
     turn: int
@@ -31,8 +31,9 @@ class Expect(msgspec.Struct, frozen=True, array_like=True, tag="expect"):
 
 
 class Prolong(msgspec.Struct, frozen=True, array_like=True, tag="prolong"):
-    """For so many ``seconds`` pages of the medium give way behind others only, and none is given up for its age; behind
-    what is being saved there. Nobody waits for it. ``sequence``: whose they were; it need not exist.
+    """Keep pages of the medium for ``seconds``: other pages give way before them, and none is given up for its age. It
+    is done behind the saves that are under way; no worker waits for it. ``sequence``: the one that had the pages; it
+    need not exist.
     """
 
     sequence: int

@@ -29,10 +29,10 @@ class TierPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredPages(msgspec.Struct, frozen=True, kw_only=True, tag="stored-pages"):
-    """Memory worker -> driver, in answer to a Connect with a tier, once it is bound: the keys of pages whose atoms are
-    all there that it can need, those that were used last behind the others; MOST_LISTED at most. ``room``: pages of
-    which it can keep its part. ``gone``: keys of pages that it has just given up, with what others had of them, who may
-    have told of them before.
+    """Memory worker -> driver, in answer to a Connect with a tier, once it is bound: the keys of pages with every atom
+    that this worker can need, in the order of their last use; MOST_LISTED at most. ``room``: number of pages whose part
+    it can keep. ``gone``: keys of pages that it has just given up for all workers, although another one may have listed
+    them before.
     """
 
     view: int

@@ -1,4 +1,4 @@
-"""Memory workers of the simulation that come and go: who asks for it, who is there then, and whose KV moves."""
+"""Memory workers of the simulation that come and go: the orders, the members behind each, and the KV that moves."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ PREFILL_WORKERS = 64  # that take no time: only so many prompts begin in a round
 
 
 class StepLoad(NamedTuple):
-    """Of a step: rows that its slices compute, those of them that belong to chunks of prompts, tokens that its
-    attention reads, its own rows included, and pairs of a row and a token that it sees.
+    """The work of a step: rows in its slices, how many of these belong to chunks of prompts, tokens that its attention
+    reads (its own rows included), and pairs of a row and a token that the row sees.
     """
 
     batch: int

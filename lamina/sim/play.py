@@ -57,7 +57,7 @@ def in_order(asks: Sequence[Arriving]) -> list[tuple[int, Arriving]]:
 
 
 class Play:
-    """One engine, and those who ask it. A subclass says what else happens."""
+    """One engine and its clients. A subclass adds the events that disturb them."""
 
     def __init__(self, asks: Sequence[Arriving], engine: Engine, clock: VirtualClock) -> None:
         self._engine, self._clock = engine, clock

@@ -18,7 +18,7 @@ door_fd: int | None = None  # of the warm process that this worker was forked fr
 
 
 class DamagedError(Exception):
-    """What this worker has in its memory is not what it put there."""
+    """The memory of this worker does not hold the bytes that it wrote."""
 
 
 def end_at_once(why: str) -> None:

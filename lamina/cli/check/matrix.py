@@ -17,7 +17,9 @@ from .faults import COMPUTE, ENGINE, MEMORY, PARITY, PREFILL, RANK, SERVED, Deat
 
 
 class Resize(NamedTuple):
-    """While sequences run there come to be so many memory workers. ``leaving``: those that go, else the last ones."""
+    """A change to ``workers`` memory workers while sequences run. ``leaving``: the workers that leave, by number;
+    empty: the last ones.
+    """
 
     workers: int
     leaving: tuple[int, ...] = ()

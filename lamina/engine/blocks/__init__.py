@@ -1,1 +1,3 @@
-"""The KV blocks of sequences: whose they are, who gets them, who shares them, and what is kept beside them."""
+"""The KV blocks of sequences: which sequence has them, gets them next or shares them, and which pages are kept beside
+the pool.
+"""

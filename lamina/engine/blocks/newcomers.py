@@ -126,8 +126,8 @@ def settle(batches: Several[Batch], kept: Iterable[Keep]) -> list[Sequence]:
 def rolled_back(
     batches: Several[Batch], kept: Callable[[Keep], int], forget: Callable[[Sequence], None]
 ) -> tuple[list[Keep], list[Sequence]]:
-    """Take running sequences back to what ``kept`` says. What is left of those that go on, and who has nothing left:
-    they leave their batches, as those that have finished do, of whom ``forget`` is told.
+    """Take running sequences back to the tokens that ``kept`` counts. Returns the KV to keep of sequences that go on,
+    and the sequences without any KV. The latter leave their batches; so do finished ones, of which ``forget`` is told.
     """
     keep, gone = list[Keep](), list[Sequence]()
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Who gives way where KV blocks run out for those that run. Pure policy: no torch, no I/O, no clock."""
+"""Which sequence gives way where KV blocks run out for running sequences. Pure policy: no torch, no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Room:
         return Fit(place, blocks, hit) if min(less(left, blocks)) >= 0 else None
 
     def lacks(self, sequence: Sequence) -> bool:
-        """Whether a new sequence that begins with nothing finds no room, whatever those that run take: a quick look.
+        """Whether a new sequence without stored tokens finds no room even if running sequences take none: a quick look.
         False: look closer.
         """
         if self.loans or any(self._ledger.windows):
@@ -133,10 +133,10 @@ class Room:
         return len(keep) - len(Room(other, self._max_rows, self._homes).deal(keep))
 
     def deal(self, keep: Iterable[Keep], last: Several[int] = (), stays: Mapping[int, int] = NOBODY) -> list[Keep]:
-        """Where sequences come to lie if all blocks are free, the longest first, so that each group holds its portion
-        as far as that goes; without those for which there is no room left. ``last``: sequences that come behind all
-        others, in this order, and borrow nothing. ``stays``: lanes whose sequences come first, and where these are to
-        lie if they can. Of other groups than before those of who stays alone are closed as they were.
+        """Places for sequences if all blocks are free, the longest first, so that each group holds its portion as far
+        as possible. Sequences for which no room is left are left out. ``last``: sequences that come behind all others,
+        in this order, and borrow nothing. ``stays``: lanes whose sequences come first, and the lanes where these are to
+        lie if they can. Where the groups have changed, a closed group stays closed if its worker stays.
         """
         if len(self._ledger.lanes) != self._num_groups:
             closed = {stays[group] for group in self.closed if group in stays}
@@ -172,9 +172,10 @@ class Room:
         among: Iterable[Place],
         kin: Place | None = None,
     ) -> Place | None:
-        """Where a new sequence begins, of the places ``among`` with ``left`` blocks enough: so that what each group
-        keeps of those ``beside`` it, in its batch, and then of all that are ``running``, comes closest to what it is
-        meant to keep; but beside its ``kin`` where not many more lie than elsewhere.
+        """Where a new sequence begins: at the place ``among`` those with enough of the ``left`` blocks by which each
+        layer group's share of the KV comes closest to its portion; shares of the sequences ``beside`` it in its batch
+        count first, then shares of all ``running`` ones. The place of its ``kin`` comes before that, unless many more
+        sequences lie there than elsewhere. None: no place has enough.
         """
         places = {x: self.blocks_of(x, sequence.num_promised) for x in among}
         places = {x: blocks for x, blocks in places.items() if min(less(left, blocks)) >= 0}

@@ -72,7 +72,7 @@ class Tier:
         return bool(self._moving)
 
     def learn(self, facts: TierFacts, holders: Several[Several[int]]) -> None:
-        """Workers have met, other ones perhaps than before: what they have told is there, and nothing else."""
+        """Workers have met, perhaps other ones than before: the pages that they have told of exist, and no others."""
         ledger = self._ledger
         self._owners = [
             {w for lanes, group in zip(ledger.lanes, holders, strict=True) if lane in lanes for w in group}
@@ -165,7 +165,7 @@ class Tier:
         return next((number for number, has in enumerate(there) if not has), len(keys))
 
     def places(self, *others: Place) -> list[Place]:
-        """Where a sequence can begin, one for each lane; before them, of ``others`` those that there still are."""
+        """Places where a sequence can begin: first the ``others`` whose lanes still exist, then the start of each lane."""
         num = self._ledger.num_lanes
         there = [x for x in others if all(lane < num for lane in (x.lane, *(run.lane for run in x.moved)))]
         return list(dict.fromkeys([*there, *map(Place, range(num))]))
@@ -305,8 +305,8 @@ class Tier:
         self._gone.clear()
 
     def forget(self, era: bytes, sequences: Iterable[Sequence]) -> None:
-        """Find no page again that there is, or that is on its way: those that come are of another ``era``, those of
-        ``sequences`` too. The media give them up bit by bit, but for those that are being loaded.
+        """Find none of the present pages again, nor those on their way: later pages are of another ``era``, pages of
+        ``sequences`` too. The media give the old pages up bit by bit, but for pages that are being loaded.
         """
         for sequence in sequences:
             self._keys.forget(sequence)

@@ -124,7 +124,7 @@ def cache_aware(asked: Question) -> PromptChoice:
 
 
 def load_balance(asked: Question) -> PromptChoice:
-    """The shortest queue, whoever has what."""
+    """The shortest queue, whichever worker has a beginning of the prompt."""
     return alone(asked, min(asked.workers, key=lambda at: at.queue_s))._replace(reason="shortest queue")
 
 

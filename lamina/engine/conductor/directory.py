@@ -36,7 +36,7 @@ class Directory:
         return self._matches(keys, self._ready)
 
     def take(self, worker: int, keys: Sequence[bytes]) -> list[bytes]:
-        """``worker`` will have these pages. Returns those that it gives up for them."""
+        """``worker`` will have the pages of ``keys``. Returns the keys of pages that it gives up for them."""
         store, bit = self._stores[worker], 1 << worker
         for number in reversed(range(len(keys))):
             key = keys[number]

@@ -98,9 +98,9 @@ class DecodePool:
         return sum(self.law.seconds(i.rows, i.stored) for i in self._instances) / self.num_instances
 
     def tbt_at(self, when_s: float, now_s: float, joining: Iterable[tuple[float, int]]) -> float:
-        """The same at ``when_s``: those that will have decoded for ``decode_s`` are gone; those of ``joining``, (when
-        the prompt is computed, tokens), that are computed by then are spread over all instances. Who decodes longer
-        than ``decode_s`` is still there now, so the change that this tells is added to what is there.
+        """The same at ``when_s``: sequences that will have decoded for ``decode_s`` are gone; prompts of ``joining``,
+        (time when computed, tokens), that are computed by then are spread over all instances. The expected change is
+        added to the time of a step now, as a sequence that decodes longer than ``decode_s`` still counts in it.
         """
         rows = stored = 0.0
         for at_s, tokens in joining:
@@ -122,8 +122,8 @@ class DecodePool:
         return sum(self.law.seconds(i.rows + rows, i.stored + stored) for i in left) / self.num_instances
 
     def room_s(self, places: float, ahead: int) -> float:
-        """Seconds until there is a place for one completion more, of so many, if those that are ``ahead`` end evenly
-        and one after the other gives its place to the next.
+        """Seconds until one of ``places`` places is free for one more completion, if the completions ``ahead`` of it
+        take places first and all end evenly, one after the other.
         """
         missing = ahead + 1 - places
         return missing * self.decode_s / max(1.0, places) if missing > 0 else 0.0

@@ -18,7 +18,7 @@ def ranges_of(pairs: Sequence[Sequence[int]]) -> Ranges:
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """What is in some of ``ranges``, in whatever order they come."""
+    """The union of ``ranges``, which may come in any order."""
     apart = list[tuple[int, int]]()
     for first, stop in sorted(ranges):
         if apart and first <= apart[-1][1]:

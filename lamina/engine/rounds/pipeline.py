@@ -1,4 +1,5 @@
-"""The rotational staggered pipeline (arXiv 2405.01814 section 4.3): who runs what, in which order. A pure function.
+"""The rotational staggered pipeline (arXiv 2405.01814 section 4.3): which replica runs which slice, in which order.
+Pure functions.
 
 n batches share max(1, n - 1) replicas of the weights and one pool of memory workers. A *turn* of a batch is one slice
 on a replica and the attention behind it. The last slice of a token, sampling and the first slice of the next token have

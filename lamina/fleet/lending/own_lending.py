@@ -1,7 +1,8 @@
-"""What an engine that serves lends of its own memory (``--lend``): a creditor on threads of its process.
+"""An engine that serves and lends its own memory (``--lend``): a creditor on threads of its process.
 
-What may be lent lies outside of the engine's pool from the start. The engine borrows of this creditor as others do, and
-before them: what it lacks is recalled of those that have it, and comes back as one more memory worker of its own.
+The memory to lend lies outside of the engine's pool from the start. The engine borrows of this creditor as other
+engines do, and before them: memory that it lacks is recalled from its debtors, and comes back as one more memory worker
+of the engine.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from lamina.kv.pages import Atom, Page
 
 
 class ZeroMedium:
-    """Takes no room. What is written is forgotten; what is read is 0, whatever its key."""
+    """Takes no room. Writes are forgotten; reads give zeros for every key."""
 
     def reserve(self, nbytes: int) -> list[bytes]:
         """Nobody gives way."""

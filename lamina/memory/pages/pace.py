@@ -1,4 +1,4 @@
-"""How fast pages are saved while steps go on: who saves takes cores from those that a step waits for.
+"""How fast pages are saved while steps go on: a thread that saves takes cores from the threads that a step waits for.
 
 Saving has no deadline, as blocks that are needed meanwhile are copied. So while rounds are served and cores are short,
 the thread that saves takes a small share of one: behind each page it rests. It keeps its priority meanwhile: who holds

@@ -1,4 +1,4 @@
-"""What an op makes of what its sequence holds. No blocks, no I/O."""
+"""The extent of a sequence behind an op. No blocks, no I/O."""
 
 from __future__ import annotations
 

@@ -35,10 +35,10 @@ def split_memory(
     A group's store has one block more, the null block, which counts against ``kv_bytes`` too. Every group can hold one
     sequence of ``max_len`` tokens; where others lend (``stays``), a stripe of it. What is left is shared out for
     sequences of a quarter of that length, spread evenly over the lanes: with longer ones the groups without a window
-    run out first, with shorter ones the others. ``most_kept[g]``: tokens that a sequence has there once blocks were
-    dropped, 0 = all; where there are such groups, what is left is for sequences of full length, since long ones are
-    what they are for, and each has room for one prompt on its way.
-    Raises ValueError where ``kv_bytes`` cannot hold one sequence.
+    run out first, with shorter ones the others. ``most_kept[g]``: tokens that a sequence has in group g once blocks
+    were dropped, 0 = all. Where such groups exist, the rest is shared out for sequences of full length, since groups
+    that drop blocks are for long ones, and each has room for one prompt on its way. Raises ValueError where
+    ``kv_bytes`` cannot hold one sequence.
     """
 
     placement = Placement(num_lanes(lanes), 0 if stays else stripe)

@@ -132,8 +132,8 @@ class HeldBlocks:
         return array("q", (block for each in keep for tables in self._tables for block in tables[each.sequence]))
 
     def hold(self, keep: Sequence[Keep], ids: Sequence[int]) -> None:
-        """Hold what is kept, and nothing else, in blocks of these numbers, as somebody else's ``ids_of`` gave them: so
-        sequences share here what they share there. Raises PlanError where that cannot be.
+        """Hold the KV of ``keep`` and no other, in the blocks ``ids`` that ``ids_of`` of other tables gave: so
+        sequences share the same blocks here and there. Raises PlanError where that cannot be.
         """
         extents, at = {each.sequence: self._extents.left(each) for each in keep}, 0
         tables: list[dict[int, array[int]]] = [{} for _ in self.windows]

@@ -116,7 +116,7 @@ class BlockTables(HeldBlocks):
         return held if old is not None and self._extents.covers(old, extent) else None
 
     def reconcile(self, keep: Sequence[Keep], *, moved: bool = False) -> None:
-        """Hold what ``keep`` says, and nothing else, whatever plans were applied last: everything, or nothing and an
+        """Hold the KV of ``keep`` and no other, whichever plans were applied last: everything, or nothing and an
         exception. A sequence comes to be where none of its blocks are kept here, or its KV is ``moved`` to here. Raises
         PlanError, and NoBlocksError for what is moved.
         """

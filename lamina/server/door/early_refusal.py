@@ -1,6 +1,6 @@
-"""Requests for which there is no room are refused before their bodies are read: that must cost next to nothing.
+"""Requests without room are refused before their bodies are read: a refusal must cost next to nothing.
 
-Clients that are refused come again, and the cores that read what they send are those that serve the others.
+Refused clients come again, and the cores that would read their bodies also serve the accepted requests.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class Scale(msgspec.Struct, frozen=True, tag="scale"):
-    """Server -> engine: go on with so many memory workers, and all others as they are. ``leaving``: those that go, else
-    the last ones do. Answered by Scaled.
+    """Server -> engine: go on with ``memory_workers`` memory workers, and with the other workers as they are.
+    ``leaving``: the workers that leave, by number; empty: the last ones. Answered by Scaled.
     """
 
     memory_workers: int

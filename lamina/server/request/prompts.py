@@ -33,7 +33,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Truncation:
-    """What is left of a longer prompt: so many tokens, its last ones or, with ``begins``, its first ones."""
+    """How a longer prompt is cut: to its last ``tokens`` tokens or, with ``begins``, to its first ones."""
 
     tokens: int
     begins: bool = False

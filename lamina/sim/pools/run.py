@@ -1,8 +1,8 @@
 """A trace of requests, conducted on a virtual clock by the Conductor of the running engine.
 
 Nothing is computed. A prefill worker takes the time of a law for a prompt, one after the other; a sender sends one
-transfer after the other, while others compute; instances decode by a law of their own. What the Conductor expects and
-what happens are two things: its laws may be others than those of the workers, and they follow what it is told.
+transfer after the other, while others compute; instances decode by a law of their own. The Conductor's expectations and
+the events are apart: its laws may differ from the workers', and follow the times that it is told.
 """
 
 from __future__ import annotations

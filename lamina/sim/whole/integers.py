@@ -1,5 +1,5 @@
-"""A model in slices whose numbers are integers all the way: what a row gives depends on all that it has seen, so that a
-wrong block, at whatever layer, shows in all tokens behind it.
+"""A model in slices that computes in integers: a row's result depends on each token that the row has seen, so a wrong
+block of any layer shows in all tokens behind it.
 
 Attention is the shipped one. Of two query heads of a KV head the first has a query of zeros: what it gets is the mean
 of V, and times their number the sum, once rounded. The second one's query is the code of a position, as K is: it gets

@@ -1,5 +1,5 @@
-"""What simulated processes tell each other by: channels of loopback on the virtual clock, and control links. A message
-takes a while; it stays behind those before it.
+"""The network of simulated processes: channels of loopback on the virtual clock, and control links. A message takes a
+while, and stays behind the messages before it.
 """
 
 from __future__ import annotations

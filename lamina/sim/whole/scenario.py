@@ -34,7 +34,9 @@ class Strike:
 
 @dataclass(frozen=True)
 class FleetChange:
-    """At a time somebody asks for so many memory workers. ``leaving``: who goes, else the last ones do."""
+    """An operator's order, at a time, for another number of memory workers. ``leaving``: the workers that leave; empty:
+    the last ones.
+    """
 
     at_s: float
     workers: int
