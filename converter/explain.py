@@ -1,4 +1,6 @@
-"""Facts about a sliced program, for people and tools: what crosses, what leaves when, how much work lies where."""
+"""Facts about a sliced program, for people and tools: the tensors that cross each cut, the order of sends, the work of
+each slice.
+"""
 
 from __future__ import annotations
 

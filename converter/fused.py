@@ -28,7 +28,8 @@ class _Columns:
 
 
 def split_fused_projections(capture: Capture) -> int:
-    """Replace each such GEMM by one for Q and one for what lies beside it, over views of its weight; their number.
+    """Replace each GEMM that makes Q, K and V together by one for Q and one for the rest, over views of its weight.
+    Returns the number of replaced GEMMs.
 
     Handled: ``linear`` and ``addmm`` whose output, after at most reshaping and clamping, is taken apart along its last
     dimension by slices, split or chunk. Not handled: outputs interleaved by head (a view per head comes first).

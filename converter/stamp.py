@@ -106,11 +106,11 @@ def stamp(
 ) -> SlicedProgram | None:
     """The plan of the model with ``layers`` (named ``prefix``.0, ``prefix``.1, ...) made from one with fewer; or None.
 
-    ``shallow(n)`` converts the model with its first n layers and returns its plan, those layers and what ``more`` says
-    of them. The result is sound because (1) all layers from some point on repeat with a period, judged by layer_kinds;
-    (2) the shallow model's layers are of the same kinds as the deep one's, up to its last; (3) its slices show two
-    equal periods in a row: cuts are planned from the last call to the first, so an equal slice with equal cuts on both
-    sides leads to the same again, any number of times. None if one of the three cannot be shown.
+    ``shallow(n)`` converts the model with its first n layers, and returns its plan, these layers, and their ``more``.
+    The result is sound because (1) all layers from some point on repeat with a period, judged by layer_kinds; (2) the
+    shallow model's layers are of the same kinds as the deep one's, up to its last; (3) its slices show two equal
+    periods in a row: cuts are planned from the last call to the first, so an equal slice with equal cuts on both sides
+    leads to the same again, any number of times. None if one of the three cannot be shown.
     """
     kinds = layer_kinds(layers, more)
     period = period_of(kinds)

@@ -54,8 +54,8 @@ def birth_of(pid: int) -> str:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """All that a process has started, by any thread, and what those have. While some end, a look may leave out others
-    that live (proc(5)): so it looks until nothing is new.
+    """All descendants of a process, whichever thread started them. While processes end, a look may leave out living
+    ones (proc(5)): so it looks until it sees no new one.
     """
     before, seen = None, _seen_now(pid)
     while seen != before:

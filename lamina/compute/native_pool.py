@@ -1,6 +1,6 @@
 """MemoryPool without Python between a slice and its messages, where all channels are native.
 
-The bytes are the same. What is not the O that is due is left to the links, which know what to make of it.
+The bytes are the same. A message other than the O that is due is left to its MemoryLink.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ranks that slices meet. Slices are bound to this once; another view has other channels to the ranks."""
+"""The group of ranks to which slices are bound once, for all views. Each view brings new channels to the ranks."""
 
 from __future__ import annotations
 

@@ -30,5 +30,5 @@ class KeptKV:
 
 
 def num_stored(running: Iterable[RunningSequence]) -> int:
-    """Tokens of those that run whose KV is there or on its way."""
+    """Tokens of running sequences whose KV is stored or on its way."""
     return sum(s.num_scheduled for s in running if not s.finished)

@@ -226,7 +226,7 @@ class Prefill:
         return [*([] if before == NOTHING else [Free(before)]), New(sequence.id)]
 
     def forget_prompts(self) -> None:
-        """No prompt begins any more with what workers have of those before it."""
+        """Forget the KV of earlier prompts on prefill workers: no later prompt begins with it."""
         for worker in self._workers:
             if worker.store:
                 worker.store.forget()

@@ -1,9 +1,9 @@
-"""Whether answers with some of the KV left out are within their error budget, and what is done where they are not. Pure
-policy: no torch, no I/O, no clock.
+"""Shadows measure whether answers with a part of the KV are within their error budget; where they are not, more KV is
+kept. Pure policy: no torch, no I/O, no clock.
 
 Of a share of completions a shadow is computed with all KV; compute workers tell how far the distributions of both are
-apart. Over budget, sequences that begin from now on keep or attend twice as many tokens, on the last rung all; those
-that run are computed again with all KV, behind the tokens that they have.
+apart. Over budget, later sequences keep or attend twice as many tokens, on the last rung all; running sequences are
+computed again with all KV, behind the tokens that they have.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class ViewChanged(NamedTuple):
 
 
 class Wire(Protocol):
-    """Both pools as the engine sees them. ``fleet.pools.Pools`` is the real one, ``sim`` has others.
+    """Both pools, as the engine sees them. ``fleet.pools.Pools`` is the real one, ``sim`` has others.
 
     Rounds run in the order given. The steps of one batch are done in that order; of two batches either may be first.
     """
@@ -73,15 +73,15 @@ class Wire(Protocol):
         ...
 
     def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
-        """Behind ViewChanged: replace who was lost, and have all meet anew, with the KV of ``keep`` alone, which is
-        moved first where it ``was`` elsewhere. Another ViewChanged where others are lost meanwhile. Raises WorkerError
-        where that cannot be.
+        """Behind ViewChanged: replace lost workers, and have all meet anew, with the KV of ``keep`` alone; KV that
+        ``was`` elsewhere moves first. Another ViewChanged where others are lost meanwhile. Raises WorkerError where
+        that cannot be.
         """
         ...
 
     def begin_era(self) -> bytes:
-        """Pages that are kept beside the pools are found by nobody any more: what their keys hang on from now on. Empty
-        where there are none.
+        """Have no sequence find the present pages beside the pools any more. Returns the era, which is a part of later
+        keys; empty without such pages.
         """
         ...
 

@@ -1,7 +1,7 @@
 """The workers of one engine: started and loaded once, connected as often as needed.
 
-Each Connect begins a view. Whoever is lost on the way is reported by Members; the others stay where they are, and may
-be connected again.
+Each Connect begins a view. Members reports workers that are lost on the way; the others stay as they are, and may be
+connected again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Memory workers come or go while all others run on: one change of the view, in which KV moves and nothing is loaded.
 
-Who comes is started, has imported all and taken its memory before anybody rests, and who stays has taken memory for one
-layer more, as layer by layer passes from what it has to what it is to have. Then all come to rest, the engine lays its
-sequences out over the workers that there will be, these take their parts of the KV from those that have it, and all
-meet anew. Who goes ends once its KV is confirmed elsewhere. Where a worker dies meanwhile, its KV, and perhaps that of
-others, is computed again: the change stands.
+Before any worker rests, the new workers are started, have imported all modules and taken their memory, and the staying
+ones have taken memory for one layer more, since KV passes to its new layout layer by layer. Then all workers come to
+rest, the engine lays its sequences out over the next members, these take their parts of the KV from the workers that
+have it, and all meet anew. A leaving worker ends once its KV is confirmed elsewhere. Where a worker dies meanwhile, its
+KV, and perhaps KV of others, is computed again: the change stands.
 """
 
 from __future__ import annotations

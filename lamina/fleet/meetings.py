@@ -49,8 +49,8 @@ class Present(NamedTuple):
 def prefill_meetings(
     topology: TopologyOptions, names: Sequence[str], loaded: Sequence[Loaded], *, fetches: bool
 ) -> Iterator[tuple[int, MeetPrefill]]:
-    """The place of each prefill worker that meets others, and whom: those of its stage in all groups, where they fetch
-    from each other, and of its own group the stages before and behind it.
+    """The place of each prefill worker that meets others, and the workers that it meets: workers of its stage in all
+    groups, where they fetch from each other, and the stages before and behind it in its own group.
     """
     stages = topology.prefill_pipeline
     for place in range(len(names) if stages > 1 or fetches else 0):

@@ -1,6 +1,6 @@
-"""The started workers, as the driver talks to them: every wait has a deadline, and whoever fails is named.
+"""The started workers, as the driver talks to them: every wait has a deadline, and a worker that fails is named.
 
-Who is lost is reported, and the others are left as they are: what follows is decided above.
+Lost workers are reported, and the others are left as they are: the caller decides what follows.
 """
 
 from __future__ import annotations

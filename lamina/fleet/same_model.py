@@ -37,8 +37,8 @@ def check_alike(readies: Mapping[str, ComputeReady]) -> None:
 
 
 def as_one(readies: Sequence[ComputeReady], topology: TopologyOptions) -> ComputeReady:
-    """What all ranks of a replica have said, who come first, and prefill workers of their stores, who come last. Raises
-    ProtocolError where one of these has not one store.
+    """The facts of all ranks of a replica, which come first in ``readies``, with the stores of prefill workers, which
+    come last. Raises ProtocolError where a prefill worker has not exactly one store.
     """
     ranks = readies[: topology.tensor_parallel_size]
     for rank, ready in enumerate(ranks if len(ranks) > 1 else []):

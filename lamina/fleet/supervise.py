@@ -1,7 +1,7 @@
-"""Losses made good: who is lost is fenced and replaced, and the others rest, meet anew, and go on.
+"""Losses made good: lost workers are fenced and replaced; the others rest, meet anew, and go on.
 
-One mechanism, of the driver: nobody else decides who lives. Links keep their order, so nothing of an older view follows
-a Halted; and whoever was fenced is of an older view for ever.
+The driver alone decides which workers live. Links keep their order, so nothing of an older view follows a Halted; and a
+fenced worker stays in an older view for ever.
 """
 
 from __future__ import annotations

@@ -62,7 +62,9 @@ class TierKeeper:
         )
 
     def begin_era(self) -> bytes:
-        """No page that there is will be found any more, by this engine or a later one. Part of the keys from now on."""
+        """Have no engine find the present pages any more, this one or a later one. Returns the era, which is a part of
+        later keys.
+        """
         self._era = secrets.token_bytes(ERA_BYTES)
         if self._options.kv_store_dir:
             try:

@@ -64,10 +64,10 @@ class HugePages:
 
 
 class SharedPages:
-    """Those of a memory file, which is empty at first. Whoever comes first fills and seals it; the others wait for that
-    and find what they need. A weight is known by where it lies in its own file: one that was copied as it was read, or
-    that the first worker did not have, gets pages of the worker's own. A worker that dies while it fills the file
-    leaves its turn to the next one.
+    """Pages of a memory file, which is empty at first. The first worker fills and seals it; the others wait for that,
+    and find their weights in it. A weight is known by where it lies in its own file: one that was copied as it was
+    read, or that the first worker did not have, gets pages of the worker's own. A worker that dies while it fills the
+    file leaves its turn to the next one.
     """
 
     def __init__(self, path: str, timeout_s: float) -> None:

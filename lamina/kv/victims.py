@@ -1,4 +1,4 @@
-"""Who is given up first where a tier is full. Pure policy: no torch, no I/O, no clock.
+"""Which page is given up first where a tier is full. Pure policy: no torch, no I/O, no clock.
 
 lru        the page that was used the longest ago
 fifo       the one that came first

@@ -1,8 +1,8 @@
-"""What one instance has borrowed, and how it comes by more: it asks the ledger who may lend, then these in turn.
+"""The loans of one instance, and its way to more: it asks the ledger for creditors, and then these in turn.
 
 A debtor counts a lease from the moment that it asked, a creditor from when it answered, and a debtor ends it a part
-earlier by its own clock: so whatever is lost or late, a creditor has no block back of which its debtor thinks that it
-has it still.
+earlier by its own clock: so a creditor never has a block back that its debtor still counts on, whichever messages are
+lost or late.
 """
 
 from __future__ import annotations

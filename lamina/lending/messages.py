@@ -1,7 +1,7 @@
 """What debtors, creditors and the ledger tell each other. Counts of blocks and names alone: no content, no key.
 
-A name is of one life of a process: whoever starts again has another one. Any message may be late, lost, or come twice;
-what a message says is so made that it may.
+A name belongs to one life of a process: a process that starts again has another name. Any message may be late, lost, or
+come twice, without harm.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What a memory worker that is on loan does not do for its debtor, who may be anybody that holds the cluster's key: it
-takes no more memory than was lent, keeps nothing outside of its pool, and has no devices. It tells its host how much
-it reads.
+"""The limits of a memory worker on loan, whose debtor may be anybody with the cluster's key: it takes no more memory
+than was lent, keeps nothing outside of its pool, and has no devices. It tells its host how much it reads.
 
-Whoever is nobody's guest may do all of it.
+A memory worker that is not on loan has none of these limits.
 """
 
 from __future__ import annotations

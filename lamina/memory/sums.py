@@ -1,9 +1,8 @@
 """Checksums of stored KV blocks: one that is damaged in memory is seen before a step attends it.
 
 A block has a checksum from the end of the step that wrote it, in all layers, or attended it first (what a prefill
-worker, a medium or another memory worker has filled) until something writes it again. Whoever finds one that is another
-one does not go on: its memory is not to be trusted, so the worker ends, and all that it had is computed again
-elsewhere.
+worker, a medium or another memory worker has filled) until something writes it again. A worker that reads another
+checksum than the noted one ends: its memory is not to be trusted, and its KV is computed again elsewhere.
 """
 
 from __future__ import annotations

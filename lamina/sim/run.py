@@ -1,4 +1,6 @@
-"""Plays scenarios, and checks what must hold whatever dies: the tokens, each once; blocks and ledger; progress."""
+"""Plays scenarios, and checks rules that must hold behind any death: each token once; blocks as in the ledger;
+progress.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ class Played(NamedTuple):
 
 
 class BegunRequest(NamedTuple):
-    """What its reader has of a request that is not over: what the next engine is told of its completions, what was
-    seen of them, and the log-probabilities of its prompt.
+    """A request that is not over, as its reader has it: the part of its completions that the next engine is told, the
+    part that was seen, and the log-probabilities of its prompt.
     """
 
     place: int

@@ -1,7 +1,7 @@
 """The channels that a worker has under one view: opened with the view as their epoch, and closed together.
 
-A peer of an older view is turned away by its epoch, before anything of it is read: so nothing that was sent under an
-older view reaches a worker of a newer one. A peer of a newer view waits until this worker is in that view, too.
+A peer of an older view is turned away by its epoch, before any of its bytes are read: so no message of an older view
+reaches a worker of a newer one. A peer of a newer view waits until this worker is in that view, too.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from .job import PAYLOADS, TIMEOUT_S, Job, Measured, Payloads, check_bytes, chec
 
 
 class FloodSide:
-    """One side's windows: the messages that it puts, and places for those of ``senders`` that it copies out."""
+    """One side's windows: the messages that it puts, and places into which it copies messages of ``senders``."""
 
     def __init__(self, fabric: Fabric, job: Job, senders: int) -> None:
         self._payloads, self._payload_bytes = Payloads(job.query), job.query

@@ -54,7 +54,7 @@ def _run(fabric: Fabric, channel: Channel, job: Job) -> dict[str, float]:
 
 
 def watch_life_line() -> None:
-    """End this process with the one that started it, whatever this one is doing then."""
+    """End this process with its parent, whatever it is doing then."""
     import signal
     import threading
 

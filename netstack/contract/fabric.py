@@ -192,7 +192,7 @@ class DeviceSide(Protocol):
 
     @property
     def bulk(self) -> DeviceSide:
-        """The lane for messages that others must not wait for, from who connects to who listens alone; or this one."""
+        """The lane for messages on which no others may wait, from the connector to the listener alone; or this lane."""
         ...
 
     def send(

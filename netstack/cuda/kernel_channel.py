@@ -1,7 +1,7 @@
 """Channels whose every call is a kernel: of the host, which launches one and waits for it, with payloads in pinned
 memory; or of the device, from ``lend``, whose view puts kernels on a stream or into a CUDA graph, until ``take_back``.
 
-What the kernels do with a kind of link is in csrc/netstack/kernels; what carries its messages, its transport says.
+What the kernels do with a kind of link is in csrc/netstack/kernels; its transport says what carries its messages.
 """
 
 from __future__ import annotations

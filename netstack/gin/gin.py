@@ -58,8 +58,8 @@ PAGE = 4096
 
 @dataclass(frozen=True)
 class WindowLane:
-    """Of a lane in the window: the offset of what this side sends, and of what it receives; without a geometry no
-    message goes that way.
+    """A lane in the window: the offsets of the messages that this side sends, and receives. No geometry: no message
+    goes that way.
     """
 
     to: int
@@ -213,8 +213,8 @@ class GinFabric(VerbsFabric):
 
 
 def places_of(session: PeerSession, *, listening: bool) -> tuple[tuple[WindowLane, ...], int]:
-    """The first lane's, and for kernels that of bulk, which goes to who listens; and the bytes of the window. In it lie
-    messages to who listens, those back, bulk, and a page in which credits for that come back.
+    """Places of the first lane, places of the lane for bulk (for kernels; it goes to the listener alone), and the bytes
+    of the window. The window holds messages to the listener, messages back, bulk, and a page for the credits of bulk.
     """
     there, back = (-(-inbox_bytes(geometry) // PAGE) * PAGE for geometry in (session.outbound, session.inbound))
     bulk, credit = there + back, 2 * there + back

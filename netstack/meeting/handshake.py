@@ -13,8 +13,8 @@ link. The connector proves itself first. Frames have fixed sizes:
                                        HMAC(key, "refusal" + which of REFUSALS + hello + challenge)
 
 Keys of the session come from the same transcript under labels of their own: one for each direction, so that frames
-cannot be reflected, and new ones for each session, so that they cannot be replayed. Who learns the cluster's key can
-compute them, and read what was recorded: there is no forward secrecy.
+cannot be reflected, and new ones for each session, so that they cannot be replayed. Somebody who learns the cluster's
+key can compute them, and read recorded sessions: there is no forward secrecy.
 
 The protocol itself does no I/O: ``offer`` and ``answer`` are generators, so a listener can hold many handshakes at
 once and a silent stranger delays nobody.
@@ -76,7 +76,7 @@ class PeerSession(Hello):
     secret: bytes = field(default=b"", repr=False, compare=False)
 
     def keys(self, *, listening: bool) -> tuple[bytes, bytes]:
-        """32 bytes each for (what this side sends, what it receives)."""
+        """Two keys of 32 bytes: for the frames that this side sends, and for those that it receives."""
         there, back = (
             hmac.digest(self.secret, b"lamina " + label, sha256().name)
             for label in (b"from connector", b"from listener")

@@ -23,8 +23,8 @@ Place = tuple[str, int, int, int, int, int]  # device, port, GID, partition, ser
 
 class NativeWay:
     """The nearest port that fits ``wanted`` (of --rdma-device) and opens a queue pair; nearest to ``gpu``, a PCI
-    address, else to this process's cores. Each channel opens the device for itself, so that what happens to one is
-    told to that one alone.
+    address, else to this process's cores. Each channel opens the device for itself, so that an event of one channel
+    reaches no other.
     """
 
     scheme = "verbs"

@@ -1,4 +1,4 @@
-"""A server that ends with whoever drills it, however that ends.
+"""A server that ends with its drill, however the drill ends.
 
     python -m lamina.cli.drill.leash FD FOLDER serve ...
 

@@ -55,7 +55,7 @@ def prompts_inboxes(block_bytes: int) -> tuple[Geometry, Geometry]:
 
 
 class Beginnings:
-    """Of one view of a prefill worker: what it has from others, and gives to them."""
+    """The exchange of beginnings in one view of a prefill worker: blocks that it fetches, and blocks that it gives."""
 
     def __init__(
         self,

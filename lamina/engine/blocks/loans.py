@@ -53,8 +53,8 @@ class Loans:
 
     def grow(self, wanted: Mapping[Sequence, int], free: Callable[[], list[int]]) -> list[Sequence]:
         """Borrow for the next rows of sequences that decode, so many each, where they begin a stripe for which home has
-        no room. ``free``: blocks that they can have; most steps do not ask. Returns those that lie in so many pieces
-        that no worker can take one more: they have to begin anew elsewhere.
+        no room. ``free``: blocks that they can have; most steps do not ask. Returns the sequences that lie in as many
+        pieces as a place can name: they have to begin anew elsewhere.
         """
         blocks: list[int] | None = None
         stuck = list[Sequence]()

@@ -261,7 +261,7 @@ class Prefixes:
         return Free(number)
 
     def evictable(self, free: Blocks) -> list[int]:
-        """Of the blocks that sequences can still have, those in which KV of ended ones lies, by layer group."""
+        """Blocks with KV of ended sequences among the blocks that sequences can still have, by layer group."""
         return [n - empty for n, empty in zip(free, self._ledger.free_blocks, strict=True)]
 
     def page_keys(self) -> Iterator[bytes]:

@@ -1,4 +1,6 @@
-"""What prefill workers have of prompts, by what the driver lets them keep. Pure policy: no torch, no I/O, no clock."""
+"""The KV of prompts in the stores of prefill workers, as the driver has them keep it. Pure policy: no torch, no I/O, no
+clock.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from .ledger import Ledger
 
 
 class PromptKeys:
-    """Of the whole pages of prompts: a key stands for the salt and all tokens up to the page's end. Other ones than
-    those of kv.keys, as pages may be longer here than a stored one, and no store sees them.
+    """Keys of the whole pages of prompts: a key stands for the salt and all tokens up to the page's end. They differ
+    from the keys of kv.keys: pages may be longer here than stored pages, and no store sees these keys.
     """
 
     def __init__(self, page: int) -> None:
@@ -53,9 +55,9 @@ class _Computed(NamedTuple):
 
 
 class PromptStore:
-    """K and V of the prompt that a prefill worker computes, and of those before it while there is room: what begins
-    alike is not computed again. Of what gives way, that comes first which other workers have too, then what was used
-    the longest ago. Ops are for the worker's next plan.
+    """K and V of the prompt that a prefill worker computes, and of earlier prompts while there is room: a beginning
+    that two prompts share is computed once. Beginnings that other workers have too give way first, then the ones that
+    were used the longest ago. Ops are for the worker's next plan.
     """
 
     def __init__(self, worker: int, directory: Directory, keys: PromptKeys, ledger: Ledger, room: Several[int]) -> None:

@@ -165,7 +165,7 @@ class Tier:
         return next((number for number, has in enumerate(there) if not has), len(keys))
 
     def places(self, *others: Place) -> list[Place]:
-        """Places where a sequence can begin: first the ``others`` whose lanes still exist, then the start of each lane."""
+        """Places where a sequence can begin: ``others`` whose lanes still exist, then the start of each lane."""
         num = self._ledger.num_lanes
         there = [x for x in others if all(lane < num for lane in (x.lane, *(run.lane for run in x.moved)))]
         return list(dict.fromkeys([*there, *map(Place, range(num))]))

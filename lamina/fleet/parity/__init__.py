@@ -49,8 +49,8 @@ class Parity:
         return [_least([report, parity]) for report in others]
 
     def rebuild(self, keep: Sequence[Keep]) -> bool:
-        """Have all others send what the KV of ``keep`` is made of to who has taken the lost one's place. Whether it is
-        there; else it is to be computed again. Raises LostError.
+        """Have all other memory workers send their share of the KV of ``keep`` to the worker in the lost one's place.
+        Returns whether that KV is there; else it is to be computed again. Raises LostError.
         """
         place, self._lost = self._lost, None
         if place is None or not keep:

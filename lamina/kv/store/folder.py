@@ -152,8 +152,8 @@ class StoreFolder:
 
 
 def store_secret(folder: StoreFolder, key_file: str = "", *, make: bool = True) -> bytes:
-    """SECRET_BYTES that keys of pages and of data hang on: those of ``key_file``, or else those in the directory,
-    which ``make`` makes where there are none. Raises ValueError.
+    """The secret, SECRET_BYTES long, from which keys of pages and of data follow. It is read from ``key_file``, or from
+    the directory, where ``make`` makes a missing one. Raises ValueError.
     """
     if not key_file:
         text = folder.read(SECRET)

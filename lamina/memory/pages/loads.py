@@ -45,7 +45,7 @@ class EndedImport(NamedTuple):
 
 
 class PageLoad:
-    """What one plan loads of one sequence."""
+    """The pages of one sequence that one plan loads."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
 """Pages on their way between a memory worker's pool and the medium beside it, while rounds go on.
 
-A plan says what is saved and what is loaded. Two threads do it, so that a load (loads.py), for which a request waits,
+A plan names the pages to save and to load. Two threads do it, so that a load (loads.py), for which a request waits,
 never waits for what is being saved; a third one brings pages nearer that will be loaded (fetches.py). A load fills
 blocks that nobody reads before: until its end is reported, its sequence keeps them. A save reads blocks that may go at
 any time: the plan that frees them has the pages copied first that still lie there, so that no step waits for a medium.
-Blocks are touched under a lock, for the time of a copy. The end of a view takes back what has not begun, and
-leaves a call that the medium does not answer to itself; nothing of it comes into the pool or into the medium any more.
+Blocks are touched under a lock, for the time of a copy. The end of a view takes back what has not begun, and leaves a
+call that the medium does not answer to itself; nothing of it comes into the pool or into the medium any more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What has come of the engine's answers, and who reads them has not taken yet."""
+"""Answers of the engine that have come, and that their readers have not taken yet."""
 
 from __future__ import annotations
 
