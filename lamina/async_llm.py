@@ -88,7 +88,7 @@ class AsyncLLM:
         return AsyncStream(self, feed)
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its iterator yields what there is, with finish_reason "abort". Unknown names are ignored."""
+        """End a request: its iterator yields the output so far, with finish_reason "abort". Ignores unknown names."""
         with self._lock:
             feed = self._live.get(request_id)
         if feed is not None:

@@ -16,8 +16,8 @@ NICENESS = 5  # beyond what it was: a third of the weight (sched(7))
 class Background(Generic[T]):
     """``work()`` on a thread of low priority; Linux keeps a niceness for each thread.
 
-    While workers start, five processes import libraries. Where there are fewer cores than that, the one that loads and
-    cuts the model is what all others wait for.
+    While workers start, five processes import libraries. With fewer cores than that, all others wait for the process
+    that loads and cuts the model.
     """
 
     def __init__(self, work: Callable[[], T], name: str) -> None:

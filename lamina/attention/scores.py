@@ -1,7 +1,7 @@
 """How much rows attend each block of their sequence: a second look at softmax, of any store on any device.
 
 What comes back is a sum of integers, each of one row and query head, so that sums are alike however heads and layers
-are dealt out. The scores of one KV head are products of one shape, whoever else computes more of them.
+are dealt out. The scores of one KV head are products of one shape, however many heads the worker has.
 """
 
 from __future__ import annotations

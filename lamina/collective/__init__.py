@@ -1,4 +1,4 @@
-"""What ranks do together: each has a part of the weights, and all run the same slices in the same order.
+"""Calls that ranks make together: each has a part of the weights, and all run the same slices in the same order.
 
 Contract, the same for every entry of the table (tests/contract/test_collectives.py):
 
@@ -9,8 +9,8 @@ Contract, the same for every entry of the table (tests/contract/test_collectives
   has the same bits, and no row's sum depends on where it stands among others; and every entry gives the same ones.
 - Every wait has a deadline: ChannelTimeout. A rank that has died is noticed as a peer of any channel is: PeerFault.
 
-Every entry stands on a mesh of authenticated channels: small tensors of the host go over it whatever carries the rest,
-and what another library needs to find the other ranks is told over it.
+Every entry stands on a mesh of authenticated channels: it carries small tensors of the host for each entry, and the
+addresses by which another library finds the ranks.
 """
 
 from __future__ import annotations

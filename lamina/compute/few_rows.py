@@ -1,7 +1,7 @@
 """Slices of few rows on one of torch's threads, where linear layers have threads of their own.
 
-What is left to torch is then so little that waking its other threads takes longer than the work; awake, they hold cores
-that the threads of the linear layers need.
+The operators that torch still runs are then so short that to wake its other threads takes longer; awake, these hold
+cores that the threads of the linear layers need.
 """
 
 from __future__ import annotations

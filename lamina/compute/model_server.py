@@ -95,7 +95,9 @@ class CutModel(NamedTuple):
 
 
 class ModelServer:
-    """Subclasses say what to load, and what to serve with under a view: in ``load`` and ``connect``."""
+    """The process of a worker that has a model. Subclasses load it in ``load``, and build the Worker of a view in
+    ``connect``.
+    """
 
     role: str  # for messages to people
     prefills = False  # whether it computes prompts alone

@@ -1,8 +1,8 @@
-"""What the prompts of a running engine may expect, and which of them are not taken. Pure policy: no torch, no I/O; the
-clock comes in.
+"""The times that a running engine promises its prompts, and the refusals of prompts that it cannot promise. Pure
+policy: no torch, no I/O; the clock comes in.
 
-A prompt is booked with the Conductor at its arrival, so that whoever comes next sees it wait; from then on the
-Conductor is told of all that becomes of it. Where no prefill workers are, the compute workers are its only worker.
+A prompt is booked with the Conductor at its arrival, so that the next prompt sees it wait; from then on the Conductor
+hears of each change of it. Without prefill workers, the compute workers are the Conductor's only worker.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class Scheduler:
         return self._leaps.longest(at, token) if at else 0
 
     def leap(self, rounds: int, token: int) -> list[ScheduledStep]:
-        """Skip so many, of those that ``rounds_alike`` counts. The steps in flight are the last one's then."""
+        """Skip ``rounds`` of the rounds that ``rounds_alike`` counts. The steps in flight are then the last one's."""
         at = self._standing()
         assert at is not None
         (flight,) = self._in_flight

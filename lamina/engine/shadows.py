@@ -27,7 +27,7 @@ RUNGS = 3  # budgets, each twice the one below it; behind them all KV
 
 
 class ErrorState(msgspec.Struct, frozen=True, kw_only=True):
-    """What shadows have shown of completions that keep or attend as much as new ones do."""
+    """Errors that shadows have measured, of completions that keep or attend as much KV as new ones."""
 
     tokens: int
     kl: float  # nats, in the mean

@@ -106,8 +106,8 @@ class Streams:
         return self._engine.idle
 
     def add(self, asked: list[Asked], feed: Feed) -> None:
-        """Queue requests; ``feed`` gets what they become. Raises ValueError for one that cannot be served, what a
-        tokenizer raises for one that it cannot show, and then none is queued.
+        """Queue requests, whose outputs ``feed`` gets. Raises ValueError for a request that cannot be served, and the
+        tokenizer's error for tokens that it cannot show; then none is queued.
         """
         for a in asked:
             self._engine.check(a.prompt, a.params, a.terms)

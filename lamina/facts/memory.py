@@ -53,7 +53,7 @@ class WorkerMemory:
 
     @property
     def total(self) -> int:
-        """What the process has resident, pages that it shares included."""
+        """Resident bytes of the process, shared pages included."""
         return sum(self.columns.values())
 
     @property

@@ -68,8 +68,8 @@ class Absent:
         return bool(self._loaded)
 
     def back(self) -> dict[Member, Loaded]:
-        """Who has loaded takes its place; what they said. For those that have ended others are started. Raises OSError,
-        ValueError.
+        """Give workers that have loaded their places; returns their answers. Starts other ones for those that have
+        ended. Raises OSError, ValueError.
         """
         loaded, self._loaded = self._loaded, {}
         gone, self._gone = self._gone, set()

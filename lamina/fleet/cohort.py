@@ -161,14 +161,14 @@ class Cohort:
         self._await_starts()
 
     def may_have(self, count: int, stay: Sequence[int] = ()) -> bool:
-        """Whether there may be so many memory workers from now on. ``stay``: of those that there are, in this order."""
+        """Whether ``count`` memory workers can serve from now on. ``stay``: those of now that do, in their order."""
         launcher = None if self._one_process or self._config.topology.on_loan else self.launcher
         if launcher is not None and stay:
             launcher.keep("memory", stay)
         return launcher is None or launcher.grow("memory", count)
 
     def take_up(self, topology: TopologyOptions, kv_bytes: list[list[int]], coming: Mapping[Member, str]) -> None:
-        """There are other memory workers, of which some listen at those URLs; the next ``connect`` says so to all."""
+        """Go on with other memory workers, the ``coming`` ones at their URLs; the next ``connect`` tells all."""
         self.topology, self.kv_bytes = topology, kv_bytes
         self._urls.update(coming)
         self._config = msgspec.structs.replace(self._config, topology=topology)

@@ -33,8 +33,8 @@ class Counters:
     def take(self, limit_s: float, words: str) -> dict[str, dict[str, float]] | None:
         """The counters, once all workers have answered; None before that, and where nobody has asked.
 
-        Raises LostError where a worker is lost, or has not answered for ``limit_s``; ``words``: what it was for. One
-        that is stopped is none of those: the supervisor sees to it, or it answers once it goes on.
+        Raises LostError where a worker is lost, or has not answered for ``limit_s``; ``words``: the purpose, for the
+        error. A stopped worker raises nothing: the supervisor replaces it, or it answers once it goes on.
         """
         self._answers |= {m.label: s.values for m, s in self._members.arrived(Stats)}
         if self._asked_at is None:

@@ -89,8 +89,8 @@ class Elastic:
         self._standing = StandingStill[Member](clock)
 
     def plan(self, count: int, replaced: Sequence[int] = (), weights: Sequence[float] = ()) -> Change:
-        """``count`` memory workers. ``replaced``: of as many as there are, who goes and has another one in its place.
-        ``weights``: of as many, other parts of the work. Raises ValueError where they cannot be, NotInPlaceError.
+        """A change to ``count`` memory workers. For the same count, ``replaced``: workers that others replace;
+        ``weights``: new parts of the work. Raises ValueError where that cannot be, NotInPlaceError.
         """
         topology, binds = self._cohort.topology, self._cohort.binds
         if topology.on_loan:
@@ -115,8 +115,8 @@ class Elastic:
         return Change(wanted, by_rank, of_all_ranks(ranks))
 
     def plan_loans(self, coming: Sequence[int], leaving: Collection[int]) -> Change:
-        """Beside those that there are, memory workers on loan of so many bytes; without ``leaving``. Raises ValueError,
-        NotInPlaceError.
+        """A change to the present memory workers without ``leaving``, and with one on loan for each number of bytes in
+        ``coming``. Raises ValueError, NotInPlaceError.
         """
         check_in_place(self._config)
         cohort, (bind,) = self._cohort, self._cohort.binds
@@ -136,10 +136,10 @@ class Elastic:
         reason: str = "scale",
         exits: Exodus | None = None,
     ) -> None:
-        """Start who is to come; nobody waits for them. ``leaving``: memory workers that go, else the last ones do;
-        where as many are to be as there are, others come in their places. ``coming``: who has been started already.
-        ``told``: whether ``take_outcome`` is to say what became of it. ``exits``: of sequences, before that. Raises
-        ValueError, NotInPlaceError, OSError.
+        """Start the workers that come, without a wait. ``leaving``: memory workers that leave; empty: the last ones;
+        where the number stays, others replace them. ``coming``: workers that were started already. ``told``: whether
+        ``take_outcome`` is to give the outcome. ``exits``: moves of sequences before the change. Raises ValueError,
+        NotInPlaceError, OSError.
         """
         there, count = self._members.memory, change.topology.memory_workers
         gone, size = list(leaving) or list(range(count, len(there))), change.topology.tensor_parallel_size
@@ -206,7 +206,7 @@ class Elastic:
         return False
 
     def commit(self, paused_at: float) -> Capacity | None:
-        """All are at rest: from now on there are those that are to be. None where no change is due."""
+        """All workers are at rest: the change that is due holds from now on. None: no change is due."""
         self.stays = {}
         if self._change is None or self._to_meet or not self.due():
             return None

@@ -138,7 +138,7 @@ class Members:
         self._members.append(member)
 
     def insert(self, member: Member) -> None:
-        """Take in a member that was prepared, behind those of its role that have lower numbers."""
+        """Add a prepared member, behind the members of its role with lower numbers."""
         role, index = member.handle.role, member.handle.index
         before = [i for i, m in enumerate(self._members) if m.handle.role == role and m.handle.index < index]
         there = [i for i, m in enumerate(self._members) if m.handle.role == role]
@@ -169,7 +169,7 @@ class Members:
         self.lost.setdefault(member, why)
 
     def enter(self, view: int, still: tuple[type[Any], ...] = ()) -> None:
-        """Drop what was said under older views, and whatever of them still comes, but for the kinds ``still``."""
+        """Drop messages of older views, those that still come included, but for the kinds ``still``."""
         self.view, self._still_heard = view, still
         for member in self._members:
             member.inbox = deque(x for x in member.inbox if not self._is_old(x))

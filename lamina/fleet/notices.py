@@ -23,7 +23,7 @@ class Notices:
         self._told: dict[Member, float] = {}  # who has said so, and when
 
     def heed(self) -> None:
-        """Begin to replace those that have said so; not while memory workers come or go. Nobody waits."""
+        """Begin to replace workers that were told to end; not while memory workers come or go. Does not wait."""
         self._elastic.reap()
         self._gather()
         if self._elastic.under_way or not self._told or self._clock() - min(self._told.values()) < GATHER_S:

@@ -37,8 +37,8 @@ class Recoveries:
         return len(self._begun) + self._taken(lost) <= self.most
 
     def count(self, everybody: Iterable[Hashable], lost: Collection[Hashable], *, free: bool = False) -> None:
-        """``lost`` of ``everybody`` are being replaced: that begins one, or goes on with the one under way. ``free``:
-        it is none of those that ``most`` limits.
+        """Note that ``lost`` of ``everybody`` are being replaced. This begins a recovery, or belongs to the one under
+        way. ``free``: it does not count against ``most``.
         """
         self._begun += [] if free else [self._clock()] * self._taken(lost)
         if self._first:

@@ -153,8 +153,8 @@ class Supervisor:
         return self._parity.left([kept.get(member, {}) for member in self._members.memory])
 
     def rebuild(self, keep: Sequence[Keep]) -> bool:
-        """Where others keep the parity of what a lost memory worker had, have that back in one that takes its place.
-        Whether all of ``keep`` is there. Raises as ``resume``.
+        """Rebuild the KV of a lost memory worker by parity, in the worker that takes its place. Returns whether all of
+        ``keep`` is there, also without a loss. Raises as ``resume``.
         """
         if self._parity.lacks:
             self._cohort.replace()

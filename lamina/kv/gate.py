@@ -13,9 +13,9 @@ LEAST_RUN = 32 << 10  # bytes of a part: a read costs something, however short i
 
 
 def buffer_bytes(rate: float, load_s: float, prefill_s: float) -> float:
-    """S_buf: what has to be there of a turn's history before its first row runs, so that no layer waits for its own:
-    what the load takes longer than the computation of the new tokens beside it (section 3.2.1). ``rate``: bytes a
-    second; ``load_s``, ``prefill_s``: of the whole history, and of all new tokens.
+    """S_buf: bytes of a turn's history that must be loaded before its first row runs, so that no layer waits for its
+    KV: they make up for the time by which the load is longer than the computation of the new tokens beside it (section
+    3.2.1). ``rate``: bytes a second; ``load_s``, ``prefill_s``: of the whole history, and of all new tokens.
     """
     return max(0.0, rate * (load_s - prefill_s))
 

@@ -83,8 +83,8 @@ class Expected:
         return list(head)
 
     def rank(self, use: PageUse, otherwise: Callable[[PageUse], Rank]) -> Rank:
-        """The rank of a page in the order in which pages give way. Copied pages go first, then those that nobody waits
-        for, ranked by ``otherwise``, the prolonged ones last, then the others, from the tail of the queue on.
+        """The rank of a page in the order in which pages give way. Copied pages go first; then pages that no waiting
+        turn needs, ranked by ``otherwise``, prolonged ones last; then the rest, from the tail of the queue on.
         """
         if use.key in self.copied:
             return (-1, *otherwise(use))

@@ -1,6 +1,8 @@
-"""The blocks of one instance: who has them, itself or others, by one call (rManager, arXiv 2401.02669 section 4.2).
+"""The blocks of one instance: who has each, the instance itself or a debtor, by one call (rManager, arXiv 2401.02669
+section 4.2).
 
-First come, first served; all that was asked for, or nothing; a refusal is final and is passed to nobody else.
+First come, first served; a debtor gets all that it asked for, or nothing; a refusal is final, and is not passed on to
+another creditor.
 """
 
 from __future__ import annotations

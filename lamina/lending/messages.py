@@ -46,7 +46,7 @@ class AskDebts(msgspec.Struct, frozen=True, tag="ask-debts"):
 
 
 class Debt(msgspec.Struct, frozen=True, array_like=True):
-    """What ``debtor`` has of the creditor that says so."""
+    """The blocks that ``debtor`` has of the creditor that sends this."""
 
     debtor: Name
     blocks: Count

@@ -39,7 +39,7 @@ def own(total: Resident) -> Resident:
 
 
 def serve_footprint(sock: socket.socket) -> None:
-    """Import and open what a memory worker does, and tell what is resident then.
+    """Import and open all that a memory worker does, and send the resident bytes.
 
     A line of JSON comes, [backend, scheme, RDMA device], and one goes, {resident: [private, files, shared]} or {error}.
     """

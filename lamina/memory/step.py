@@ -28,7 +28,9 @@ from .write import WritePlace, Writes, Written, layouts_of
 
 @dataclass
 class Stored:
-    """What a piece's attention over stored tokens has found: for sequences that are whole here, and for the others."""
+    """Results of a piece's attention over stored tokens: of sequences that this worker finishes alone, and nodes of the
+    others.
+    """
 
     whole: Partial | None
     nodes: Partial | None
@@ -129,7 +131,9 @@ class Step:
         self._writes.write(layer, rows)
 
     def score(self, layer: int, q: Tensor) -> None:
-        """Add what the layer says, once its rows are written, to what the plan asks for. ``q``: of a message."""
+        """Add the layer's scores, once its rows are written, to the sums that the plan asks for. ``q``: bytes of a
+        message.
+        """
         if self.scoring:
             self.scoring.add([(piece, whole) for piece, _, (whole, _) in self._q(layer, q)])
 

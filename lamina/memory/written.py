@@ -1,4 +1,4 @@
-"""How much of each sequence a memory worker has written in all layers: what it can vouch for behind a loss."""
+"""How much of each sequence a memory worker has written in all layers: the KV that it surely has behind a loss."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Detokenizer:
 
     ``push`` returns text that later tokens cannot change: tokens are decoded together with the ones before them, as
     tokenizers space and merge by context, and an incomplete character at the end is held back. The pieces and
-    ``finish`` together are what prompt and completion decode to, behind what the prompt alone decodes to.
+    ``finish`` together are the decoded text of prompt and completion, without the decoded text of the prompt.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:

@@ -1,1 +1,1 @@
-"""What a run looked like: spans that every process records, merged into one timeline, and what they say."""
+"""Timelines of a run: the spans that each process records, merged into one, and their analysis."""

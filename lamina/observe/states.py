@@ -1,7 +1,7 @@
 """What every device was doing at any moment of a run: busy, or waiting, and for what. Pure functions over spans.
 
-A device is in one state at a time, so its states add up to the whole run. What it waited for is read off the devices
-that it waited for: a memory worker that waits for Q while the compute worker samples waits for sampling.
+A device is in one state at a time, so its states add up to the whole run. The cause of a wait is the state of the
+device that it waited for: a memory worker that waits for Q while the compute worker samples waits for sampling.
 """
 
 from __future__ import annotations

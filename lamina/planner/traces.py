@@ -32,7 +32,7 @@ class TracedRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """``requests`` by arrival. ``dropped``: those that were too long, of how many there were."""
+    """``requests`` by arrival. ``dropped``: the number of requests that were too long, and of all requests."""
 
     name: str
     requests: tuple[TracedRequest, ...]

@@ -1,1 +1,1 @@
-"""What the processes of one engine tell each other, and the facts that all of them go by. No torch."""
+"""Messages between the processes of one engine, and the facts that all of them share. No torch."""

@@ -10,8 +10,9 @@ from .placement import FIRST, Place
 class Rows(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive new tokens of one sequence: positions ``first .. first + count``. A sequence is in a step once.
 
-    Attention reads positions ``0 .. first`` from the store and the new ones from this step, whatever was stored behind
-    ``first``. Writes are positional, so a step can be sent again. ``place``: where the sequence lies, these rows too.
+    Attention reads positions ``0 .. first`` from the store and the new ones from this step; rows stored behind
+    ``first`` do not count. Writes are positional, so a step can be sent again. ``place``: where the sequence lies,
+    these rows too.
     """
 
     sequence: int

@@ -1,13 +1,14 @@
-"""Who keeps which tokens of a sequence: (sequence, stripe, head) -> memory worker. Nobody else works that out.
+"""Which memory worker keeps which tokens of a sequence: (sequence, stripe, head) -> memory worker. No other module
+computes that.
 
-A sequence begins in a lane of its own choice, its *first lane*. After each stripe it goes on to the next lane, or it
-stays where it is: that is the rule, of the partition. Runs of stripes lie elsewhere, on loan or because they were
-moved: these are the exceptions. Whose a lane is, head by head, the partition says (protocol.partition).
+The scheduler chooses the lane in which a sequence begins, its *first lane*. After each stripe the sequence goes on to
+the next lane, or it stays in its lane: the partition's rule. Exceptions are runs of stripes that lie elsewhere, on loan
+or because they were moved. The partition names the owner of a lane, head by head (protocol.partition).
 
-The first lane and the exceptions are a *place*. The rows of a plan carry that of their sequence, so it is always known
-and cannot be out of step with them: a plan that is refused changes nothing, and one that is sent again says the same.
-A place that differs from the one before tells memory workers to give back the blocks of stripes that have left them and
-to hold blocks for those that come. Whoever changes a place sees to it that the tokens are there when rows read them.
+The first lane and the exceptions are a *place*. The rows of a plan carry the place of their sequence, so the two always
+agree: a refused plan changes no place, and a plan that is sent again names the same one. A place that differs from the
+one before tells memory workers to give back the blocks of stripes that have left them, and to hold blocks for stripes
+that come. The code that changes a place also moves the tokens before rows read them.
 """
 
 from __future__ import annotations

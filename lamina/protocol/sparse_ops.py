@@ -1,7 +1,7 @@
-"""What plans say of sequences that keep or attend some of their blocks only, and what memory workers answer.
+"""Ops of plans for sequences that keep or attend only some of their blocks, and the answers of memory workers.
 
-A block is *dropped*: its memory is free, and nobody sees it again. Positions of other tokens stay what they are, K was
-rotated by them; a sparse layer's attention sees what is kept as if it were all, side by side.
+A block is *dropped*: its memory is free, and nobody sees it again. Other tokens keep their positions, by which K was
+rotated; a sparse layer's attention sees the kept tokens side by side, as if there were no others.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ RowOp = Score | Attend  # about rows of the step; it holds no blocks
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):
-    """Memory worker -> driver. ``scores``: by block of the sequence, those of the step included, 0 of those that were
-    dropped: what the rows' softmax gives its tokens, summed over the worker's query heads of all sparse layers, with
-    SCORE_BITS bits. Each (row, head, layer) is rounded by itself: so sums are alike however heads are dealt out.
+    """Memory worker -> driver. ``scores``: for each block of the sequence, the step's included, the weight that the
+    rows' softmax gives its tokens, summed over the worker's query heads of all sparse layers, with SCORE_BITS bits; 0
+    for dropped blocks. Each (row, head, layer) is rounded by itself, so sums do not depend on how heads are dealt out.
     """
 
     view: int

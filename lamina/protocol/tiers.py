@@ -54,8 +54,8 @@ class Transferred(msgspec.Struct, frozen=True, kw_only=True, tag="transferred"):
 
 
 class GateOpened(msgspec.Struct, frozen=True, kw_only=True, tag="gate-opened"):
-    """Memory worker -> driver: so much of what transfer ``id`` loads is there that rows of its sequence may come. Its
-    end is told of as ever, and may be that not all could be loaded: then these rows saw what was never there.
+    """Memory worker -> driver: transfer ``id`` has loaded enough for rows of its sequence to come. The transfer reports
+    its end as others do. If that is an error, these rows attended KV that was never there.
     """
 
     view: int

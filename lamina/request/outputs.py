@@ -104,7 +104,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What a reader has of a completion that an engine did not finish, so that another one can go on with it."""
+    """The part of an unfinished completion that its reader has, for another engine to go on with."""
 
     index: int
     tokens: list[int]

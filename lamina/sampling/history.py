@@ -24,7 +24,7 @@ NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
 class Seen(NamedTuple):
-    """What changes the logits behind one row, and the tokens that are counted there."""
+    """Penalties and biases on the logits of one row, and the tokens that they count."""
 
     penalties: Penalties
     counts: dict[int, int]  # token -> how often the completion has it
@@ -123,7 +123,8 @@ class Histories:
         return len(self._of)
 
     def learn(self, ops: Iterable[SequenceOp], draws: Iterable[Draw]) -> dict[int, Due]:
-        """What ``draws`` tell; returns, by sequence, what those with an Adjust will count. Freed ones are forgotten.
+        """Note the tokens that ``draws`` tell. Returns, by sequence, the counts for each draw with an Adjust. Freed
+        sequences are forgotten.
 
         Raises ValueError for a draw that builds on tokens that were not told here.
         """

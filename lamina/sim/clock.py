@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class VirtualClock:
-    """Seconds. Of what is due at the same time, what was ordered first comes first."""
+    """Seconds. Events that are due at the same time happen in the order in which they were ordered."""
 
     def __init__(self) -> None:
         self.now = 0.0

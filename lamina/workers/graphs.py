@@ -1,11 +1,10 @@
-"""Slices as graphs: what a slice launches is recorded once for each number of rows and then launched as a whole.
+"""Slices as graphs: the kernels of a slice are recorded once for each number of rows, and then launched as a whole.
 
-A slice sends Q, K and V while it runs, and meets other ranks. Where a host does that it cannot be recorded: a graph
-ends there, and the next one begins behind it. What kernels do (``recordable``), messages or meetings, is part of the
-graph; for ranks that meet so, all have graphs, which they record at the same time and with the same rows. Rows
-are padded (``padded``), and nobody takes what the extra ones give. A graph reads and writes the same memory at every
-replay, so what leaves it is a copy: a message, or a carried tensor that waits for other batches, would be overwritten
-by the next replay.
+A slice sends Q, K and V while it runs, and meets other ranks. Calls of a host cannot be recorded: a graph ends at each,
+and the next one begins behind it. Messages and meetings by kernels (``recordable``) are part of the graph; all ranks
+that meet so record their graphs at the same time and with the same rows. Rows are padded (``padded``), and results of
+the extra ones are not used. A graph reads and writes the same memory at every replay, so what leaves it is a copy: a
+message, or a carried tensor that waits for other batches, would be overwritten by the next replay.
 """
 
 from __future__ import annotations

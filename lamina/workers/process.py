@@ -22,7 +22,7 @@ class DamagedError(Exception):
 
 
 def end_at_once(why: str) -> None:
-    """End this process as a kill would, so that whoever watches it hears nothing else, with a line on stderr. Nothing
+    """End this process as a kill would, with a line on stderr, so that its watchers hear of a death alone. Nothing
     happens in a process whose main thread this is not.
     """
     if threading.current_thread() is threading.main_thread():

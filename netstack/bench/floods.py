@@ -46,7 +46,7 @@ class FloodSide:
                 channel.release(arrival)
 
     def check(self, number: int) -> None:
-        """Raises ValueError where what was taken in round ``number`` is not what was put."""
+        """Raises ValueError where the bytes that were taken in round ``number`` differ from those that were put."""
         for copies in self._copies:
             for n, copy in zip(self._numbers(number), copies, strict=True):
                 check_bytes(copy, n, self._payloads[n])

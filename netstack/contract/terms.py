@@ -54,8 +54,8 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True)
 class Reception:
-    """The connectors that a listener takes: those that want its name, below a ceiling. Raises ValueError for a bad
-    name.
+    """The connectors that a listener takes: connectors that want its ``name``, up to a number of channels. Raises
+    ValueError for a bad name.
     """
 
     name: str = ""

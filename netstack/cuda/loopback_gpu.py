@@ -1,18 +1,19 @@
-"""Channels of ``loopback`` whose ends compute on one GPU: what they lend moves in its memory, on two streams.
+"""Channels of ``loopback`` whose ends compute on one GPU: messages of kernels move in its memory, on two streams.
 
 Kernels of ``cuda`` poll for what a peer in another process sends. In one process both ends are streams of one context,
 and there a kernel that polls can keep its peer from ever being launched: what the peer's thread does first may wait for
 all that runs in the context. A kernel's first use does (lazy loading), memory that an allocator gives back (cudaFree)
 or pins; and streams beyond CUDA_DEVICE_MAX_CONNECTIONS share queues. torch and CuPy do such things when they like. So
-here nothing is put on the GPU that needs what is not there yet: a call first waits, on the host, until the peer's host
-has put its kernel, and behind it an event, on a stream; then it puts a wait for that event, the kernel, and the next
-event. Whatever is on streams ends by itself then, whoever waits for it, and no multiprocessor polls.
+no kernel is put on the GPU here before its message is there: a call first waits, on the host, until the peer's host has
+put its kernel, and behind it an event, on a stream; then it puts a wait for that event, the kernel, and the next event.
+So each kernel on a stream ends by itself, and no multiprocessor polls.
 
 The price is that hosts take part in every message, as a graph's replay does not: messages are no parts of graphs, which
 end where one leaves. Hosts do not wait for the GPU; both run ahead of it.
 
-The kernels are those of ``cuda``, with all their checks. They are given no time to wait: what is due is there, or what
-was to send it had failed. Calls of the host stay in the host's memory, so an idle channel costs the GPU nothing.
+The kernels are those of ``cuda``, with all their checks. They are given no time to wait: the message that is due is
+there, or the kernel that should send it has failed. Calls of the host stay in the host's memory, so an idle channel
+costs the GPU nothing.
 
 HARDWARE-UNVERIFIED: run against a stand-in of the CUDA driver.
 """

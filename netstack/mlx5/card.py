@@ -32,7 +32,7 @@ class LanedCard:
 def opened_lanes(text: bytes, sizes: Sequence[int], *, our_lid: int) -> LanedCard:
     """The card that a peer sent, whose inboxes have ``sizes`` in bytes by the terms; ``our_lid``: 0 on Ethernet.
 
-    Raises HandshakeError, which names what no honest peer can have said, or what this side cannot do for it.
+    Raises HandshakeError, which names the value that no honest peer sends, or the need that this side cannot meet.
     """
     if len(text) != HEAD.size + len(sizes) * WIRE.size:
         raise HandshakeError(f"its card has {len(text)} bytes, not {HEAD.size + len(sizes) * WIRE.size}")

@@ -1,6 +1,6 @@
 """The RDMA ports of this machine as its kernel lists them in /sys, and the one that somebody has named. Looks only.
 
-Needs neither pyverbs nor a device, so that what is missing can be said where nothing of it is there.
+Needs neither pyverbs nor a device, so that it can name the missing parts of a host that has neither.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What two runs of ``lamina-launch check`` have in common, and whether that is what was promised. Pure."""
+"""How far two runs of ``lamina-launch check`` agree, and whether that keeps the promise. Pure."""
 
 from __future__ import annotations
 

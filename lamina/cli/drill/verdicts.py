@@ -1,4 +1,4 @@
-"""Whether what a stream was told is what an undisturbed run tells; and where it is not, whether that is an edge.
+"""Whether a stream was told the tokens of an undisturbed run; and where it was not, whether the difference is an edge.
 
 A token is drawn where a random number falls among the probabilities of all, or is the best of all. KV that is built
 again is computed in other shapes, so that log-probabilities move by some millionths: a number that falls so near to the

@@ -67,8 +67,8 @@ class Leaves:
         return op
 
     def left(self, sequence: Sequence, op: SequenceOp) -> list[SequenceOp]:
-        """What is to be done beside the pool with a sequence that has ended, behind an op of its end. Of one that went
-        wrong nothing stays, whatever was saved as it went on.
+        """Ops for the pages beside the pool of a sequence that has ended, behind the op of its end. Of a sequence that
+        failed nothing stays, not even pages that were saved before.
         """
         if self._tier is None:
             return []

@@ -52,7 +52,9 @@ class Cuts(NamedTuple):
     aligned: bool
 
     def piece(self, missing: int, budget: int, scheduled: int) -> int:
-        """Tokens in this step, at most ``budget``, of those ``missing`` behind ``scheduled`` ones; 0 = none yet."""
+        """Number of tokens to schedule in this step: at most ``budget`` of the ``missing`` ones behind ``scheduled``
+        ones; 0 = none yet.
+        """
         if not self.aligned:
             return min(missing, budget)
         count = min(missing, self.chunk - scheduled % self.chunk)
@@ -169,9 +171,9 @@ class Newcomers:
         return self._next_id - 1
 
     def admit(self, waiting: deque[Sequence], batches: Several[Batch]) -> None:
-        """Deal waiting sequences to the batches while there is room for all of their known tokens; the first that does
-        not fit holds up those behind it, so that nobody starves, but for a shadow, which nobody waits for. Each goes to
-        the batch that reads least, of those whose next chunk has room for tokens of it: so all chunks are filled.
+        """Deal waiting sequences to the batches while there is room for all of their known tokens; the first sequence
+        without room holds up the sequences behind it, so that none starves; a shadow holds up none. Each goes to the
+        batch that reads least among the batches whose next chunk has room for its tokens: so all chunks are filled.
         Blocks of sequences that have ended or were preempted count from the next round on.
         """
         self._prefixes.awaited = [s.session for s in waiting if s.session is not None]

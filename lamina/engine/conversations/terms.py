@@ -1,4 +1,4 @@
-"""The terms on which a request is taken: whom its KV serves, and when its turn is."""
+"""The terms on which a request is taken: the requests that its KV may serve, and its place in the queue."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The hosts of a cluster: its file, who goes where, and Ray on them."""
+"""The hosts of a cluster: the cluster's file, the placement of workers, and Ray."""

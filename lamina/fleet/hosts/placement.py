@@ -27,7 +27,7 @@ class Host:
 
 @dataclass(frozen=True)
 class HostPlace:
-    """A worker's host, and what it takes there."""
+    """A worker's host, and the resources that the worker takes there."""
 
     host: Host
     takes: dict[str, float]  # by resource; GPU and CPU are among them

@@ -60,7 +60,7 @@ class Process(Protocol):
 
 
 class Fresh:
-    """A process that imports what it needs by itself."""
+    """A process that imports its modules by itself, as opposed to a forked one."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.pid = process.pid

@@ -1,9 +1,9 @@
-"""How an engine borrows, first of what it lends itself (``--lend``): what its scheduler lacks is asked for, what comes
-joins as one more memory worker, on which no sequence begins, and goes again when it is not needed, is wanted
+"""How an engine borrows, first of what it lends itself (``--lend``): it asks for the memory that its scheduler lacks. A
+loan joins as one more memory worker, on which no sequence begins, and leaves again when it is not needed, is wanted
 back, or is lost.
 
-Who comes and goes does so by the same change of the view as an operator's workers (fleet/elastic.py): KV moves, nothing
-is loaded. In the place of a guest that dies a worker of this host stands until the next change, which lets it go.
+Loans come and go by the same change of the view as an operator's workers (fleet/elastic.py): KV moves, nothing is
+loaded. A worker of this host takes the place of a guest that dies, until the next change lets it go.
 """
 
 from __future__ import annotations

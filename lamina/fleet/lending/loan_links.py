@@ -1,7 +1,7 @@
 """A debtor's links: one to the ledger, one to each creditor, on a thread of its own that asks, renews and gives back.
 
-What a debtor has is decided by lamina.lending.debtor; here its messages go out, and each lease gets the control link of
-its memory worker. Whoever uses these workers is told by the end of that link that one is lost.
+lamina.lending.debtor decides what a debtor borrows; this module sends its messages, and gives each lease the control
+link of its memory worker. The end of that link tells that the worker is lost.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class Parity:
         return self._lost is not None
 
     def left(self, kept: list[Kept]) -> list[Kept]:
-        """By memory worker that attends, what is left of its KV once that of a single lost one is back; of several
-        nothing is. ``kept``: what all have, the parity worker last.
+        """For each memory worker that attends, its KV once a single lost worker's KV is back; behind the loss of
+        several, theirs is gone. ``kept``: what all have, the parity worker last.
         """
         if not self._wanted:
             return kept

@@ -105,8 +105,8 @@ class Medium(Protocol):
         ...
 
     def take(self, key: bytes, atoms: frozenset[Atom] | None = None) -> tuple[Page, dict[Atom, bytes]]:
-        """A page, and its bytes: those of ``atoms`` that are there, or all. It is no use of the page. Raises
-        AtomLostError, also where there is none of them; MediumError.
+        """A page and the bytes of its ``atoms`` that are there; None: of all. The policy does not count it as a use of
+        the page. Raises AtomLostError, also where there is none of them; MediumError.
         """
         ...
 

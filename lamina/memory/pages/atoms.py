@@ -1,7 +1,7 @@
 """Pages of a memory worker's pool as atoms (kv.pages), out of its blocks and back into them.
 
-An atom says nothing of block sizes, partitions and workers: whoever keeps its head, and its page's lane, can put it
-into blocks of its own.
+An atom says nothing of block sizes, partitions and workers: a worker that keeps its head, and its page's lane, can put
+it into blocks of its own.
 """
 
 from __future__ import annotations

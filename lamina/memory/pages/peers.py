@@ -1,4 +1,4 @@
-"""Pages that lie on another host: whoever needs an atom that is not here asks the memory workers there for it.
+"""Pages that lie on another host: a worker that lacks an atom asks the memory workers there for it.
 
 Each worker opens a channel to each other one under the view, and asks over it; who was asked answers on a thread of its
 own, out of its medium. An ask is a PageAsk in msgpack. The answer to one with a key is the bytes of the atoms, behind
@@ -88,9 +88,7 @@ class PeerPages:
         return len(self._due)
 
     def accept(self, timeout_s: float) -> Channel | None:
-        """The channel of the next one who comes to this worker; None where it was one who asks for pages. Raises as
-        ViewListener.
-        """
+        """The channel of the next worker that connects; None where it came to ask for pages. Raises as ViewListener."""
         channel = self._listener.accept(timeout_s=timeout_s)
         if channel.peer_name not in self._names:
             return channel
@@ -119,8 +117,8 @@ class PeerPages:
         return [*(key for key in self._where if key not in here), *own][-MOST_LISTED:]
 
     def read(self, key: bytes, into: Mapping[Atom, bytearray | memoryview]) -> None:
-        """As Medium.read, from another host where this one has not all; what one has that does not answer is lost. For
-        one thread.
+        """As Medium.read, from another host where this one lacks atoms; atoms of a host that does not answer are lost.
+        For one thread.
         """
         assert self._medium is not None
         try:

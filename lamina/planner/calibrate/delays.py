@@ -1,4 +1,4 @@
-"""Delays of a host: what recorded steps took beyond what the tables say of them, dealt to rounds that are predicted."""
+"""Delays of a host: the time of recorded steps beyond the tables' time, dealt to predicted rounds."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 
 class StepDelay(NamedTuple):
-    """Seconds of a recorded step: by the tables, and those that it took beyond; below 0 where it was quicker."""
+    """Seconds of a recorded step: by the tables, and beyond them; below 0 where it was quicker."""
 
     expected_s: float
     beyond_s: float
 
 
 class Delays(NamedTuple):
-    """The delays of a recorded run. A stall takes what it takes, whatever it hits, and hits a long round more often:
-    a round meets the delays of as many recorded steps as last as long as it does.
+    """The delays of a recorded run. A stall takes the same time in each round, and hits a long round more often: a
+    round meets the delays of as many recorded steps as last as long as the round.
     """
 
     recorded: tuple[StepDelay, ...]

@@ -139,7 +139,7 @@ class Extents:
 
     def alike(self, one: Place, other: Place, length: int) -> bool:
         """Whether the first ``length`` tokens of a sequence have the same owners at both places, as far as that counts
-        here: who keeps all has them wherever they lie.
+        here: a worker that keeps all tokens has them at every place.
         """
         stripe = self._placement.stripe * self._block_size
         return self._keeps_all or self._placement.alike(one, other, -(-length // stripe) if stripe else 0)

@@ -27,8 +27,8 @@ class BlockTables(HeldBlocks):
     """The block tables of all sequences in all layer groups, and what plans make of them."""
 
     def blocks_needed(self, rows: Iterable[Rows]) -> tuple[int, ...]:
-        """Blocks by group that ``rows`` take more than they give back. Of a sequence that is not there yet, whatever is
-        before its rows will be there.
+        """Blocks by group that ``rows`` take more than they give back. Of a new sequence, the tokens before ``rows``
+        count as stored.
 
         Raises PlanError.
         """

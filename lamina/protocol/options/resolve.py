@@ -105,11 +105,11 @@ class LayerPath(enum.Enum):
 
 
 def layer_path(partition: Partition, replicas: int, prefill_workers: int, *, kernels: bool) -> LayerPath:
-    """The way of the layer messages of an engine with so many replicas and prefill workers. ``kernels``: whether those
-    of all devices can use the channels, as far as the one who asks knows.
+    """The path of an engine's layer messages. ``kernels``: whether kernels of all devices can use the channels, as far
+    as the caller knows.
 
-    From device to device every message must be of all rows, and of heads in one run: no indices of rows, no merging.
-    One replica must be alone: what kernels wait for has one order then, and no gaps in which to take prompts in.
+    From device to device each message holds all rows, and one run of heads: no indices of rows, no merging. There must
+    be one replica, and no prefill workers: kernels wait for messages in one order, without gaps for prompts.
     """
     if not kernels or replicas > 1 or prefill_workers:
         return LayerPath.HOST

@@ -1,4 +1,4 @@
-"""API keys: every route needs one, whatever its path, but for a few that are named here."""
+"""API keys: every route needs one, but for the few routes that are named here."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Metrics:
         self._counts[name].inc(tokens)
 
     def stepped(self, tokens: int) -> None:
-        """A step has brought so many tokens, those of prompts that it has begun with them."""
+        """Count the ``tokens`` of a step, tokens of prompts included."""
         self.seconds["iteration_tokens_total"].observe(tokens)
 
     def begun(self, tokens: int, cached: int) -> None:
