@@ -161,7 +161,7 @@ class Cohort:
         self._await_starts()
 
     def may_have(self, count: int, stay: Sequence[int] = ()) -> bool:
-        """Whether ``count`` memory workers can serve from now on. ``stay``: those of now that do, in their order."""
+        """Whether ``count`` memory workers can serve from now on. ``stay``: numbers of the staying ones, in order."""
         launcher = None if self._one_process or self._config.topology.on_loan else self.launcher
         if launcher is not None and stay:
             launcher.keep("memory", stay)
