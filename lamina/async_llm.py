@@ -226,7 +226,7 @@ class _LoopFeed(Feed):
 
     async def next(self) -> RequestOutput | None:
         """The output, once it has grown; None at the end."""
-        self.loop = asyncio.get_running_loop()  # before the look: what comes behind it wakes
+        self.loop = asyncio.get_running_loop()  # before the look: later outputs wake it
         while True:
             self.arrived.clear()
             unfinished = self.unfinished  # before the look, which then misses nothing

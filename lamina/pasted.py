@@ -28,7 +28,7 @@ _CHUNKS = "prompts are always computed in chunks, of --prefill-chunk tokens"
 _GRAPHS = "--no-cuda-graphs switches graphs off"
 _FILES = "weights are mapped from their files"
 _TEXT = "prompts are text here"
-# They mean nothing here, whatever they say: why.
+# Options that mean nothing here, with any value -> the reason.
 _NOTHING: dict[str, str] = {
     "enable_chunked_prefill": _CHUNKS,
     "max_num_partial_prefills": _CHUNKS,
@@ -56,7 +56,7 @@ _ADAPTER = "merge the adapter into the weights (merge_and_unload of peft), and g
 _TOOLS = "no tools are called here: text comes as the model writes it"
 _OF_MODEL = "give the directory of that revision as MODEL (hf download MODEL --revision REVISION)"
 _WORKERS = "requests go to one engine: start a server for each share of them, behind a balancer"
-# Of each the values that ask for nothing, besides None; what to use instead.
+# Option -> the values that ask for nothing, besides None; its replacement.
 _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "revision": (("main",), _OF_MODEL),
     "code_revision": (("main",), _OF_MODEL),

@@ -26,12 +26,12 @@ SCHEMES: dict[str, str] = {
     "emulate": "emulate",
 }
 RENAMED = {"mlx5-proxy": "nic-model-proxy"}  # the names that transports had before
-FOR_TESTS = ("nic-model", "nic-model-proxy")  # whom nobody needs who serves a model
+FOR_TESTS = ("nic-model", "nic-model-proxy")  # no server of a model needs them
 THREADS = ("loopback",)  # whose peers are threads of one process
 NEAR = {"shm": "auto"}  # within one host only -> what is the same there, and goes on beyond it
 HERE = "shm"  # between processes of this machine, where nobody has chosen
 WITHIN = {"": "loopback", "auto": "loopback"}  # no choice, or the nearest -> what is nearest within one process
-BY_RDMA = ("verbs", "mlx5", "auto")  # who takes the RDMA device that somebody names
+BY_RDMA = ("verbs", "mlx5", "auto")  # those that take a named RDMA device
 AT_START = ("gin",)  # whose channels are all made before the first message: for pools that stay as they are
 WRAPPERS = ("emulate",)  # used as NAME+OTHER; their open_fabric takes what is behind the plus, too
 

@@ -27,7 +27,7 @@ BACKENDS: dict[str, str] = {
     "reference": "reference",
     "emulate": "emulate",
 }
-KINDS = {"native": "cpu", "numba": "cpu", "cuda": "cuda", "flashinfer": "cuda"}  # of device, of those that have one
+KINDS = {"native": "cpu", "numba": "cpu", "cuda": "cuda", "flashinfer": "cuda"}  # of device, of backends for one
 WRAPPERS = ("emulate",)  # backends that compute with another one
 UNSCALED = ("flashinfer",)  # backends that take stored K and V in the wire's dtype alone
 

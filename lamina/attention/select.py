@@ -52,7 +52,7 @@ def best_blocks(op: Operator, bounds: Tensor, blocks: Tensor, q: Tensor, count: 
     least, most = bounds[:, blocks].to(torch.float64).transpose(1, 2).unsqueeze(2)  # [Hkv, 1, B, D]
     queries = q.to(torch.float64).view(op.kv_heads, -1, 1, op.qk_dim)
     high = torch.maximum(queries * least, queries * most).sum(-1) * op.spec.scale  # [Hkv, G, B]
-    high = torch.where(high.isnan(), INFINITE, high)  # who has a NaN is to see it
+    high = torch.where(high.isnan(), INFINITE, high)  # a query with a NaN is to see it
     near = high - high.amax(-1, keepdim=True)
     near = torch.where(near.isnan(), INFINITE, near).amax(1)
     order = near.flip(-1).sort(descending=True, stable=True).indices[:, :count]

@@ -48,7 +48,7 @@ class _RankFacts(NamedTuple):
     max_len: int
     vocab_size: int
     packed: int  # bytes of weights in an order of the linear layers' own, where a worker has them twice; or 0
-    shared: int  # of those, what the workers of this host have together
+    shared: int  # bytes of these that the workers of this host share
 
 
 def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMemory]:

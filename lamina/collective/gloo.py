@@ -76,5 +76,5 @@ def open_collective(mesh: Mesh, at: RankPlace) -> Gloo:
     opened = open_group(mesh, at, make)
     opened.group._set_default_timeout(
         timedelta(seconds=at.step_timeout_s)
-    )  # else its threads go on with what is given up
+    )  # else its threads go on with given-up calls
     return Gloo(mesh, opened, at.step_timeout_s)

@@ -58,7 +58,7 @@ class Guard:
         while not self._over.wait(EVERY_S):
             try:
                 self._look()
-            except Exception as error:  # noqa: BLE001 - whatever it is, nobody else ends what waits
+            except Exception as error:  # noqa: BLE001 - no other code ends the waits
                 known = error if isinstance(error, ChannelError) else PeerFault(f"rank {self._mesh.rank}: {error}")
                 self._error = known
                 log.info("rank %d ends what its device waits for: %s", self._mesh.rank, known)

@@ -54,7 +54,7 @@ class DirectAttention:
         self._pool, self._wires, self._staging = pool, wires, staging
         self.recordable = all(wire.recordable for wire in wires)
         self._layers, self._itemsize = layers, itemsize
-        windows = [0] * len(layers)  # every worker has all rows, whatever they see
+        windows = [0] * len(layers)  # every worker has all rows, whatever their windows
         held = [held_pieces(layers, windows, partition, link.worker, []) for link in pool.links]
         self._shares, num_lines = [list[_DirectShare]() for _ in layers], 0
         for shares, by_link in zip(self._shares, zip(*held, strict=True), strict=True):
@@ -63,7 +63,7 @@ class DirectAttention:
                     shares.append(_share(piece, wire, num_lines))
                     num_lines += LINES
         self._lines = torch.zeros(num_lines, LINE_WORDS, dtype=torch.int64, device=staging.device)
-        self._plan: StepPlan | None = None  # whose lines they are
+        self._plan: StepPlan | None = None  # the plan of these lines
         self._ahead: dict[int, tuple[StepPlan, Tensor]] = {}  # batch -> its last plan, and its lines on the host
         self.wait_s = 0.0  # of a host for messages: it waits for its device alone
 

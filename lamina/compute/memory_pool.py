@@ -47,7 +47,7 @@ class MemoryPool:
         where tensors come from and go to; None for the CPU. ``parity``: to who keeps that of all others, which have
         equal runs of heads.
         """
-        self._silent = [] if parity is None else [parity]  # of whom no O is due
+        self._silent = [] if parity is None else [parity]  # links from which no O is due
         self.links = [*links, *self._silent]
         specs = [AttentionSpec.decode(shape.spec) for shape in layers]
         windows = [spec.window for spec in specs]
@@ -217,7 +217,7 @@ class PoolStep:
         self.num_rows = plan.num_rows
         self._layouts: dict[int, Layout] = {}
         self._rows: dict[int, _GroupRows] = {}
-        self._shares: dict[int, list[PoolShare]] = {}  # by layer, of those that are alike one
+        self._shares: dict[int, list[PoolShare]] = {}  # by layer; layers that are alike share one
         self._cut: dict[int, list[_CutHeads]] = {}
 
     def key(self, kind: Kind, layer: int) -> Key:

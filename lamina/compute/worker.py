@@ -268,7 +268,7 @@ class ComputeWorker:
 def _resolve(step: RunStep, last: dict[int, int]) -> list[int]:
     if -1 not in step.tokens:
         return step.tokens
-    # Who goes on with the tokens of others.
+    # Sequences that go on with another one's token.
     beside = {d.sequence: step.draws[d.beside].sequence for d in step.draws if d.beside >= 0}
     owners = [beside.get(r.sequence, r.sequence) for r in step.plan.rows for _ in range(r.count)]
     return [last[s] if t == -1 else t for s, t in zip(owners, step.tokens, strict=True)]

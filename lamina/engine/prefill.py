@@ -55,7 +55,7 @@ class Prefill:
     go from one to the next, and more of them at a time (protocol.stages).
     """
 
-    PROMPTS = 2  # of a worker: the one that it computes, and one so that it need not wait
+    PROMPTS = 2  # of a worker: the one under way, and one more, so that the worker never waits
 
     def __init__(
         self,

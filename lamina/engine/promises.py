@@ -23,7 +23,7 @@ from .conductor.overload import NO_LIMITS, DecodePool, TokenTime
 from .conductor.reasons import INLINE, AskedPrompt, Reasons, Seat
 from .sequence import Sequence
 
-NO_BOUND = 1 << 62  # pages of a worker: its store says what it gives up
+NO_BOUND = 1 << 62  # pages of a worker: its store tells which ones it gives up
 FIRST_LAW = PrefillTime(0.0, 1e-4, 0.0)  # of prompts, until some were computed
 
 

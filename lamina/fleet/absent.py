@@ -31,7 +31,7 @@ class Absent:
         self._possible = topology.tensor_parallel_size == 1 and not topology.plans and on_cpu
         self._coming: dict[int, tuple[Member, float]] = {}  # by place: who loads, and until when
         self._loaded: dict[Member, Loaded] = {}
-        self._gone: set[Member] = set()  # whose links have ended, of those
+        self._gone: set[Member] = set()  # absent members whose links have ended
 
     def __iter__(self) -> Iterator[Member]:
         return (member for member, _ in self._coming.values())

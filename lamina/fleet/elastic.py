@@ -34,7 +34,7 @@ from .seats import NotInPlaceError, bounds_of, check_in_place, known_to, seated,
 from .standing import STOPPED_S, StandingStill
 
 log = logging.getLogger(__name__)
-LISTEN_S = 0.05  # to those that move KV, before a look at those that go
+LISTEN_S = 0.05  # to workers that move KV, before a look at workers that leave
 
 
 class Change(NamedTuple):
@@ -78,8 +78,8 @@ class Elastic:
         self._to_meet = False  # before them: memory workers are to be able to copy
         self.stays: dict[int, int] = {}  # lanes of the last change, before and behind it; see ViewChanged
         self._leaving: list[Member] = []  # the same of the change that is under way
-        self._coming: dict[Member, str] = {}  # who was started, and where it listens, once it is known
-        self._preparing: dict[Member, MakeRoom] = {}  # who has not its memory yet, and for what
+        self._coming: dict[Member, str] = {}  # workers that were started -> their URL; empty: unknown yet
+        self._preparing: dict[Member, MakeRoom] = {}  # workers without their memory yet, and the order for it
         self._deadline = self._paused_at = 0.0
         self._moves: list[tuple[Member, Recut]] = []  # of the change that is under way, without what is kept
         self._moved_bytes = 0
@@ -106,7 +106,7 @@ class Elastic:
         asked, had = self._config.devices.kv_bytes(), self._cohort.kv_bytes
         by_rank = [self._binds_of(wanted, r, bind, asked, sum(had[r])) for r, bind in enumerate(binds)]
         more = sum(bind.kv_bytes for rank in by_rank for bind in rank) - sum(map(sum, had))
-        # Those that stay hold a layer twice while it moves.
+        # Staying workers hold a layer twice while it moves.
         more += sum(b.kv_bytes // len(b.layers) for rank in by_rank for b in rank[: len(had[0])])
         more += sum(by_rank[w % len(by_rank)][w // len(by_rank)].kv_bytes for w in replaced)  # it has its own till then
         if not self._config.launching.elsewhere and more > (free := self._free()):
@@ -362,7 +362,7 @@ class Elastic:
             for message in prepared:
                 member.inbox.remove(message)
             prepared = [x for x in prepared if x.number == self._number]
-            if prepared or member not in self._members.memory:  # who takes the place of one that died begins anew
+            if prepared or member not in self._members.memory:  # a replacement of a dead worker begins anew
                 del self._preparing[member]
             return next((x.error for x in prepared), "")
         message = self._members.hear(member)
@@ -376,7 +376,7 @@ class Elastic:
 
     @staticmethod
     def _tell(member: Member, message: Any) -> None:
-        with suppress(LinkClosedError):  # whoever listens to it hears of that
+        with suppress(LinkClosedError):  # its end is told to the listener of its link
             member.link.send(message)
 
     def _give_up(self, why: str) -> None:

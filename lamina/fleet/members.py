@@ -27,7 +27,7 @@ TAKE_S = 30.0  # for a worker to take a message, which it reads on a thread of i
 TAKE_LAST_S = 0.2  # at the end
 REST_S = 5.0  # for the rest of a message that has begun to come
 CAUSE_S = 0.3  # for a worker to say that it has failed, once its peer has
-AGAIN_S = 600.0  # within which a memory worker that lives is not to be named twice by those who lost their way to it
+AGAIN_S = 600.0  # a living memory worker that two workers cannot reach within this time is replaced
 FATE_S = 1.0  # for a process to have ended, once its link has
 TICK_S = 0.25  # of silence, after which whoever waits looks round
 
@@ -216,7 +216,7 @@ class Members:
         Raises LostError when any worker is lost or fails meanwhile, BadInputError with what a user can put right.
         """
         deadline = self._clock() + timeout_s
-        if self._clock() - self._looked >= TICK_S:  # whoever answers must not hide that another one stands still
+        if self._clock() - self._looked >= TICK_S:  # answers of one worker must not hide that another one stands still
             self._look()
         while True:
             for member in wanted:
@@ -320,7 +320,7 @@ class Members:
         """One of its channels has ended: whoever was at the other end is lost. Where all live, it is itself: it has
         nothing that cannot be had again. A memory worker that is at the other end twice in AGAIN_S is lost, though.
         """
-        if self.lost:  # whose channels ended with it
+        if self.lost:  # a lost member has ended channels of others
             return next(iter(self.lost.values()))
         if message.lacks:
             return self._lacking(member, message)

@@ -342,8 +342,8 @@ class Pools:
         if self.recovering:
             return list(self._members)
         steps = len(self._arrivals) > 0
-        lending = self._members.prefill if self._chunks else []  # one may wait for what another one has
-        computing = self._members.compute * (steps or bool(lending)) + lending  # whose grants they pass on
+        lending = self._members.prefill if self._chunks else []  # one may wait for KV of another
+        computing = self._members.compute * (steps or bool(lending)) + lending  # they pass on grants
         return (self._members.memory if computing or self._reports else []) + computing + self._counters.silent
 
     def ask_stats(self) -> None:

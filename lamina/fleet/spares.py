@@ -32,7 +32,7 @@ class Spares:
         """``cohort``: whose places they may take."""
         self._cohort, self._members, self._counts = cohort, members, counts
         self._there: dict[tuple[str, int], Member] = {}  # role and number among the spares
-        self._coming: set[tuple[str, int]] = set()  # of those that there should be, who may still come up
+        self._coming: set[tuple[str, int]] = set()  # wanted spares that may still come up
         self._pools: list[Bind] = []  # by rank, what a memory worker is to have memory for
         self._told: dict[Member, Bind] = {}
 

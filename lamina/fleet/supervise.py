@@ -149,7 +149,7 @@ class Supervisor:
                     raise
                 self._count()
         for lost in self._members.lost:
-            kept.pop(lost, None)  # what it said before it died
+            kept.pop(lost, None)  # its report from before its death
         return self._parity.left([kept.get(member, {}) for member in self._members.memory])
 
     def rebuild(self, keep: Sequence[Keep]) -> bool:

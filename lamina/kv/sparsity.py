@@ -52,7 +52,7 @@ class BlockScores:
     before: list[int] = field(default_factory=list)  # scores by which blocks were dropped last
     dropped: list[int] = field(default_factory=list)  # ascending
     past: list[PastDrop] = field(default_factory=list)  # the oldest first
-    again: list[PastDrop] = field(default_factory=list)  # of these, those that are still to come once more
+    again: list[PastDrop] = field(default_factory=list)  # drops of these that are to be repeated
 
     @property
     def stop(self) -> int:

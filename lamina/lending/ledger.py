@@ -37,7 +37,7 @@ class DebtLedger:
 
     def __init__(self, silent_s: float = 10.0) -> None:
         self.entries: dict[str, LedgerEntry] = {}
-        self._early: dict[str, int] = {}  # who has refused, by what heartbeat, of whom none has come yet
+        self._early: dict[str, int] = {}  # refusals of creditors before their first heartbeat: name -> the heartbeat
         self._silent_s = silent_s
 
     def hear(self, beat: Heartbeat, now: float) -> bool:

@@ -48,7 +48,7 @@ class Step:
         attended = [] if store.bind.parity else layouts
         self.groups = [GroupStep(store, g, x, budgets) for g, x in enumerate(attended)]
         self.scoring = Scoring(store, plan)
-        self._stored_bytes: dict[tuple[int, bool], int] = {}  # by layer, of those that are alike one
+        self._stored_bytes: dict[tuple[int, bool], int] = {}  # by layer; layers that are alike share one
 
     @property
     def places(self) -> Sequence[tuple[WritePlace, WritePlace]]:

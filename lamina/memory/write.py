@@ -25,7 +25,7 @@ class Writes:
         self._store = store
         self._counts = tuple(map(counts, layouts))
         self.places = [(_place(store, g, x.whole), _place(store, g, x.kv)) for g, x in enumerate(layouts)]
-        self._messages: dict[int, Messages] = {}  # by layer, of those that are alike one
+        self._messages: dict[int, Messages] = {}  # by layer; layers that are alike share one
 
     def messages(self, layer: int) -> Messages:
         """The messages of a layer in which the rows come."""

@@ -50,7 +50,7 @@ class CutSlice:
         pieces = [self._stored[(*before, span)] for span in spans]
         part = pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self._cut.dim)
         if part.data_ptr() != pieces[0].data_ptr():
-            for x in pieces:  # copied, and who else needs these pages has its own mapping
+            for x in pieces:  # copied; other readers of these pages have their own mapping
                 drop_pages(x)
         return part
 
@@ -67,7 +67,7 @@ def read_shard(model: nn.Module, directory: Path, shard: Shard, dtype: torch.dty
     loading: Any = model
     with contextlib.ExitStack() as files:
         for file in weight_files(directory):
-            # What is mapped stays so; what is copied comes through a mapping of its own, whose pages go at the end.
+            # Mapped tensors stay mapped; copied ones come through a mapping of their own, whose pages go at the end.
             mapped, passing = (files.enter_context(safe_open(file, framework="pt")) for _ in range(2))
             for name in mapped.keys():  # noqa: SIM118 - it is no mapping
                 weights[name] = mapped.get_slice(name), passing.get_slice(name)

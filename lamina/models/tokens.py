@@ -51,7 +51,7 @@ def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True
         )
-    except Exception as error:  # of whatever class: it reads config.json too, whose checks are the architecture's own
+    except Exception as error:  # of any class: it reads config.json too, which the architecture checks by its own code
         raise ModelError(f"the tokenizer in {directory} cannot be loaded: {one_line(error)}") from error
 
 
@@ -61,7 +61,7 @@ def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"prompt {text[:80]!r} is not UTF-8 at character {error.start}") from None
-    # Not verbose: whether it is too long for the model is told by who knows what the model is served with.
+    # Not verbose: the engine tells whether it is too long, as it knows the limit with which the model is served.
     return list(tokenizer(text, verbose=False, **options)["input_ids"])
 
 
@@ -109,7 +109,7 @@ class Detokenizer:
         self._pending.extend(token_ids)
         for count in range(len(self._pending), 0, -1):
             text = self._text(count)
-            # What looks like a broken character may be one whose last bytes are still to come.
+            # A character that looks broken may lack its last bytes, which are still to come.
             if not text.endswith(_REPLACEMENT) or len(self._pending) - count >= OPEN_BYTES:
                 return self._take(count, text)
         return ""

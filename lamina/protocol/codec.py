@@ -111,7 +111,7 @@ class Messages(NamedTuple):
     q: tuple[tuple[Part, Part], ...]  # of whole sequences, of the others
     kv: tuple[tuple[Part, Part, Part, Part], ...]  # k and v of whole sequences, k and v of the others
     partial: tuple[tuple[Part, Part], ...]  # o and lse; they count the fp32 numbers in front of O
-    final: tuple[Part, ...]  # they count the numbers behind those
+    final: tuple[Part, ...]  # their offsets count from the end of the partial ones
     q_bytes: int
     kv_bytes: int
     partial_bytes: int

@@ -180,7 +180,7 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
 
     view: int
     text: str
-    lacks: bool = False  # nobody is lost, but one has not what the driver thinks that it has
+    lacks: bool = False  # no worker is lost, but one lacks KV that the driver counts on
     peer: str = ""  # the name of who was at the other end, where the worker has connected to it
 
 
@@ -233,7 +233,7 @@ class Adjust(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """That a row's logits are changed, and what the workers do not know yet of the tokens that penalties count."""
 
     since: int  # tokens of the completion that the sequence's draws have told before; 0 with ``start``
-    tokens: list[int]  # those that follow; the one that is still being drawn not counted
+    tokens: list[int]  # the tokens behind these; without the one that is still being drawn
     start: Penalties | None = None  # None: as a draw before has said
 
 
@@ -255,9 +255,9 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     adjust: Adjust | None = None
     pending: bool = False  # the sequence's last token is being drawn by the step before: penalties count it too
     known: int = -1  # a token of the prompt, behind this row: only its log-probability is wanted
-    order: tuple[str, ...] = FILTERS  # of the filters: top_p counts what those before it have left
+    order: tuple[str, ...] = FILTERS  # of the filters: top_p is a share of the tokens that earlier filters leave
     whole: bool = False  # nothing is drawn: the driver wants all logits of the row
-    beside: int = -1  # a draw of the step, whose token this one gets, and from whose logits its own are told apart
+    beside: int = -1  # a draw of this step: this one gets its token, and compares its own logits with it
 
 
 class RunStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -303,7 +303,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step-done"):
     step: int
     drawn: list[Drawn]  # in the order of its draws
     more: bool = False  # of the step's tokens follow, in messages of their own; see step_parts
-    fetch_s: float = 0.0  # of a prefill worker: what its Fetch took
+    fetch_s: float = 0.0  # seconds of a prefill worker's Fetch
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

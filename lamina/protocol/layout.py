@@ -44,7 +44,7 @@ class Layout:
     whole: list[Rows] = field(default_factory=list)  # sequences that it finishes alone
     whole_rows: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
-    new: list[Rows] = field(default_factory=list)  # sequences whose new rows it attends for others to merge
+    new: list[Rows] = field(default_factory=list)  # sequences whose new rows it attends, to be merged elsewhere
     q: list[Rows] = field(default_factory=list)  # sequences whose Q it needs for ``nodes`` and ``new``
     q_rows: list[int] = field(default_factory=list)
     kv: list[Rows] = field(default_factory=list)  # rows whose K and V it needs for ``new``, or only to keep them

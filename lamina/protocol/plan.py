@@ -284,7 +284,7 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
     kv_most: int = 0  # of them, all sequences need no more; a device of its own memory takes them, as far as it has it
     max_rows: int  # rows in a step at most
     max_model_len: int  # tokens in a sequence at most
-    replicas: int = 1  # compute workers: this one and those that will join
+    replicas: int = 1  # compute workers: this one, and the ones that will join
     prefill_workers: int = 0  # that will join behind them
     prefill_pipeline: int = 1  # of these, one behind the other, that send a grant's K and V together, each some layers
     direct: bool = False  # the devices of this side could send and receive what is of a layer
@@ -322,7 +322,7 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     windows: list[int]  # group -> window in tokens, 0 = all tokens
-    lanes: list[Lanes]  # group -> whose KV it keeps
+    lanes: list[Lanes]  # group -> the lanes whose KV it keeps
     sparse: list[bool] = []  # group -> whether it is of sparse layers; empty: none is
     stripe: int  # KV blocks of a sequence that stay together; 0 = all
     stays: bool = False  # all do, but for stripes on loan

@@ -77,7 +77,7 @@ class Rebuild(msgspec.Struct, frozen=True, kw_only=True, tag="rebuild"):
     keep: list[Keep]
     peers: list[Address]  # all, the new one too
     me: int  # among them
-    sources: list[int]  # who gives
+    sources: list[int]  # the workers that give
     targets: list[int]  # the new one alone
     timeout_s: float  # without a word of a peer
 

@@ -15,7 +15,7 @@ import struct
 from lamina.netstack.host.native import seal, unseal
 
 KEY_BYTES = 32
-KEYS_BYTES = 2 * KEY_BYTES  # what this side sends under, what it receives under
+KEYS_BYTES = 2 * KEY_BYTES  # one to send with, one to receive with
 CODE_BYTES = 16
 MOST_BYTES = 1 << 29
 STALL_S = 10.0  # for the rest of a record whose beginning has come

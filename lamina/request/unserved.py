@@ -20,7 +20,7 @@ ORDER = (
     "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
 )  # fmt: skip
 _GRAMMAR = "outputs follow no grammar or schema here: leave it out, and check the text that comes"
-# name -> the values that ask for nothing, besides None; what to do instead.
+# name -> the values that ask for nothing, besides None; the replacement.
 _UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "structured_outputs": ((), _GRAMMAR),
     "guided_decoding": ((), _GRAMMAR),

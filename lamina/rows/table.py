@@ -19,7 +19,7 @@ OPS = {name: i for i, name in enumerate((
     "round_half", "max_to", "min_to", "reciprocal",
 ))}  # fmt: skip
 ROUND = {torch.bfloat16: "round_bf16", torch.float16: "round_half"}
-DIMS, REGISTERS = 4, 16  # of an instruction: dimensions of what it walks over, and of chunks that it works with
+DIMS, REGISTERS = 4, 16  # of an instruction: most dimensions of its tensors, most chunks that it holds
 
 
 class UnsupportedError(Exception):

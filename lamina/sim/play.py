@@ -62,7 +62,7 @@ class Play:
     def __init__(self, asks: Sequence[Arriving], engine: Engine, clock: VirtualClock) -> None:
         self._engine, self._clock = engine, clock
         self._left = in_order(asks)
-        self._asked: dict[int, tuple[int, Arriving]] = {}  # by request: its place, and what it is
+        self._asked: dict[int, tuple[int, Arriving]] = {}  # by request: its place, and its arrival
         self._outputs: dict[int, RequestOutput] = {}
         self._seen: dict[tuple[int, int], SoFar] = {}  # by request and completion
         self.steps = 0

@@ -281,7 +281,7 @@ def load(modules: Sequence[str]) -> str:
                 getattr(imported, name[:-2])()
             elif name:
                 getattr(imported, name)
-    except Exception as error:  # noqa: BLE001 - whatever it is, a worker that imports it says it as it always has
+    except Exception as error:  # noqa: BLE001 - a worker that imports the module reports the same error
         return f"{type(error).__name__}: {error}"
     return ""
 

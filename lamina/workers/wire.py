@@ -32,7 +32,7 @@ from .staging import Apart, Queue, Staging
 _LINE = struct.Struct(f"<2Q{TAG_BYTES}s")  # of a message: one length or two, in bytes; tag
 TAG_AT = 16
 LINE_WORDS = _LINE.size // 8
-_NOTE = struct.Struct(f"<Q{TAG_BYTES}sQ{TAG_BYTES}s")  # length and tag of what came, and of what was due
+_NOTE = struct.Struct(f"<Q{TAG_BYTES}sQ{TAG_BYTES}s")  # length and tag of a message that came, and of the due one
 BULK = (Kind.KV,)  # by the lane of bulk: Q, on which an O waits, must not queue behind them
 
 

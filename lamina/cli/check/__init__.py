@@ -16,7 +16,7 @@ from .matrix import BASE_OPTIONS, Setting, only, quick, whole
 from .report import report_json, show
 from .verdict import Verdict
 
-# Options of every run: what has to do with the model and the machine. All others are what is compared.
+# Options of every run: those of the model and the machine. All other options are compared.
 OPTIONS = (
     "max_model_len", "block_size", "kv_memory", "attention", "gemm", "compute_device", "memory_device",
     "compute_threads", "memory_threads",

@@ -32,7 +32,7 @@ class Outcome:
     idle: tuple[str, ...] = ()  # memory workers that had nothing to attend
     lent: int = 0  # stripes that were on loan
     moved_bytes: int = 0  # of KV, as memory workers came and went
-    num_swapped: int = 0  # of those that were preempted, they went on with the KV that they had
+    num_swapped: int = 0  # preempted ones that went on with their own KV
     had_kv: frozenset[int] = frozenset()  # prompts of whose KV a worker that died had some
 
 

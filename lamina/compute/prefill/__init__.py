@@ -50,7 +50,7 @@ class OwnAttention:
         self.occupied = OccupiedStore(token_bytes)
         self._before = NOTHING  # what a stage before has attended
         self._pool = pool
-        self._beginnings: Beginnings | None = None  # those of others; None: they are not met
+        self._beginnings: Beginnings | None = None  # exchange with other workers; None: not met
         self._trace = trace
         self._step: Step | None = None
         self._q = NOTHING

@@ -91,7 +91,7 @@ class Beginnings:
                 due.discard(channel.peer_name)
                 self._answer(channel)
 
-        # Those before this one are called first, as they were by those before them: so nobody waits for each other.
+        # Each worker connects to the workers before it first: so no two wait for each other.
         for number in (n for n in others if n < order.me):
             connect(number)
         accept({names[n] for n in others if n > order.me})

@@ -129,7 +129,7 @@ class PrefillServer(ModelServer):
         for number, there in enumerate(meeting.memory):
             limit_s = start.deadlines.start_timeout_s
             channel = fabric.connect(there.url, replace(terms, peer=there.name, key=there.key), timeout_s=limit_s)
-            if number == workers:  # who keeps the others' parity
+            if number == workers:  # the worker with the others' parity
                 join = structs.replace(join, layers=parity_layers(cut.layers, workers))
             links.append(
                 MemoryLink(channel, number % workers, start.deadlines.step_timeout_s, self.trace, number=number)

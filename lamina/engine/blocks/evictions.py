@@ -48,7 +48,7 @@ class Evictions:
                 continue
             first, stop = sequence.num_scheduled, sequence.num_scheduled + count
             known = sequence.scores
-            if known is None or known.stop <= first:  # it begins with KV of others, behind what it lost
+            if known is None or known.stop <= first:  # it begins with KV of others, behind its lost blocks
                 known = sequence.scores = self._begin(sequence)
             if known.again:
                 if stop == known.stop:

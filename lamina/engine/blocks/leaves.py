@@ -55,7 +55,7 @@ class Leaves:
         if session is None or session.leaf is None or session.discarded == sequence.discarded:
             return None
         gone, more = session.discarded, lacking(session.discarded, sequence.discarded)
-        if more is None or lacking(sequence.discarded, gone):  # it has lost what the turn has
+        if more is None or lacking(sequence.discarded, gone):  # it has lost tokens that the turn has
             return None
         op = Shift(session.leaf, more[0] - count_of(gone, more[0]), more[1] - more[0])
         if op.first + op.count >= session.length or not self._ledger.can_shift(op):
@@ -76,7 +76,7 @@ class Leaves:
             return [*self._tier.delete(sequence.id, self._tier.keys_of(sequence, sequence.num_offered))]
         if sequence.discarded or sequence.sparse or sequence.outlived:
             return []
-        if not isinstance(op, Truncate):  # others have all of it; or it is they that go
+        if not isinstance(op, Truncate):  # others have all of it, or the op frees others
             own = isinstance(op, Free) and op.sequence == sequence.id
             return [*self._tier.prolong(sequence, min(sequence.num_scheduled, len(sequence.tokens)))] if own else []
         if (session := sequence.sleeping) is not None:

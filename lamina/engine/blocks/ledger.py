@@ -17,7 +17,7 @@ class Ledger(Protocol):
     layer group.
     """
 
-    lanes: tuple[Lanes, ...]  # group -> what it keeps
+    lanes: tuple[Lanes, ...]  # group -> the lanes that it keeps
     num_blocks: tuple[int, ...]  # group -> KV blocks
     sparse: tuple[bool, ...]  # group -> whether sequences may lose blocks there
     windows: tuple[int, ...]  # group -> tokens that its layers see; 0 = all

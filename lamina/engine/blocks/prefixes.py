@@ -86,7 +86,7 @@ class Prefixes:
         self._page = page
         self._prompts_only, self._exact = prompts_only, exact
         self._roots: dict[bytes, Beginning] = {}  # by salt; one that leads nowhere is not there
-        self._known: dict[int, _Known] = {}  # those that run, with their prompts, and those that are retained
+        self._known: dict[int, _Known] = {}  # running sequences, with their prompts, and retained ones
         self._retained: OrderedDict[int, float] = OrderedDict()  # the least recently used first; prolonged until then
         self._clock = clock
         self.sessions = Sessions()

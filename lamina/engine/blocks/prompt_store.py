@@ -68,9 +68,9 @@ class PromptStore:
         self._spare = [n - r for n, r in zip(ledger.num_blocks, room, strict=True)]
         self._kept = OrderedDict[int, list[bytes]]()  # those that are whole, the least recently used first
         self._having = dict[bytes, dict[int, None]]()  # page -> which of these have it
-        self._sources = dict[int, int]()  # of prompts that are to begin with what is kept -> whose that is
+        self._sources = dict[int, int]()  # prompt -> the kept one with whose KV it is to begin
         self._leaving = set[int]()  # sources that go as soon as they were used
-        self._fetches = dict[int, Fetch]()  # of prompts that are to begin with what other workers have
+        self._fetches = dict[int, Fetch]()  # of prompts that are to begin with KV of other workers
         self._under_way = set[int]()  # begun, and not whole yet, although some are kept by what is planned
         self._computing: _Computed | None = None
         self._ops: list[SequenceOp] = []

@@ -63,7 +63,7 @@ class Tier:
         self._to_drop: list[bytes] = []  # pages that nobody will find any more
         self._found: tuple[Sequence, int, int, Load | None] | None = None  # what was asked for last, and the answer
         self.num_queried = 0  # tokens of admitted sequences that the pool has not
-        self.num_hit = 0  # of them, those that were loaded
+        self.num_hit = 0  # how many of them were loaded
         self.learn(facts, holders)
 
     @property
@@ -80,7 +80,7 @@ class Tier:
         ]
         self._num_workers = 1 + max(w for group in holders for w in group)
         self.ahead = Ahead(0 if self.complete else self._room(facts.rooms))  # of whom they have been told nothing yet
-        self._lanes: dict[bytes, set[int]] = {}  # page -> where those that keep a lane can load it
+        self._lanes: dict[bytes, set[int]] = {}  # page -> lanes whose workers can load it
         told = [set(keys) for keys in facts.pages]
         self._keys.era = facts.era
         for lane, owners in enumerate(self._owners):
@@ -210,7 +210,7 @@ class Tier:
         return ops
 
     def _may_fill(self, sequence: Sequence) -> bool:
-        alone = sequence.sparse or sequence.discarded or sequence.outlived  # nobody may find what it leaves
+        alone = sequence.sparse or sequence.discarded or sequence.outlived  # no other sequence may find its KV
         return not (self._most or alone or sequence.finished or sequence.num_loading)
 
     def save(self, sequence: Sequence, length: int) -> list[Export]:

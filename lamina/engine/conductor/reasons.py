@@ -16,7 +16,7 @@ from .choice import NOBODY, PromptChoice
 
 CHOICE, REFUSAL = "choice", "refusal"
 MOST_PRICES = 8  # of the cheapest ways
-INLINE = "inline"  # compute workers do it, in the steps of those that decode
+INLINE = "inline"  # compute workers compute the prompt, in the steps of decoding
 AFTER_PREFILL = "after prefill"  # of a limit: it was looked at again once the prompt was computed
 Said = dict[str, Any]  # numbers, text and lists of these, as JSON takes them
 

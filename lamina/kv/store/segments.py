@@ -103,7 +103,7 @@ class Segments:
         if not self.has_room(nbytes):
             self.refresh()
         if not self.has_room(nbytes):
-            self.claim()  # what others have let go of since
+            self.claim()  # segments that others have let go of since
         return self.has_room(nbytes) or self._grow(padded(nbytes))
 
     def take(self, nbytes: int) -> RecordExtent | None:
@@ -256,7 +256,7 @@ class Segments:
             self._folder.remove(_name(number))
             self._index.drop_segments([number])
             if e.errno == errno.ENOSPC and self._own:
-                return False  # it makes do with those that it has
+                return False  # it works with the segments that it has
             raise
         self._try_own(number, taken)
         return True
@@ -267,7 +267,7 @@ class Segments:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        if os.fstat(fd).st_size < size:  # somebody has cut it off: what it held is lost, its space is not
+        if os.fstat(fd).st_size < size:  # the file was cut off: its contents are lost, its space is not
             os.posix_fallocate(fd, 0, size)
         self._own[number] = size
         self._free[number] = _gaps(size, self._index.extents(number))

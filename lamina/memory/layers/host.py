@@ -63,7 +63,7 @@ class HostLayers:
     def _written(self, step: Step) -> None:
         """All layers of ``step`` are."""
         if self._loads is not None:
-            self._loads.settle()  # else its rows would count before what they are behind
+            self._loads.settle()  # else its rows would count before the loaded tokens in front of them
         self._store.written.done(step.plan.rows)
 
     def _turn(self, step: Step, layer: int) -> None:

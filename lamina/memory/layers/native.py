@@ -63,7 +63,7 @@ class NativeLayers(HostLayers):
                     self._take_other(steps)
         finally:
             turns = self._count(steps)
-            loop.begin(())  # which holds on to those steps, and they to it
+            loop.begin(())  # else the loop and the steps hold each other
             for step in steps[: max(0, turns - (len(self._store.layers) - 1) * len(steps))]:
                 self._written(step)
 

@@ -16,7 +16,7 @@ _WEIGHTS = "start a server on the new weights"
 _ADAPTERS = "merge the adapter into the model and serve that"
 _ADMIN = "start it with LAMINA_ADMIN_KEY, and ask by lamina-launch {}"
 _PARTS = "POST /tokenize, then POST /v1/completions with token ids"
-# What it is, its paths with all below them, and what to do in place of it.
+# A service of other servers, its paths with all below them, and its replacement here.
 _UNSERVED: list[tuple[str, tuple[str, ...], str]] = [
     ("OpenAI's Responses API", ("/v1/responses", "/v1/conversations"), _STATELESS),
     ("OpenAI's Assistants API", ("/v1/assistants", "/v1/threads"), _STATELESS),

@@ -99,7 +99,7 @@ class EngineClient:
         self._handle, self._restarts, self._records = handle, restarts, records
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
-        self._is_ready = False  # else what is asked meanwhile is told to the engine once it is
+        self._is_ready = False  # until then questions wait here
         self._workers: set[int] = set()  # processes of the engine's workers
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FROM_ENGINE)
@@ -216,7 +216,7 @@ class EngineClient:
         if not self._is_ready:
             raise BusyError("the engine is being replaced: ask again once /health says ok")
         planned, engine = restarts.plan(config), self._handle
-        self._send(Stop())  # it says what it has, and ends with its workers
+        self._send(Stop())  # it sends its last outputs, and ends with its workers
         asyncio.get_running_loop().call_later(JOIN_S, self._hurry, engine)
         return await asyncio.shield(planned)
 

@@ -184,7 +184,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     free_blocks: list[int]  # by group, of the holder with the fewest blocks
     preemptions: int
     steps: int
-    evictable_blocks: list[int] = []  # of the free ones, those that hold KV of finished requests
+    evictable_blocks: list[int] = []  # free ones with KV of finished requests
     dropped_blocks: int = 0  # KV blocks that sequences have lost, each in all sparse layers
     errors: ErrorState | None = None  # None: nothing measures them
     borrowed: list[int] | None = None  # KV blocks by the group that lends them; None: none does
@@ -195,9 +195,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     moved_blocks: int | None = None  # of KV that went home from loan, or left, while others decoded; None: none may
     moved: dict[str, int] = {}  # bytes of KV that went from one memory worker to another, by the reason
     prefix_queries: int = 0  # tokens of all completions that were admitted
-    prefix_hits: int = 0  # of them, those whose KV was there
-    external_queries: int = 0  # of them, those whose KV the pools had not, where it is kept beside them
-    external_hits: int = 0  # of these, those whose KV was loaded
+    prefix_hits: int = 0  # how many of these had their KV in the pools
+    external_queries: int = 0  # how many had not, where KV is kept beside the pools
+    external_hits: int = 0  # how many of the latter had their KV loaded
     sessions: dict[str, int] = {}  # by the tier that has their KV
     session_hits: dict[str, int] = {}  # turns behind the first, by the tier that had it
     session_waits: dict[str, float] = {}  # seconds for which these waited for their first row
