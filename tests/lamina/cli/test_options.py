@@ -11,9 +11,11 @@ import pytest
 from lamina.cli.launch import main
 from lamina.config import OPTIONS, changed, flat, make_config
 from lamina.fleet.seats import NotInPlaceError, check_in_place
+from lamina.protocol.control import StartCompute, StartMemory
 from lamina.protocol.options.declare import options_of
 from lamina.protocol.options.engine import EngineConfig, KVOptions
 from lamina.protocol.options.topology import TopologyOptions
+from lamina.protocol.plan import Bind
 
 ASKED: list[dict[str, Any]] = [
     {},
@@ -180,3 +182,16 @@ def test_nobody_joins_where_all_channels_are_made_at_the_start(options: dict[str
     config = make_config({"transport": "gin", "memory_workers": 2})
     with pytest.raises(NotInPlaceError, match="--transport gin makes all channels at the start"):
         check_in_place(config)
+
+
+@pytest.mark.parametrize(
+    ("message", "resolved"),
+    [
+        (StartCompute, {"trace"}),  # whether spans are recorded; the option is a file's name
+        (StartMemory, {"trace"}),
+        (Bind, {"dtype", "max_model_len", "partition", "prefill_workers", "prefill_pipeline"}),
+    ],
+)
+def test_messages_embed_the_structs_of_options_and_copy_none(message: type, resolved: set[str]) -> None:
+    """``resolved``: fields with an option's name, whose values follow from the model and several options."""
+    assert {field.name for field in msgspec.structs.fields(message)} & OPTIONS.keys() == resolved
