@@ -59,7 +59,7 @@ class ModelOptions(Options, frozen=True, kw_only=True):
         bool,
         "fixed shapes and cuts: results do not depend on batch mates (but for rounding after a preemption); slower",
     ] = False
-    gemm: Annotated[str, "the compute worker's operators: native, torch, or auto (the first that works)"] = "auto"
+    gemm: Annotated[str, "operators of the compute workers: native, torch, or auto (the first that works)"] = "auto"
     cuda_graphs: Annotated[
         bool, "on GPUs, slices of up to 256 rows, and memory workers' rounds of decoding, run as CUDA graphs"
     ] = True
@@ -82,11 +82,11 @@ class KVOptions(SparsityOptions, frozen=True, kw_only=True):
     kv_checks: Annotated[
         float,
         Meta(ge=0.0, le=1.0),
-        "share of the KV blocks that a step attends whose checksum memory workers compare before it: one whose memory "
-        "is damaged is replaced. 1 = all of them, 0 = none",
+        "share of a step's KV blocks whose checksums memory workers compare before they attend them; a worker with "
+        "damaged memory is replaced. 1 = all blocks, 0 = none",
     ] = 0.0
     zero_on_free: Annotated[
-        bool, "write zeros over K and V as their blocks become free, so that no memory tells of them"
+        bool, "write zeros over K and V when their blocks become free, so that they stay in no memory"
     ] = False
 
     def __post_init__(self) -> None:
@@ -111,17 +111,17 @@ class BatchingOptions(Options, frozen=True, kw_only=True):
     preemption_mode: Annotated[
         str,
         OneOf(PREEMPTION_MODES),
-        "of a sequence that gives its KV blocks to others: compute its KV anew (recompute), or keep it in "
-        "--kv-offloading-size or --kv-store-dir (swap); auto = what takes less time, as measured; with "
+        "KV of a sequence that gives its blocks to others: computed again (recompute), or kept in "
+        "--kv-offloading-size or --kv-store-dir (swap); auto = the way that takes less time, as measured; with "
         "--deterministic swap, where there is such a place",
     ] = "auto"
     scheduling_policy: Annotated[
         str,
         OneOf(SCHEDULING_POLICIES),
-        "who comes first: fcfs, in the order of arrival; priority, by the number that requests name, a lower one "
-        "first, then by arrival. Any client may name one: it is for servers whose clients trust each other",
+        "which request comes first: fcfs, by arrival; priority, by the number that requests name, a lower one first, "
+        "then by arrival. Any client may name a number: priority is for servers whose clients trust each other",
     ] = "fcfs"
-    seed: Annotated[int, Meta(ge=0), "where requests without a seed get theirs from"] = 0
+    seed: Annotated[int, Meta(ge=0), "seeds of requests that name none follow from this one"] = 0
 
     @property
     def max_rows(self) -> int:
@@ -134,14 +134,14 @@ class DeviceOptions(Options, frozen=True, kw_only=True):
 
     compute_device: Annotated[
         str,
-        "what compute and prefill workers compute on: cpu; cuda (a GPU for each, in turn); cuda:N; or auto (cuda "
-        "where torch has it). Not auto by default while GPUs are not yet measured",
+        "device of compute and prefill workers: cpu; cuda (a GPU for each, in turn); cuda:N; or auto (cuda where "
+        "torch has it). The default is not auto while GPUs are not yet measured",
     ] = "cpu"
-    memory_device: Annotated[str, "the same for memory workers, whose KV cache is in its memory then"] = "cpu"
+    memory_device: Annotated[str, "the same for memory workers; the KV cache is in the memory of this device"] = "cpu"
     memory_sms: Annotated[
         int,
         Meta(ge=0),
-        "multiprocessors of its GPU that a memory worker may use, so that compute workers have the others; 0 = all",
+        "multiprocessors of its GPU that a memory worker may use, so that others are left for compute workers; 0 = all",
     ] = 0
     rdma_device: Annotated[
         str,
@@ -154,9 +154,9 @@ class DeviceOptions(Options, frozen=True, kw_only=True):
     prefill_kv_memory: Annotated[
         str,
         ReadText(size_text),
-        "memory on each prefill worker for K and V of prompts, the one that it computes and those before "
-        "it that others may begin like, such as 4GiB; auto = for 8 of the longest, but all together an eighth of what "
-        "is free at most",
+        "memory on each prefill worker for K and V of prompts, such as 4GiB: of the prompt under way, and of earlier "
+        "ones with which later prompts may begin; auto = room for 8 of the longest, for all workers together at most "
+        "an eighth of the free memory",
     ] = "auto"
     compute_threads: Annotated[int, Meta(ge=0, le=MOST_THREADS), "threads of the compute worker; 0 = all cores"] = 0
     memory_threads: Annotated[
@@ -216,26 +216,26 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
     ] = "127.0.0.1:0"
     driver_name: Annotated[
         str,
-        "with --launcher static: the name by which workers ask for this process, and for no other one of the same key; "
-        "empty = a new one at each start, which the printed commands have",
+        "with --launcher static: the name by which workers ask for this process alone, among others with the same "
+        "key; empty = a new one at each start, which the printed commands have",
     ] = ""
     hosts: Annotated[
         str,
-        "with --launcher static: the YAML of the hosts that get workers, as for `lamina-launch cluster`; empty = "
-        "whichever hosts their commands are run on",
+        "with --launcher static: the YAML of the hosts that get workers, as for `lamina-launch cluster`; empty = the "
+        "hosts where people run the commands",
     ] = ""
     placement: Annotated[
         str, OneOf(PLACEMENTS), "over Ray: workers on few hosts, near each other (pack), or on many (spread)"
     ] = "pack"
     compute_on: Annotated[
-        str, "over Ray: what a host of compute workers has, a resource, a type of GPU, or LABEL=VALUE"
+        str, "over Ray: a property of hosts for compute workers: a resource, a type of GPU, or LABEL=VALUE"
     ] = "lamina_compute"
     memory_on: Annotated[str, "over Ray: the same for memory workers"] = "lamina_memory"
     max_recoveries: Annotated[
         int,
         Meta(ge=0),
-        "recoveries in ten minutes, with --launcher local or ray: whoever is lost is replaced, and all requests go on; "
-        "one more, and the run ends. 0 = the first loss ends it",
+        "recoveries in ten minutes, with --launcher local or ray: a lost worker is replaced, and all requests go on; "
+        "one recovery more ends the run. 0 = the first loss ends it",
     ] = 5
     spare_compute: Annotated[
         int,
@@ -244,22 +244,22 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
         "one; a multiple of --tensor-parallel-size",
     ] = 0
     spare_memory: Annotated[
-        int, Meta(ge=0), "the same of memory workers, each of which has taken --kv-memory before it takes a place"
+        int, Meta(ge=0), "the same for memory workers; each has taken --kv-memory before it takes a place"
     ] = 0
     ledger: Annotated[
-        str, "with --borrow or --lend: the ledger of who lends, HOST:PORT of `lamina-launch ledger serve`"
+        str, "with --borrow or --lend: the ledger of lenders, HOST:PORT of `lamina-launch ledger serve`"
     ] = ""
     borrow_wait_s: Annotated[
         float, Meta(gt=0.0), "with --borrow: seconds that a request waits for memory that nobody lends; then it fails"
     ] = 60.0
-    lend_address: Annotated[str, "with --lend: where those come who borrow, HOST:PORT; port 0 = any free one"] = (
-        "127.0.0.1:0"
-    )
+    lend_address: Annotated[
+        str, "with --lend: the address to which borrowers come, HOST:PORT; port 0 = any free one"
+    ] = "127.0.0.1:0"
     lend_gbps: Annotated[
         float,
         Meta(ge=0.0),
-        "with --lend: no new loan while those who borrow have more than so many gigabits of K and V read here in a "
-        "second; 0 = no limit",
+        "with --lend: no new loan while borrowers read more than so many gigabits of K and V here in a second; 0 = no "
+        "limit",
     ] = 0.0
     trace: Annotated[str, "write a Perfetto/Chrome trace of the run to this file, at the end (or set LAMINA_TRACE)"] = (
         ""

@@ -18,8 +18,8 @@ class OverflowOptions(Options, frozen=True, kw_only=True):
     context_overflow: Annotated[
         str,
         OneOf(OVERFLOWS),
-        "of a prompt that is longer than the context: refuse it, or truncate it: discard a part behind its beginning; "
-        "of a session the rest of the KV is kept and moved",
+        "a prompt that is longer than the context: refuse it, or truncate it, which discards a part behind its "
+        "beginning; a session keeps the rest of its KV, which moves",
     ] = "refuse"
     truncate_ratio: Annotated[float, Meta(gt=0.0, lt=0.75), "part of the context that is discarded at once"] = 0.5
     keep_first: Annotated[int, Meta(ge=0), "tokens at the beginning that are never discarded, whole pages of 128"] = (

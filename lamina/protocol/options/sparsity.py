@@ -46,9 +46,10 @@ class SparsityOptions(Options, frozen=True, kw_only=True):
     kv_sparsity: Annotated[
         str,
         OneOf(SPARSITIES),
-        "of a sequence's KV: keep and attend all (none); in most layers keep the blocks alone that its last queries "
-        "attend most (evict): more sequences fit; or keep all, and let each query attend the blocks alone that may "
-        "matter to it (select): a step takes less time. Answers may differ. A request may ask for none",
+        "KV that a sequence keeps and attends: all (none); in most layers only the blocks that its last queries "
+        "attend most (evict), so that more sequences fit; or it keeps all, and each query attends only the blocks "
+        "that may matter to it (select), so that a step takes less time. Answers may differ. A request may ask for "
+        "none",
     ] = "none"
     kv_budget: Annotated[
         int,
@@ -61,14 +62,14 @@ class SparsityOptions(Options, frozen=True, kw_only=True):
     kv_window: Annotated[
         int,
         Meta(ge=1),
-        "with --kv-sparsity evict: the last tokens of a prompt, whose attention says what stays of it: at most as many "
-        "as its question has, as text before that outvotes it",
+        "with --kv-sparsity evict: tokens at the end of a prompt whose attention decides which of its blocks stay: at "
+        "most as many as the question has, as text before the question outvotes it",
     ] = 4
     kv_error_budget: Annotated[
         str,
-        "with --kv-sparsity: how far answers may be from those with all KV, as top1=0.1,kl=0.1,shadow=0.05 (default): "
-        "shares of tokens that may be others, nats of KL, and the share of completions that are computed with all KV "
-        "besides, by which both are measured. Where it is exceeded, the budget doubles, in the end all KV stays",
+        "with --kv-sparsity: how far answers may be from answers with all KV, as top1=0.1,kl=0.1,shadow=0.05 "
+        "(default): the share of tokens that may differ, nats of KL, and the share of completions that are computed "
+        "with all KV too, to measure both. Where it is exceeded, --kv-budget doubles; in the end all KV stays",
     ] = ""
 
     @property

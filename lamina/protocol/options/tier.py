@@ -17,8 +17,8 @@ class TierOptions(Options, frozen=True, kw_only=True):
     kv_offloading_size: Annotated[
         str,
         ReadText(size_text),
-        "host memory of all memory workers together, in which they keep the KV of finished requests besides the pool, "
-        "such as 4GiB; with --kv-store-dir it lies before the disk; empty = none",
+        "host memory of all memory workers together for the KV of finished requests, beside the pool, such as 4GiB; "
+        "with --kv-store-dir it lies in front of the disk; empty = none",
     ] = ""
     kv_store_dir: Annotated[
         str, "directory in which memory workers keep the KV of finished requests, also for later starts; empty = none"
@@ -26,20 +26,21 @@ class TierOptions(Options, frozen=True, kw_only=True):
     kv_key_file: Annotated[
         str, "file with the secret of --kv-store-dir, 64 hexadecimal digits; empty = one that is made in the directory"
     ] = ""
-    kv_store_size: Annotated[str, ReadText(size_text), "what --kv-store-dir may take, such as 100GiB"] = "10GiB"
+    kv_store_size: Annotated[str, ReadText(size_text), "the most bytes in --kv-store-dir, such as 100GiB"] = "10GiB"
     kv_store_ttl: Annotated[
-        str, "for how long --kv-store-dir keeps what nobody uses, such as 12h or 7d; empty = until others need the room"
+        str,
+        "how long --kv-store-dir keeps pages that nobody uses, such as 12h or 7d; empty = until others need the room",
     ] = ""
     kv_eviction_policy: Annotated[
         str,
         OneOf(POLICIES),
-        "whose pages give way in host memory or in --kv-store-dir: those that were used the longest ago (lru), came "
-        "first (fifo), were used the fewest times (lfu), are furthest from their beginning (length)",
+        "pages that give way first in host memory or in --kv-store-dir: used the longest ago (lru), the first to come "
+        "(fifo), used the fewest times (lfu), furthest from the beginning of their sequence (length)",
     ] = "lru"
     kv_load_failure_policy: Annotated[
         str,
         OneOf(LOAD_FAILURE_POLICIES),
-        "of a request whose KV cannot be loaded: compute it anew (recompute), or end it with an error (fail)",
+        "a request whose KV cannot be loaded: compute its KV anew (recompute), or end it with an error (fail)",
     ] = "recompute"
     decode_only: Annotated[
         bool,

@@ -33,14 +33,15 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     partition: Annotated[
         str,
         OneOf(tuple(PARTITIONS)),
-        "what memory workers share: KV heads (head; the tokens of a head where heads do not divide), tokens of "
-        "every sequence (token), whole sequences (request), or whole sequences but for what does not fit (spill)",
+        "how memory workers share the KV cache: by KV heads (head; by tokens of a head where heads do not divide), by "
+        "tokens of every sequence (token), by whole sequences (request), or by whole sequences but for parts that do "
+        "not fit (spill)",
     ] = "head"
     kv_parity: Annotated[
         int,
         Meta(ge=0, le=1),
-        "1 = one memory worker more keeps the exclusive or of all others' K and V, so that what a lost one had comes "
-        "back over --transport, and is not computed again; 0 = none",
+        "1 = one more memory worker keeps the exclusive or of all others' K and V: KV of a lost one comes back over "
+        "--transport, and is not computed again; 0 = none",
     ] = 0
     pipeline: Annotated[
         int | str,
@@ -48,8 +49,8 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     ] = 1
     plan: Annotated[
         str,
-        "auto:n = measure at the start what both pools and their link take, and serve by it: up to n batches, on n - 1 "
-        "replicas, and --memory-weights measured; auto = auto:2; empty = as the options say",
+        "auto:n = measure at the start how long both pools and their link take, and serve by it: up to n batches, on "
+        "n - 1 replicas, and --memory-weights measured; auto = auto:2; empty = as the options say",
     ] = ""
     tensor_parallel_size: Annotated[
         int,
@@ -59,9 +60,9 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     collective: Annotated[
         str,
         OneOf(COLLECTIVES),
-        "how these ranks sum what each has: mesh (by way of the hosts, over --transport), gloo (so too, over its "
-        "own TCP), nccl (from GPU to GPU), or auto (nccl where each rank has a GPU of one host to itself, else "
-        "mesh)",
+        "how these ranks add up their parts: mesh (through the hosts, over --transport), gloo (through the hosts, "
+        "over its own TCP), nccl (from GPU to GPU), or auto (nccl where each rank has a GPU of one host to itself, "
+        "else mesh)",
     ] = "auto"
     prefill_workers: Annotated[
         int,
@@ -76,8 +77,8 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     ] = 1
     borrow: Annotated[
         str,
-        "KV memory that may be borrowed from other deployments while there is too little here, at most, such as 8GiB; "
-        "with --ledger and --partition spill; empty = none",
+        "the most KV memory to borrow from other deployments while there is too little here, such as 8GiB; with "
+        "--ledger and --partition spill; empty = none",
     ] = ""
     lend: Annotated[
         float,
