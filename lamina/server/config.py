@@ -30,7 +30,8 @@ class ServerConfig:
     served_model_name: str = option("", "names that clients may use for the model, by comma; empty = MODEL as given")
     tokenizer: str = option("", "a path or hub id; empty = the model's own")
     generation_config: str = option(
-        "auto", "sampling of requests that do not say: auto = the model's generation_config.json, none, or a directory"
+        "auto",
+        "sampling parameters that requests leave out: auto = the model's generation_config.json, none, or a directory",
     )
     api_key: str = option("", "keys, by comma, one of which every request but /health must bear; better LAMINA_API_KEY")
     admin_key: str = option(
@@ -42,16 +43,21 @@ class ServerConfig:
     allowed_hosts: str = option("", "names, by comma, by which clients may reach a server without keys; * = any")
     max_num_queued_reqs: int = option(256, "completions that may wait beyond those that decode; above: status 429")
     max_num_queued_tokens: int = option(0, "prompt tokens that may wait for their first token; above: status 429")
-    slo_ttft: str = option("", "promised to the first token, such as 2s: who would come later gets status 429")
-    slo_tbt: str = option("", "promised between two tokens, such as 100ms: who would make it longer gets status 429")
+    slo_ttft: str = option(
+        "", "promised time to the first token, such as 2s; a request that would wait longer gets status 429"
+    )
+    slo_tbt: str = option(
+        "", "promised time between two tokens, such as 100ms; a request that would make it longer gets status 429"
+    )
     overload: str = option(
-        "predictive", f"when decoding is looked at for these: {', '.join(OVERLOADS)} (docs/prefill.md)"
+        "predictive", f"when the load of decoding counts for these promises: {', '.join(OVERLOADS)} (docs/prefill.md)"
     )
     prefill_policy: str = option(
         "auto", f"which of --prefill-workers computes a prompt: {', '.join(POLICIES)} (docs/prefill.md)"
     )
     kvcache_balancing_threshold: float = option(
-        1.5, "of --prefill-policy mooncake: KV comes from a worker that has more than so many times as much of a prompt"
+        1.5,
+        "of --prefill-policy mooncake: a prompt's KV comes from another worker that has so many times as much of it",
     )
     max_body: str = option("8MiB", "size of a request's body")
     max_nesting: int = option(64, "depth of a request's JSON")
@@ -62,13 +68,15 @@ class ServerConfig:
     )
     max_stop: int = option(16, "stop strings of a request")
     max_stop_chars: int = option(256, "characters of a stop string")
-    enable_force_include_usage: bool = option(False, "streams end with usage, whether a request asks for it or not")
+    enable_force_include_usage: bool = option(
+        False, "streams always end with usage, also where a request does not ask for it"
+    )
     enable_prompt_tokens_details: bool = option(
-        False, "usage always says how many tokens of the prompt were cached, else where some were"
+        False, "usage always has the number of cached prompt tokens; else only where some were cached"
     )
     return_tokens_as_token_ids: bool = option(False, "log-probabilities call a token token_id:5 by default")
     enable_tokenizer_info_endpoint: bool = option(False, "GET /tokenizer_info: the tokenizer's configuration")
-    server_dev_mode: bool = option(False, "POST /reset_prefix_cache, for whoever may use this server")
+    server_dev_mode: bool = option(False, "POST /reset_prefix_cache, for all clients of this server")
     enable_request_id_headers: bool = option(True, "answers bear X-Request-Id, the client's own where it sends one")
     root_path: str = option("", "path that a proxy puts before the server's own, such as /llm")
     allow_unknown_fields: bool = option(False, "ignore fields of a body that the server does not know; else status 400")
@@ -82,7 +90,7 @@ class ServerConfig:
         30.0, "seconds on SIGTERM or Ctrl-C for requests to finish; a second one ends at once"
     )
     health_timeout_s: float = option(
-        4.0, "seconds without progress of a step, or without an answer of an idle worker, to be ill"
+        4.0, "seconds without progress of a step, or without an answer of an idle worker, until /health says 503"
     )
     journal: str = option("", "directory where accepted requests are kept, so that the next server finishes them")
     journal_size: str = option("64MiB", "size of --journal, about; answers go with the oldest half")

@@ -216,6 +216,24 @@ MODEL_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"cores": "0/0/9999", "prefill_workers": 1}, "--cores lists cores for 3 workers, there are 1 compute + 2 memory + 1 prefill workers"),
     ({"collective": "nccl", "tensor_parallel_size": 2}, "--collective nccl is for GPUs, and ranks compute on cpu: use --compute-device cuda, or --collective auto"),
 ]
+SERVER_REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"port": 65536}, "--port must lie in 0..65535, not 65536"),
+    ({"max_stop": -1}, "--max-stop must be at least 0, not -1"),
+    ({"max_logprobs": -2}, "--max-logprobs must be at least -1, not -2"),
+    ({"max_n": 0}, "--max-n must be positive, not 0"),
+    ({"header_timeout_s": 0.0}, "--header-timeout-s must be positive, not 0.0"),
+    ({"root_path": "llm"}, "--root-path must begin with / and not end with it, such as /llm, not 'llm'"),
+    ({"root_path": "/llm/"}, "--root-path must begin with / and not end with it, such as /llm, not '/llm/'"),
+    ({"metrics_compat": "tgi"}, "--metrics-compat must be vllm or empty, not 'tgi'"),
+    ({"ssl_keyfile": "key.pem"}, "--ssl-keyfile and --ssl-certfile belong together: give both"),
+    ({"prefill_policy": "fastest"}, "--prefill-policy must be one of auto, mooncake, cache-aware, load-balance, random, not 'fastest'"),
+    ({"overload": "late"}, "--overload must be one of baseline, early, predictive, not 'late'"),
+    ({"kvcache_balancing_threshold": 0.5}, "--kvcache-balancing-threshold must be at least 1, not 0.5: a transfer must bring more than a worker has itself"),
+    ({"slo_ttft": "2"}, "--slo-ttft 2 is not a time above 0 with its unit, such as 100ms"),
+    ({"slo_tbt": "fast"}, "--slo-tbt fast is not a time above 0 with its unit, such as 100ms"),
+    ({"max_body": "large"}, "--max-body must be a size such as 512MiB or 4GiB, not 'large'"),
+    ({"journal_size": "0"}, "--journal-size must be a size such as 512MiB or 4GiB, not '0'"),
+]
 # Of an engine that has started, whose steps take 12 ms.
 PROMISES_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"slo_ttft": "10ms"}, "--slo-ttft 10ms is below what the first token of a prompt of 1 token takes alone, 12ms, the best of 5: raise it"),

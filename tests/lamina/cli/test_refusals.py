@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refused import MODEL_REFUSED, OPTIONS_REFUSED, PROMISES_REFUSED
+from refused import MODEL_REFUSED, OPTIONS_REFUSED, PROMISES_REFUSED, SERVER_REFUSED
 
 from lamina import config
 from lamina.cli.preflight import check
 from lamina.config import make_config
 from lamina.engine.tuning.alone import check_limits
 from lamina.protocol import options as option_structs
+from lamina.server import config as server_config
 from lamina.server.config import ServerConfig
 from lamina.sim.clock import VirtualClock
 from lamina.sim.lossless import SimulatedPool
@@ -35,6 +36,13 @@ def test_what_the_model_or_the_host_lacks_is_refused_before_a_start(options: dic
     with pytest.raises((ValueError, OSError)) as refused:
         check(MODEL, make_config(options))
     assert str(refused.value).startswith(line) if line.endswith("use ") else str(refused.value) == line
+
+
+@pytest.mark.parametrize(("options", "line"), SERVER_REFUSED, ids=str)
+def test_options_of_a_server_are_refused_where_they_are_made(options: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        ServerConfig(**options)
+    assert str(refused.value) == line
 
 
 @pytest.mark.parametrize(("promised", "line"), PROMISES_REFUSED, ids=str)
@@ -60,7 +68,13 @@ def test_each_refusal_of_options_is_in_the_table() -> None:
         reached |= refused_at(lambda asked=asked: make_config(asked))
     for asked, _ in MODEL_REFUSED:
         reached |= refused_at(lambda asked=asked: check(MODEL, make_config(asked)))
-    files = [Path(str(config.__file__)), *Path(str(option_structs.__file__)).parent.glob("*.py")]
+    for asked, _ in SERVER_REFUSED:
+        reached |= refused_at(lambda asked=asked: ServerConfig(**asked))
+    files = [
+        Path(str(config.__file__)),
+        Path(str(server_config.__file__)),
+        *Path(str(option_structs.__file__)).parent.glob("*.py"),
+    ]
     raises = [(str(f), n) for f in files for n in ast.walk(ast.parse(f.read_text())) if isinstance(n, ast.Raise)]
     lines = {(f, n.lineno): range(n.lineno, (n.end_lineno or n.lineno) + 1) for f, n in raises}
     assert len(lines) > 60
