@@ -1,4 +1,6 @@
-"""``lamina-launch explain MODEL``: how a model is cut, what crosses, and what that asks of the devices."""
+"""``lamina-launch explain MODEL``: the cuts of a model, the tensors that cross them, and the rates that they ask of
+devices.
+"""
 
 from __future__ import annotations
 

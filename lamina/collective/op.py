@@ -1,7 +1,7 @@
 """The operators that ranks of one model meet at: ``torch.ops.lamina.all_reduce`` and ``all_gather``.
 
 They are captured with the model and stay in its slices, where ``lamina.collective.bind`` gives them a collective. Until
-then they do what they would do if every rank had this one's data, so that a slice can be tried out by a rank alone.
+then they compute as if every rank had this one's data, so that one rank alone can try out a slice.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Shadows:
         )
 
     def begin(self, sequence: Sequence) -> Shadow | None:
-        """Have a new sequence keep or attend what those of now may; its shadow, where it is to have one."""
+        """Have a new sequence keep or attend as many tokens as the budget. Returns its shadow, if it gets one."""
         if not self._approximates(sequence):
             return None
         if not self.tokens:

@@ -22,8 +22,8 @@ class NotInPlaceError(ValueError):
 
 
 def check_in_place(config: EngineConfig, *, same: bool = False) -> None:
-    """Raises NotInPlaceError where other memory workers can come or go only with all workers anew; ``same``: where
-    those that there are cannot have other parts of the work.
+    """Raises NotInPlaceError where memory workers can come or go only with a new start of all; with ``same``, where the
+    present ones cannot get other parts of the work.
     """
     if made_at_start(config.launching.scheme):
         raise NotInPlaceError(f"--transport {config.launching.transport} makes all channels at the start")

@@ -45,8 +45,7 @@ def rank_of(policy: str) -> Callable[[PageUse], Rank]:
 
 
 class VictimQueue:
-    """The pages of a tier, and which of them goes next, for whoever decides about that: a page's use moves the clock on
-    by one.
+    """The pages of a tier, in the order in which they give way. A page's use moves the clock on by one.
 
     The way to use a prefix: ``match`` it, ``use`` its pages from the last one to the first, then ``evict``. So of one
     prefix the last page is the first that the clock makes old, and a page never goes before those that need it.

@@ -118,8 +118,8 @@ class Creditor:
         return 0 if lease is None else self._shrink(lease, message.left.blocks)
 
     def recall(self, blocks: int) -> list[Recall]:
-        """What to tell debtors so that so many blocks come back, the newest loans first. Leases that are recalled
-        already count.
+        """Messages to debtors that bring ``blocks`` blocks back, the newest loans first. Leases that were recalled
+        before count, too.
         """
         orders = []
         for lease in sorted(self.leases.values(), key=lambda x: (not x.recalled, -x.number)):

@@ -76,8 +76,8 @@ class Store:
         slabs: Slabs | None = None,
         given: int = 0,
     ) -> None:
-        """``share``: of what the device has free, where the blocks are to take what there is. ``slabs``: the layers
-        are still to be made of these, by ``grow``, while ``given`` bytes of others become free.
+        """``share``: of the device's free memory, where the Bind names no size. ``slabs``: ``grow`` makes the layers
+        later, from these, while ``given`` bytes of an older store become free.
         """
         check_bind(bind)
         self.selects = selecting(bind)  # by layer

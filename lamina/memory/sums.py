@@ -70,8 +70,8 @@ class BlockSums:
             self._check(block)
 
     def begin(self, steps: Sequence[Step]) -> None:
-        """Look at what ``steps`` attend, before they write: at a share, and at all blocks that they go on filling,
-        whose next checksum would hide what is wrong there. Raises DamagedError.
+        """Check blocks that ``steps`` attend, before they write: a share of them, and each block that they go on
+        filling, whose next checksum would hide the damage. Raises DamagedError.
         """
         written = {block for step in steps for block in _written(step)}
         for block in _attended(self._store, steps):

@@ -38,8 +38,9 @@ class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
 
 
 class Neighbour(msgspec.Struct, frozen=True, array_like=True):
-    """A memory worker, as another one, or itself, is told of it. ``reached``: that one connects to it at ``url``, by
-    ``key`` where it has one of its own; ``awaited``: it comes. Two of whom each has a key of its own do neither.
+    """A memory worker, as another worker or itself is told of it. ``reached``: the other one connects to it at ``url``,
+    by ``key`` if it has its own; ``awaited``: it connects to the other one. Two workers with keys of their own do not
+    meet.
     """
 
     name: str

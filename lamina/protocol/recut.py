@@ -1,7 +1,7 @@
-"""KV that changes hands because memory workers come or go: which heads of which blocks go from whom to whom.
+"""KV that changes hands because memory workers come or go: which heads of which blocks go from which worker to which.
 
-A pure function of two partitions and of where sequences lie under each. So all memory workers know it alike, and what
-moves is its data alone.
+A pure function of two partitions and of where sequences lie under each. So all memory workers compute the same moves,
+and only KV is sent.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Recut(msgspec.Struct, frozen=True, kw_only=True, tag="recut"):
 
 
 class Rebuild(msgspec.Struct, frozen=True, kw_only=True, tag="rebuild"):
-    """Driver -> memory worker at rest, behind Halted: the KV of ``keep`` that a lost worker had is the exclusive or of
-    what all others have, one of whom keeps the parity. Answered by Recutted.
+    """Driver -> memory worker at rest, behind Halted: rebuild the KV of ``keep`` of a lost worker, as the exclusive or
+    of all other workers' KV, of which one is the parity. Answered by Recutted.
     """
 
     view: int  # of the Halt; of the channels between the peers, too

@@ -29,8 +29,8 @@ class SamplingParams:
     token: it does not depend on batch mates or on which worker samples. The logits are changed in vLLM's order: logit
     bias, repetition penalty, frequency and presence penalty. Tokens that are forbidden (all but the allowed ones, bad
     words, stop tokens before ``min_tokens``) stay so. Then come temperature, and the filters in the order of
-    ``filter_order``. Each counts the probability of the tokens that those before it have left, as top_p shows: behind
-    min_p and top_k it is a share of what they keep (vLLM). In transformers min_p comes last.
+    ``filter_order``. Each filter counts the probabilities of the tokens that earlier filters have left: so top_p is a
+    share of the tokens that min_p and top_k keep (vLLM). In transformers min_p comes last.
     """
 
     n: int = 1  # completions of each prompt

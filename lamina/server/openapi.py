@@ -43,8 +43,8 @@ _WITH_BODY = (400, 404, 408, 413, 415)
 
 
 def answers(*statuses: int, kinds: tuple[str, ...] = ("application/json",), body: bool = False) -> Answers:
-    """The answers of a route: 200 in one of ``kinds``, ``statuses``, those of any route and, with ``body``, those of
-    routes that read one.
+    """The answers of a route: status 200 in one of ``kinds``, ``statuses``, the statuses of every route and, with
+    ``body``, the statuses of routes that read a body.
     """
     by_status: Answers = {200: {"description": "all is well", "content": {kind: {} for kind in kinds}}}
     for status in sorted({*_ANY, *statuses, *(_WITH_BODY if body else ())}):

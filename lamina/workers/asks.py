@@ -1,4 +1,4 @@
-"""Asks that come over a channel, for whoever answers them on a thread of its own."""
+"""Asks that come over a channel, and a thread that answers them."""
 
 from __future__ import annotations
 

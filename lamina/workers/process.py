@@ -75,7 +75,7 @@ def run_process(control_fd: int, serve: Callable[[socket.socket], None], life_li
 
 def on_notice(call: Callable[[], None]) -> None:
     """Have SIGTERM call ``call``, and not end this process, for a worker that has something to give away first. For the
-    main thread, before it makes others; in a process whose main thread it is not SIGTERM stays what it is.
+    main thread, before it makes others; called from another thread than the main one, it leaves SIGTERM as it is.
     """
     if threading.current_thread() is not threading.main_thread():
         return

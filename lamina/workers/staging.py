@@ -1,9 +1,9 @@
 """Between a worker's device and its messages, which lie in host memory.
 
 On the CPU the two are one and nothing is copied. A device with memory of its own gets copies through pinned host
-memory, in the order of its stream; the host waits for it only where it is to read what the device has computed: once
-for each Q, for each K and V, for each O, and for what is carried or shared between compute workers. Where devices send
-and receive what is of a layer themselves (workers.wire), those three waits are one for each step.
+memory, in the order of its stream; the host waits for the device only before it reads results: once for each Q, for
+each K and V, for each O, and for tensors that compute workers carry or share. Where devices send and receive the
+messages of layers themselves (workers.wire), one wait for each step takes the place of the first three.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ class DeviceSide(Protocol):
 @runtime_checkable
 class DeviceChannel(Protocol):
     """The calls that a Channel has besides, if kernels can use it. Kernels and its calls must not use it at the same
-    time; kernels are sure to get what kernels have sent, and calls what calls have.
+    time; kernels are sure to get messages of kernels, and calls messages of calls.
     """
 
     @property

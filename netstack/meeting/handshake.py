@@ -236,7 +236,8 @@ def exchanged(sock: socket.socket, steps: Steps) -> Generator[Wants, None, PeerS
 
 
 def drive(waits: Generator[Wants, None, T], peer: str, *, deadline: float) -> T:
-    """What ``waits`` returns, which yields what to poll for, by ``deadline`` (of ``time.monotonic``).
+    """Run ``waits``, which yields the descriptors to poll, until ``deadline`` (of ``time.monotonic``). Returns its
+    result.
 
     Raises HandshakeError, and ChannelTimeout when the peer is too slow; both texts begin with ``peer``.
     """

@@ -1,4 +1,4 @@
-"""What settings of one engine are run on: the engine, who looks on, and who ends its workers."""
+"""The engine on which settings run, its observer, and the thread that ends workers."""
 
 from __future__ import annotations
 

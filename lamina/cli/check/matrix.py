@@ -276,7 +276,7 @@ def _swapped(**options: Any) -> Setting:
 
 
 def kept(dtype: str) -> list[Setting]:
-    """All that is done with KV that outlives its rows, stored as ``dtype``, and what it is compared with first."""
+    """The settings in which KV outlives its rows, stored as ``dtype``; first the one with which they are compared."""
     if dtype == BASE_STORE:
         return [FIXED, *_cached(), *_restored(), _swapped()]
     like = Setting("kv cache dtype", Exactness.BOUNDED, None, {**FIXED.options, "kv_cache_dtype": dtype})

@@ -1,4 +1,4 @@
-"""The server that is drilled: its processes, its log, and who of them is hit."""
+"""The server that is drilled: its processes, its log, and the choice of a process to hit."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ EARLY = 8  # tokens behind which a hit comes
 
 
 class Scene(NamedTuple):
-    """One thing that was done, and what came of it. ``right``: whether all was as it should be. ``pause_s``: the
-    longest silence of the stream, with that before its first token; None = of no stream.
+    """One event, and its outcome. ``right``: whether the outcome was right in all parts. ``pause_s``: the longest
+    silence of the stream, with that before its first token; None = of no stream.
     """
 
     name: str

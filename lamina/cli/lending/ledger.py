@@ -1,4 +1,4 @@
-"""``lamina-launch ledger serve|show|drill``: who lends whom how much memory, and whether all goes on when one dies."""
+"""``lamina-launch ledger serve|show|drill``: the loans between deployments, and a drill of deaths among them."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 It computes a prompt chunk by chunk, with all its K and V in a store of its own; it draws the first token; and it sends
 the K and V of each layer on as soon as they exist. The memory workers take them when decoding leaves them idle
-(memory.grants), so a prompt costs decoding next to nothing. What another one has computed of it comes from there
-(prefill.beginnings).
+(memory.grants), so a prompt costs decoding next to nothing. It may fetch K and V of a beginning from another prefill
+worker (prefill.beginnings).
 """
 
 from __future__ import annotations

@@ -50,7 +50,9 @@ def prompts_reception(worker: str, workers: int) -> Reception:
 
 
 def prompts_inboxes(block_bytes: int) -> tuple[Geometry, Geometry]:
-    """Of who is asked, and of who asks, where a block of a layer has so many bytes at most."""
+    """The inbox of the worker that is asked, and of the one that asks; a layer's block has at most ``block_bytes``
+    bytes.
+    """
     return Geometry(slots=SLOTS, slot_bytes=ASK_BYTES), Geometry(slots=SLOTS, slot_bytes=max(PART_BYTES, block_bytes))
 
 

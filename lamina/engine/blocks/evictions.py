@@ -1,8 +1,8 @@
 """When a sequence loses blocks: behind its prompt, and again now and then. Pure policy: no torch, no I/O, no clock.
 
-The last rows before that are scored by all memory workers. A sequence whose last such row is under way has no rows
-until their reports are there and its blocks are dropped, so the plans of one sequence do not depend on who is fast. One
-that begins anew, as it was preempted or a worker was lost, is not scored once more where it was: it loses what it lost.
+The last rows before that are scored by all memory workers. Behind its last such row a sequence has no rows until all
+reports are there and its blocks are dropped, so its plans do not depend on the workers' speed. A sequence that begins
+anew, behind a preemption or a loss, is not scored again up to where it was: it loses the same blocks.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def deal(running: Iterable[Sequence], num_batches: int) -> list[Batch]:
 
 
 def line_up(waiting: deque[Sequence], sequence: Sequence) -> None:
-    """Have a new sequence wait, behind those with its priority."""
+    """Have a new sequence wait, behind the sequences of its priority."""
     at = len(waiting)
     while at and waiting[at - 1].priority > sequence.priority:
         at -= 1
@@ -109,7 +109,7 @@ def line_up(waiting: deque[Sequence], sequence: Sequence) -> None:
 
 
 def come_back(waiting: deque[Sequence], sequence: Sequence) -> None:
-    """Have one that ran wait again, before those with its priority."""
+    """Have a preempted sequence wait again, before the sequences of its priority."""
     before = takewhile(lambda s: s.priority < sequence.priority, waiting)
     waiting.insert(sum(1 for _ in before), sequence)
 

@@ -68,7 +68,7 @@ class _Known(NamedTuple):
 
 
 class Prefixes:
-    """Sequences by their pages. Ops are for the next round: forks for its first plan, before whatever else it does."""
+    """Sequences by their pages. Ops are for the next round; forks go first in its first plan."""
 
     def __init__(
         self,
@@ -223,9 +223,7 @@ class Prefixes:
         return None if blocks is None else Hit(session.leaf, length, session.place, blocks)
 
     def set_apart(self, number: int, first: int, count: int) -> None:
-        """A retained sequence loses tokens, and those behind them come to be at other positions: no prompt is to find
-        it any more.
-        """
+        """Have no prompt find a retained sequence any more: it loses tokens, and later ones move to other positions."""
         sequence = self._known[number].sequence
         self._forget(number)
         del sequence.tokens[first : first + count]

@@ -128,7 +128,7 @@ class Room:
         return [sum(n) for n in zip(left, *own, strict=True)]
 
     def lacking(self, other: Ledger, running: Iterable[Sequence]) -> int:
-        """Of those that are ``running``, so many would have no room in other blocks."""
+        """How many of the ``running`` sequences would have no room in the blocks of ``other``."""
         keep = [Keep(s.id, s.num_promised, s.place) for s in running]
         return len(keep) - len(Room(other, self._max_rows, self._homes).deal(keep))
 

@@ -91,8 +91,8 @@ class StripeMoves:
         return lambda keep: 0 if keep.sequence in unsure else kept(keep)
 
     def tend(self, batches: Several[Batch], step: int, number: Callable[[], int], *, crowded: bool) -> None:
-        """Add to the next plans, those of ``step``, what is due. ``number``: gives a new sequence's; ``crowded``:
-        others wait for room.
+        """Add the ops that are due to the plans of ``step``, the next ones. ``number``: gives the number of a new
+        sequence; ``crowded``: whether sequences wait for room.
         """
         self._unsure = {s: at for s, at in self._unsure.items() if any(self._ledger.blocks_of([s]))}
         idle = not self.leaving and (crowded or self._room.loans is None)

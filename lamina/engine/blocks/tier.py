@@ -1,9 +1,9 @@
-"""KV beside the memory workers' pools, by pages: which pages there are, and which are on their way. Pure policy: no
+"""KV beside the memory workers' pools, by pages: the pages that exist, and the pages on their way. Pure policy: no
 torch, no I/O, no clock.
 
-A sequence is saved as its pages fill, and what is left of it once it is retained: those of its pages that no medium has
-yet, the last one as far as it goes. A prompt that begins with pages that are there is loaded, where the pool has less
-of it by a page. Memory workers report the end of each transfer; a page counts once all of them have.
+A sequence is saved as its pages fill. Once it is retained, the rest is saved: pages that no medium has yet, the last
+one in part. A prompt that begins with existing pages is loaded, if that brings at least a page more than the pool has.
+Memory workers report the end of each transfer; a page exists once all of them have.
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ class ConductorRules:
 
 
 class KnownPrompt(NamedTuple):
-    """``keys`` of its pages from the first on, of ``page`` tokens each: an engine names whole ones alone, a trace also
-    what is left behind them. The last token is in no match: it draws. ``everywhere``: first tokens that no worker need
-    compute. ``priority``: it waits for nobody with a higher number but the one that is being computed.
+    """``keys`` of its pages from the first on, of ``page`` tokens each: an engine names whole pages alone, a trace also
+    the rest behind them. A match never has the last token, which draws. ``everywhere``: first tokens that no worker
+    need compute. ``priority``: of prompts with a higher number, only one under way makes it wait.
     """
 
     tokens: int

@@ -1,5 +1,5 @@
-"""Which prefill worker has which pages of K and V. The driver decides what stays, so the directory is never behind a
-store that lives. Pure policy: no torch, no I/O, no clock.
+"""Which prefill worker has which pages of K and V. The driver decides which pages stay, so the directory is never
+behind a living store. Pure policy: no torch, no I/O, no clock.
 
 A page is *held* from when its prompt is given to a worker: its room is taken, and whatever the worker computes later
 finds it. It is *ready* once it is computed or has come, and can be sent to others from then on.

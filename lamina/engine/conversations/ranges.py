@@ -1,4 +1,4 @@
-"""Ranges of a conversation's tokens, such as those that it has lost. Pure policy."""
+"""Ranges of a conversation's tokens, such as its discarded tokens. Pure policy."""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ from lamina.protocol.control import Drawn
 
 
 class EarlyDraws:
-    """By sequence. Where a load fails, rows have seen what was never there, and what they have drawn is dropped."""
+    """Tokens that rows have drawn before their KV was wholly loaded, by sequence. Where the load fails, these rows
+    attended KV that was never there, and their tokens are dropped.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[Sequence, list[Drawn]] = {}

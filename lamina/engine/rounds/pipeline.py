@@ -48,7 +48,7 @@ def num_replicas(n: int) -> int:
 def replica_of(batch: int, turn: int, n: int, replicas: int = 0) -> int:
     """The replica, from 1, of turn ``turn`` of ``batch``; ``turn`` runs on over tokens.
 
-    ``replicas``: those that there are, where they are more than the n batches need; all of them take turns.
+    ``replicas``: their number, where it is larger than n batches need; all of them take turns.
     """
     return (batch + turn) % (replicas or num_replicas(n)) + 1
 
@@ -75,8 +75,8 @@ def rotation(
     """Plan ``tokens`` tokens of n batches.
 
     ``slice_s[k]``, ``attention_s[k]``: time of slice k, of its attention. The first slice of a token includes the last
-    one of the token before and sampling. ``network_s``: what a turn waits for the network, both ways together, beyond
-    what is hidden; half of it before its attention. ``replicas``: see ``replica_of``. Raises ValueError
+    one of the token before and sampling. ``network_s``: the time that a turn waits for the network, both ways together,
+    without the hidden part; half of it comes before its attention. ``replicas``: see ``replica_of``. Raises ValueError
     for what cannot be planned.
     """
     _check(n, slice_s, attention_s, tokens, network_s)

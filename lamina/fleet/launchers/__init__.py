@@ -72,8 +72,8 @@ class Launcher(Protocol):
         ...
 
     def start_spare(self, role: str, number: int, threads: int = 0, wait_s: float = 0.0) -> WorkerHandle | None:
-        """A worker that has no place yet, of those of its role the one with that number. None: it comes up meanwhile,
-        longer than ``wait_s``; ask again. Raises as ``start``.
+        """A worker without a place yet, with that ``number`` among the spares of its role. None: it takes longer than
+        ``wait_s`` to come up; ask again. Raises as ``start``.
         """
         ...
 

@@ -36,7 +36,7 @@ def planned_places(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str,
 def commands(
     config: EngineConfig, planned: Mapping[str, list[HostPlace]], wanted: Mapping[str, int], driver: str, name: str
 ) -> dict[Who, Command]:
-    """For each worker, of those that run on one host beside each other. ``driver``, ``name``: its place and name."""
+    """The command of each worker; commands for one host follow each other. ``driver``, ``name``: its place and name."""
     launching = config.launching
     python = read_cluster(launching.hosts).python if launching.hosts else ""
     program = [python, "-m", "lamina.cli.launch"] if python else ["lamina-launch"]

@@ -81,7 +81,9 @@ class Borrower:
         return self._links.debt_cycles
 
     def hope(self) -> str | None:
-        """What waits has no room, and nothing else goes on: "" while it may get some, else why it gets none."""
+        """Asked where waiting requests have no room and nothing else runs: "" while memory may still come, else the
+        reason why none will.
+        """
         if self._engine is None or not self._engine.scheduler.waiting:
             return None
         now = time.monotonic()

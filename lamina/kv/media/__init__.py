@@ -141,8 +141,8 @@ class Medium(Protocol):
         ...
 
     def divide(self, workers: int) -> list[bytes]:
-        """From now on so many workers have the size, each the same part of it. What is there stays, as far as this one
-        has room for it. Returns as ``reserve``. Raises MediumError.
+        """From now on ``workers`` workers share the size in equal parts. Pages stay as far as this worker's part has
+        room for them. Returns as ``reserve``. Raises MediumError.
         """
         ...
 

@@ -75,7 +75,7 @@ class StoreFolder:
         return kept
 
     def replace(self, name: str, data: bytes) -> None:
-        """A small file that may be there: it has the old contents or the new ones, whatever happens. Raises OSError."""
+        """Write a small file, which may exist: behind a crash it has the old contents or the new. Raises OSError."""
         os.rename(self._draft(data), name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         self.sync()
 

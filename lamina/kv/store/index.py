@@ -164,7 +164,7 @@ class PageIndex:
             )
 
     def prolonged(self, now_s: int) -> set[bytes]:
-        """Keys of pages of any identity, of those that may give way behind others only."""
+        """Keys of prolonged pages, of any identity: these give way behind all others."""
         query = "SELECT key FROM pages JOIN prolonged_pages ON page = id WHERE until > ?"
         return {key for (key,) in self._rows(query, now_s)}  # type: ignore[misc]
 

@@ -97,8 +97,8 @@ class HeldBlocks:
         return self._extent(self._sequences, sequence).starts[group], self._tables[group][sequence]
 
     def block_ids(self, group: int, sequence: int, low: int, high: int) -> array[int]:
-        """The ids of blocks ``low .. high`` of the sequence, counted from its token 0, but for those that it has lost;
-        all others are kept.
+        """The ids of blocks ``low .. high`` of the sequence, counted from its token 0, without its lost blocks. All
+        other blocks in that range are kept.
         """
         extent = self._extent(self._sequences, sequence)
         at, stop = (self._extents.index(group, extent, n) for n in (low, high))
@@ -128,7 +128,7 @@ class HeldBlocks:
         return sum(sum(self._extents.held(self._extents.left(each))) for each in keep)
 
     def ids_of(self, keep: Iterable[Keep]) -> array[int]:
-        """The blocks of what is kept, and of no more: of each sequence those of all groups, one behind the other."""
+        """The blocks of the KV of ``keep``, and no others: sequence by sequence, group by group."""
         return array("q", (block for each in keep for tables in self._tables for block in tables[each.sequence]))
 
     def hold(self, keep: Sequence[Keep], ids: Sequence[int]) -> None:

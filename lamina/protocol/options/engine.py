@@ -1,8 +1,8 @@
 """The options of an engine, each declared once: name, type, default, range and help text.
 
-These structs are what the engine reads and what workers are told: a start message embeds those that its worker needs.
-A struct checks its own fields, wherever it is made and when it is decoded; which options go together is in ``resolve``.
-Flags of ``lamina-launch`` and keywords of ``LLM`` have the names of the fields.
+The engine reads these structs, and a start message embeds the structs that its worker needs. A struct checks its own
+fields, where it is made and where it is decoded; ``resolve`` checks which options go together. Flags of
+``lamina-launch`` and keywords of ``LLM`` have the names of the fields.
 """
 
 from __future__ import annotations

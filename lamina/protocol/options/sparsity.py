@@ -14,7 +14,9 @@ SCORE_TOKENS = 128  # behind the prompt: so many tokens come before blocks are s
 
 
 class ErrorBudget(NamedTuple):
-    """How far answers may be from those of the model with all KV, in means over tokens, and what measures that."""
+    """How far answers may be from answers with all KV, in means over tokens, and the share of completions that measure
+    it.
+    """
 
     top1: float = 0.1  # share of tokens whose most likely one may be another
     kl: float = 0.1  # nats from the distribution with all KV

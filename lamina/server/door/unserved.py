@@ -68,7 +68,7 @@ _BY_PATH = {path: (what, instead) for what, paths, instead in _UNSERVED for path
 
 
 class Unserved:
-    """Answers requests for what is not here, whatever they send: before anybody reads it."""
+    """Answers requests for services that are not here, before their bodies are read."""
 
     def __init__(self, app: ASGIApp, served: Collection[str]) -> None:
         """``served``: the paths of all routes."""
@@ -83,7 +83,7 @@ class Unserved:
 
 
 def unserved(path: str, served: Collection[str]) -> str:
-    """What is at ``path`` elsewhere, and what to use here; empty: nothing is known."""
+    """The service that other servers have at ``path``, and its replacement here; empty: no such service is known."""
     steps = path.rstrip("/").split("/")
     for end in range(len(steps), 1, -1):
         above = "/".join(steps[:end])

@@ -1,4 +1,4 @@
-"""The directory of a journal: whose it is, that nobody else reads it, and that one server at a time has it."""
+"""The directory of a journal: its model, its permissions, and a lock by which one server at a time has it."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 async def finish_all(service: Service, journal: Journal, left: Sequence[Entry]) -> None:
-    """To the end of the last of ``left``. What the engine does not finish stays for the next server.
+    """Have the engine finish all requests of ``left``. A request that it does not finish stays for the next server.
 
-    One of them may be what ended the server before. So all are begun together once; those that are left again are
-    begun one after another, until it is known which.
+    One of these requests may have ended the server before. So all are begun together once; the next time, the ones that
+    are left are begun one by one, until that request is known.
     """
     if left:
         log.info("--journal: %d requests of an earlier server are being finished", len(left))

@@ -59,8 +59,8 @@ class EngineRestarts:
         return self._free
 
     def plan(self, config: EngineConfig) -> asyncio.Future[float]:
-        """The next engine is to have ``config``; the caller ends the one that there is. Returns the seconds without an
-        engine; PlanFailedError where none can start so, and another one has what there was before.
+        """Start the next engine with ``config``; the caller ends the present one. Returns the seconds without an
+        engine. Raises PlanFailedError where no engine can start so; then one with the former configuration runs.
         """
         self._before, self._start = self._start, structs.replace(self._start, config=config, without=[])
         self._planned, self._planned_at = asyncio.get_running_loop().create_future(), time.monotonic()

@@ -1,1 +1,1 @@
-"""A body that has been read: its fields, what they mean, and refusals that name them."""
+"""A body that has been read: the meaning of its fields, and refusals that name them."""

@@ -1,4 +1,4 @@
-"""What must hold among instances that lend, whatever is lost, late or dead; by bookkeeping of its own."""
+"""Rules that must hold among lending instances behind any loss, delay or death; checked by bookkeeping of its own."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ class LendingOracle:
         assert has >= blocks, f"{debtor.name} thinks that it has {blocks} blocks of {creditor.name}, who lends it {has}"
 
     def answered(self, one: SimInstance, ask: LoanAsk, fits: bool, answer: object) -> bool:
-        """First come, first served: whoever comes has what fits, at once, and nothing that does not. An ask that comes
-        twice has one answer. Whether it is a new one.
+        """First come, first served: an ask that fits is granted at once, another one is not. An ask that comes twice
+        has one answer. Returns whether the answer is a new one.
         """
         last, told = self._answers.get((one.name, ask.debtor), (-1, None))
         if ask.number <= last:

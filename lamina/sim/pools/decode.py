@@ -1,5 +1,5 @@
-"""An instance that decodes on a virtual clock that others use as well: an engine of its own, whose rounds take the time
-of a law. What it does to whom is the engine's scheduler alone.
+"""An instance that decodes on a shared virtual clock: an engine of its own, whose rounds take the time of a law. Its
+requests are scheduled by the engine's own scheduler.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ class Baton:
         self.wait(lambda: False, seconds)
 
     def end(self) -> None:
-        """End all threads but the driver's: those that do not by themselves as if they were killed. Raises what one
-        has raised, and AssertionError where there were such threads.
+        """End all threads but the driver's: a thread that does not end by itself ends as if it were killed. Raises a
+        thread's error, and AssertionError where threads had to be ended.
         """
         self.wait(lambda: len(self._strands) == 1, END_S)
         left = [strand.name for strand in self._strands[1:]]
