@@ -21,7 +21,7 @@ MAX_ROWS = 65536
 
 aten = torch.ops.aten
 
-# Operators that return their first argument unchanged, if its dtype, shape and device are already what they ask for.
+# Operators that return their first argument unchanged, if it already has the wanted dtype, shape and device.
 _IDENTITIES = {
     aten.alias.default,
     aten.detach.default,

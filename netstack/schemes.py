@@ -27,8 +27,8 @@ SCHEMES: dict[str, str] = {
 }
 RENAMED = {"mlx5-proxy": "nic-model-proxy"}  # the names that transports had before
 FOR_TESTS = ("nic-model", "nic-model-proxy")  # no server of a model needs them
-THREADS = ("loopback",)  # whose peers are threads of one process
-NEAR = {"shm": "auto"}  # within one host only -> what is the same there, and goes on beyond it
+THREADS = ("loopback",)  # peers are threads of one process
+NEAR = {"shm": "auto"}  # for one host only -> the same there, and more beyond it
 HERE = "shm"  # between processes of this machine, where nobody has chosen
 WITHIN = {"": "loopback", "auto": "loopback"}  # no choice, or the nearest -> what is nearest within one process
 BY_RDMA = ("verbs", "mlx5", "auto")  # those that take a named RDMA device

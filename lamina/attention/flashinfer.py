@@ -28,7 +28,7 @@ from lamina.kv.stored import StoredRows
 
 HEAD_DIMS = (64, 128, 256)
 WORKSPACE_BYTES = 128 << 20
-NEEDED = "disable_split_kv"  # of its plan: without it a chunk's bits would depend on the other ones
+NEEDED = "disable_split_kv"  # argument of its plan, without which a chunk's bits would depend on other chunks
 
 
 def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> FlashInfer:

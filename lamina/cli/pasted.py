@@ -15,7 +15,7 @@ _SAME = {
     "-tp": "--tensor-parallel-size",
 }
 _VALUES = {("--dtype", "half"): "float16", ("--dtype", "float"): "float32"}
-_LISTS = frozenset({"--served-model-name"})  # whose values stand one behind the other there, and by comma here
+_LISTS = frozenset({"--served-model-name"})  # separate values there, one value with commas here
 # They mean nothing here, and are taken with a line that says so.
 _NOTHING = {
     "--enable-server-load-tracking": "GET /load always counts",

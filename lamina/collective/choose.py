@@ -18,7 +18,7 @@ from .mesh import Mesh
 
 log = logging.getLogger(__name__)
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a host
-NETWORK = Path("/proc/self/ns/net")  # of those that have their interfaces in common
+NETWORK = Path("/proc/self/ns/net")  # processes in one namespace have their interfaces in common
 DIGEST = 16  # bytes
 _NO_GPU = bytes(DIGEST)
 

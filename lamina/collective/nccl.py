@@ -74,7 +74,7 @@ class Nccl(OfGroup):
         self._guard.check()  # behind the line above: the guard says why before it takes the group away
         try:
             if (work := start(group)) is not None:
-                work.wait()  # what the stream does next
+                work.wait()  # later work of the stream waits, not the host
         except RuntimeError as error:
             with self._guard.mesh() as mesh:
                 raise failed(mesh, error) from error

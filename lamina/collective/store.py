@@ -31,7 +31,7 @@ class MeshStore(Store):
         super().__init__()
         self._mesh, self._deadline = mesh, time.monotonic() + timeout_s
         self._known: dict[str, bytes] = {}
-        self._open = set(range(mesh.size)) - {mesh.rank}  # who may still tell something
+        self._open = set(range(mesh.size)) - {mesh.rank}  # ranks that may still send
         self._closed = False
 
     def set(self, key: str, value: str | bytes) -> None:

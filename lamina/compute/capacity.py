@@ -27,7 +27,7 @@ LEAST_BLOCKS = 2
 KV_SLOTS = 8  # layers that a prefill worker may be ahead of a memory worker
 STORED_SLOTS = 4  # steps of which a prefill worker has not taken notice yet, and one more
 MOST_PROMPTS = 8  # of the longest, that the store of a prefill worker is for
-SHARE_OF_PROMPTS = 1 / 8  # of what a host has free, that all these stores take at most, but for one prompt each
+SHARE_OF_PROMPTS = 1 / 8  # of a host's free memory, for all these stores at most; each has room for one prompt
 PAGE = 4096
 
 

@@ -87,7 +87,7 @@ class Together:
         """``num_batches`` take turns: of a single one, turns come in one order by themselves."""
         self._collective = collective
         self._ordered = num_batches > 1
-        self._due: Turn | None = None  # what rank 0 is at
+        self._due: Turn | None = None  # the turn that rank 0 has named
         self.leads = collective.rank == 0
         self._sampler = Sampler()
 

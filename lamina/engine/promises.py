@@ -63,7 +63,9 @@ class Promises:
         """``num_workers``: of prefill workers, or groups that are ``staged``; 0 = the compute workers do it."""
         self.pooled: Callable[[Sequence], int] = lambda sequence: 0  # its first tokens that need not be computed
         self.keys: PromptKeys | None = None  # of what prefill workers keep of prompts; None: nothing
-        self.shared: Callable[[Sequence], int] = lambda sequence: 0  # those that completions of a request compute once
+        self.shared: Callable[[Sequence], int] = lambda sequence: (
+            0
+        )  # tokens that the completions of a request compute once
         self.limited = False
         self.reasons: Reasons | None = None  # of all choices; None: nobody wants to know
         directory = Directory(max(1, num_workers), NO_BOUND)
@@ -195,7 +197,7 @@ class Promises:
 
     def decodes(self, sequence: Sequence) -> None:
         """A sequence decodes whose prompt is for no prefill worker."""
-        self._end_sharing(sequence)  # who goes on behind it still does
+        self._end_sharing(sequence)  # sequences that go on behind it still share
         self.drop(sequence)
         self._join(sequence)
 

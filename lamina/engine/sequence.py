@@ -47,7 +47,7 @@ class Sequence:
     num_loading: int = 0  # tokens whose KV is being loaded; until then it has no rows, or only the first ones
     num_drawing: int = 0  # tokens being drawn by steps in flight
     num_spoiled: int = 0  # tokens that steps in flight draw from KV that was not there: they count for nothing
-    prefill_worker: int | None = None  # that computes its prompt; it has no rows of its own before that is done
+    prefill_worker: int | None = None  # the one that computes its prompt; until then the sequence has no rows
     outlived: bool = False  # it has outlived a reset of the prefix cache: its KV serves no other prompt
     num_prefilling: int = 0  # chunks there whose K and V are not stored yet
     num_preemptions: int = 0  # how often its KV was freed for others
@@ -187,7 +187,7 @@ class Shadow(Sequence):
         super().__init__(-1, params, 0, of.prompt, output, of.max_len, of.stop_tokens, of.salt)
         self.of, self.tokens, self.outlived, self.priority = of, of.tokens, True, of.priority
         self._attempt = of.num_preemptions
-        self.witness = Witness(of.max_len - len(of.prompt))  # of what the other one's tokens show
+        self.witness = Witness(of.max_len - len(of.prompt))  # compares with the other one's tokens
 
     @property
     def lost(self) -> bool:

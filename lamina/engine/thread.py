@@ -100,7 +100,7 @@ class EngineThread:
                     self._obey(order)
                 elif self._streams.has_work:
                     self._wake(self._streams.step())
-        except Exception as error:  # whatever it is, nobody must wait for ever
+        except Exception as error:  # any error: else readers wait for ever
             if not self._stopping:
                 known = isinstance(error, WorkerError)
                 self.error = WorkerError(str(error) if known else f"the engine: {type(error).__name__}: {error}")

@@ -261,7 +261,7 @@ class Pools:
         while (done := self._arrivals.take()) is None:
             done = self._receive()
             if isinstance(done, Report):
-                self._reports -= not isinstance(done, GateOpened)  # whose transfer goes on
+                self._reports -= not isinstance(done, GateOpened)  # its transfer goes on
                 self._moved_at = self._clock()
                 return done
             if done.batch >= self._batches:  # of a prefill worker, whose only link keeps the order

@@ -22,7 +22,7 @@ class Recoveries:
         self.most = most
         self._clock = clock
         self._begun: deque[float] = deque()  # when
-        self._first: frozenset[Hashable] = frozenset()  # who there was as the one under way began
+        self._first: frozenset[Hashable] = frozenset()  # the members as the present recovery began
         self._counted: set[Hashable] = set()  # newcomers that were lost in it
 
     @property

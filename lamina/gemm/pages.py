@@ -123,7 +123,7 @@ class SharedPages:
         """Room for ``size`` bytes in the file, unless it is filled."""
         if size and not self.filled:
             self._window = _Window(-(-size // HUGE) * HUGE)
-            os.ftruncate(self._fd, 0)  # of somebody who died
+            os.ftruncate(self._fd, 0)  # a worker died as it filled the file
             os.ftruncate(self._fd, self._window.size)
             self._window.show(self._fd, mmap.PROT_READ | mmap.PROT_WRITE)
 

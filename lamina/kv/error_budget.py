@@ -34,7 +34,7 @@ class Witness:
 
     most: int  # tokens that it will have shown, at most
     tokens: int = 0
-    different: float = 0.0  # tokens whose most likely one was another
+    different: float = 0.0  # positions with another most likely token
     kl: float = 0.0  # nats, clipped
 
     def end(self, *, whole: bool) -> None:

@@ -34,7 +34,7 @@ def rotated(k: Tensor, rotary: Rotary, delta: int) -> Tensor:
     return out
 
 
-@torch.inference_mode()  # on whatever thread
+@torch.inference_mode()  # called on any thread
 def rotate_blocks(kv: LayerStore, blocks: list[int], rotary: Rotary, delta: int) -> None:
     """Store K of whole ``blocks`` anew, ``delta`` positions further on. V knows no position."""
     if not blocks or not rotary.frequencies:

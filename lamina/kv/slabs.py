@@ -20,7 +20,7 @@ from torch import Tensor
 HUGE_PAGE = 2 << 20
 MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since 5.14
 AT_ONCE = 64 << 20  # bytes, before a look whether it is still wanted
-_libc = ctypes.CDLL(None)  # whose calls leave other Python threads running
+_libc = ctypes.CDLL(None)  # its calls leave other Python threads running
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 

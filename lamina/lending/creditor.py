@@ -55,7 +55,7 @@ class Creditor:
         self.name, self.terms, self.size = name, terms, blocks
         self.leases: dict[int, Lease] = {}
         self.refusals = 0
-        self.in_use: set[int] = set()  # leases whose blocks a guest has: they end with that, and not by their time
+        self.in_use: set[int] = set()  # leases whose blocks a guest has: they end with the guest, and not by time
         self._free = list(range(blocks - 1, -1, -1))
         self._busy = busy
         self._next = 0

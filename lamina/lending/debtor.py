@@ -33,7 +33,7 @@ from .messages import (
     Thaw,
 )
 
-LEDGER = ""  # to whom messages for the ledger go; others go to an instance by its name
+LEDGER = ""  # the ledger's name as an address; instances have names of their own
 SAFE = 0.9  # of a lease, by the debtor's clock, which may be slower than the creditor's
 RENEWALS = 3  # within a lease
 MOST_OPEN = 64  # renewals without an answer that are remembered

@@ -51,7 +51,7 @@ class Grants:
         self._last_steps: list[int] = []  # by group, the last one that was granted
         self._looked = 0.0
         self._found = False  # by the last look
-        self._next = 0  # whose turn it is to be looked at first
+        self._next = 0  # the prefill worker that is looked at first
 
     def serve(self, store: Store) -> None:
         """Grants are of this store, and of the prefill workers that its bind names."""

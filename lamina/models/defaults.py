@@ -12,7 +12,7 @@ from .errors import ModelError
 
 FILE = "generation_config.json"
 AUTO, NONE = "auto", "none"
-# Its names -> those of SamplingParams. vLLM takes the same ones; like vLLM, nothing here looks at do_sample.
+# Names in generation_config.json -> fields of SamplingParams, as in vLLM, where do_sample does not count either.
 _NAMES = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",

@@ -22,7 +22,7 @@ from lamina.protocol.plan import LayerShape, Rotary
 from .errors import UnsupportedModelError
 
 TOKENS = (1, 7)  # any will do
-SLACK = 16.0  # times what rounding explains
+SLACK = 16.0  # times the error of rounding
 ANGLE_ERROR = 2.0**-22  # of a position, in radians: models take angles in fp32
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 ENGINE = "engine"  # the driver's device name; workers are "compute-0", "memory-1"
-NOTES = 1 << 14  # that a process keeps, the newest ones
+NOTES = 1 << 14  # a process keeps so many, the newest ones
 CAPACITY = 1 << 18  # records of a process: 12 MiB, of which only the pages in use are ever touched
 FLIP = 255  # no Event, as it is never recorded: a drill wants a memory worker to damage its KV
 _NATIVE = struct.Struct("=qqqqqq")

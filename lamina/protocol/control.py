@@ -181,7 +181,7 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
     view: int
     text: str
     lacks: bool = False  # no worker is lost, but one lacks KV that the driver counts on
-    peer: str = ""  # the name of who was at the other end, where the worker has connected to it
+    peer: str = ""  # the name of the peer, if this worker has connected to it
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):

@@ -60,7 +60,7 @@ class Recut(msgspec.Struct, frozen=True, kw_only=True, tag="recut"):
     before: Partition
     after: Partition
     keep: list[Keep]
-    peers: list[Address]  # all who give or take
+    peers: list[Address]  # all workers that give or take
     me: int  # among them
     sources: list[int]  # worker of ``before`` -> who it is among the peers
     targets: list[int]  # the same of ``after``

@@ -191,7 +191,7 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
                 door.accepting.add_done_callback(_tell_failure)
                 self.servers.append(door)
         self.started = True
-        self._on_ready()  # said once it listens: who reads the address may connect
+        self._on_ready()  # once it listens, so that a reader of the address can connect
 
     async def run(self, sock: socket.socket) -> None:
         """Serve on ``sock`` until ended."""

@@ -158,4 +158,4 @@ def _said(body: ChatRequest | CompletionRequest) -> Said:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
     known = isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt))
-    return said_of(prompt) if known else NOTHING_SAID  # whoever takes the prompt refuses it
+    return said_of(prompt) if known else NOTHING_SAID  # the engine refuses the prompt

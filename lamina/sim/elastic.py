@@ -13,7 +13,7 @@ from lamina.protocol.plan import Keep
 from .scenario import PlannedChange
 from .workers import PoolShape, SimMemory
 
-START_S = 0.1  # at most, of those that come
+START_S = 0.1  # at most, of workers that come
 
 
 class SimElastic:

@@ -114,7 +114,7 @@ class LosslessWire:
     def wait(self) -> StepDone | ViewChanged:
         if not self._done:
             due = self.due
-            while self.clock.advance(due):  # whatever else happens by then
+            while self.clock.advance(due):  # until nothing else happens by then
                 pass
             if self._chunks and self._chunks[0][0] <= due:
                 self._done.extend(heappop(self._chunks)[2])

@@ -152,7 +152,7 @@ class SimWire:
 
     def close(self) -> None: ...
 
-    # What happens:
+    # Events:
     def _next_event(self) -> float:
         return min(self._faults[0].at_s if self._faults else float("inf"), self.elastic.due_at)
 

@@ -18,7 +18,7 @@ from .drawing import assembled, drawn
 from .output import SplitOutput
 from .refused import check_arguments, check_prepared, setting
 
-# What is the model's own and changes nothing of it.
+# Attributes of the model that change nothing in it.
 _READ = frozenset({
     "base_model_prefix", "buffers", "can_generate", "compute_transition_scores", "dtype", "get_input_embeddings",
     "get_memory_footprint", "get_output_embeddings", "hf_device_map", "input_modalities", "main_input_name",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _OWN = "or use the model's own generate: split.model.generate(...)"
-# Arguments that are refused whatever they are, but for None and False.
+# Arguments that are refused with every value but None and False.
 _ARGUMENTS = {
     "past_key_values": f"the KV cache lies on the memory workers: pass the whole text as input_ids, {_OWN}",
     "inputs_embeds": f"prompts are token ids here: pass input_ids, {_OWN}",

@@ -20,7 +20,7 @@ from .job import TIMEOUT_S, Job, receive, send
 from .patterns import server_of
 
 START_S = 30.0
-LIFE_LINE = "LAMINA_BENCH_LIFE_LINE"  # a descriptor whose end tells a server that its client is gone
+LIFE_LINE = "LAMINA_BENCH_LIFE_LINE"  # a descriptor; when it ends, the client is gone
 
 
 def serve(fabric: Fabric, listener: Listener, idle_s: float, cores: Sequence[int] = ()) -> None:

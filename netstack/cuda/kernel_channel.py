@@ -149,7 +149,7 @@ class KernelChannel(WatchedChannel):
         self._leave(CLOSED)
         with self._roles[SENDER], self._roles[RECEIVER], self._launching:
             if self._watched:
-                with suppress(CudaError):  # of whatever they were, kernels are over
+                with suppress(CudaError):  # kernels are over, also failed ones
                     self._driver.call("cuCtxSynchronize")
             self._closed = True
             self._free()

@@ -19,7 +19,7 @@ from .kept import KeptImage
 from .nccl import LIBNCCL, package_folders
 
 NVCC = "LAMINA_NVCC"  # another compiler to run instead of the installed one
-READS = "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"  # what nvcc itself takes from its environment
+READS = "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"  # environment variables that nvcc itself reads
 VERSION_S, COMPILE_S = 60.0, 600.0
 
 

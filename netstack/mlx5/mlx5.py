@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 BLOCKS_LEAST = 8
 WQE_BYTES = CQE_BYTES = 64
 RECORD_BYTES = REGISTER_BYTES = 8
-NO_COMPLETION = bytes(CQE_BYTES - 1) + b"\xf1"  # as the NIC finds what it may write
+NO_COMPLETION = bytes(CQE_BYTES - 1) + b"\xf1"  # the NIC may write over it
 
 
 class KernelWay(NativeWay):

@@ -119,7 +119,7 @@ class NicModelChannel(WatchedChannel):
     def _end_waits(self) -> None:
         if self._endpoint is not None:
             if self._proxied:
-                self._endpoint.ring(0.0)  # what was put
+                self._endpoint.ring(0.0)  # for the messages that were put
             self._endpoint.abort()
 
     def _live(self, operation: str) -> native.Endpoint:

@@ -18,7 +18,7 @@ from .quality import MEMBERS, PARTITION
 Gids = dict[int, tuple[str, str]]  # by index, the address and its kind
 CLASS = "sys/class/infiniband"
 NONE = f"none in /{CLASS}; load the NIC's driver (mlx5_ib), or rdma_rxe for Soft-RoCE"
-ROUTABLE = "RoCE v2"  # whose packets are UDP
+ROUTABLE = "RoCE v2"  # its packets are UDP
 KINDS = {0: "IB/RoCE v1", 1: "IB/RoCE v1", 2: ROUTABLE}  # the kernel's names, by ibv_gid_type
 MOST_NAMED = 8  # GIDs in one line; a ConnectX has room for 256
 

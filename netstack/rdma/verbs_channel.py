@@ -33,7 +33,7 @@ from .way import STALL_S, inbox_bytes, reaching, stride
 LOOK_S = 0.1  # who never waits looks for completions and at the life line this often
 BEAT_S = 0.5
 LINGER_S = 1.0  # close waits so long for the peer's NIC to have what was put
-WRITE_BYTES = 1 << 20  # the largest single write; a longer message is several, whose completions show that it moves
+WRITE_BYTES = 1 << 20  # the largest write; longer messages are several writes, so completions show that they move
 COPY_BYTES = 1 << 16  # a source up to this size is copied; waiting until the peer's NIC has it costs more
 REASON_BYTES = 256
 HEADER = struct.Struct("<QQQ8x32s")  # seqno, length, seqno of the newest message that its sender has released, tag
@@ -287,7 +287,7 @@ class VerbsChannel(BaseChannel):
 
     def _poll(self) -> None:
         """Take what has completed; give a peer up whose NIC was asked for a sign of life in vain."""
-        asked = monotonic()  # before it looks: a process that was stopped for long finds what came meanwhile
+        asked = monotonic()  # before it looks: a process that was stopped for long finds messages of that time
         with self._polling:
             try:
                 while completions := self._pair.poll():

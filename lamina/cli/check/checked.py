@@ -1,4 +1,4 @@
-"""The engine on which settings run, its observer, and the thread that ends workers."""
+"""The engine on which settings run, its recorded wire, and the tripwire by which workers die."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Setting:
 
     axis: str
     promised: Exactness
-    like: Setting | None = None  # the run whose bits it is compared with; it comes earlier
+    like: Setting | None = None  # the earlier run with whose bits it is compared
     options: dict[str, Any] = field(default_factory=dict)
     alone: bool = False  # one prompt after the other, instead of all at once
     restored: bool = False  # the pools have been emptied before, so that KV is loaded from beside them
@@ -89,7 +89,7 @@ _APART: dict[str, Any] = {"memory_workers": 2, "transport": HERE}
 _SPILL: dict[str, Any] = {"partition": LENDING, "memory_workers": 3}  # two have no room for all that runs at once
 BASE = Setting("base", Exactness.TOKEN_EQUAL)
 FIXED = Setting("deterministic", Exactness.TOKEN_EQUAL, BASE, {"deterministic": True})
-# Sums over ranks round otherwise than those of one.
+# Sums over several ranks are rounded in another way than sums of one.
 _TWO: dict[str, Any] = {"tensor_parallel_size": 2, "memory_workers": 2, "deterministic": True}
 RANKS = Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, _TWO)
 # Approximate, so nothing is promised of the answers; but blocks are chosen alike by all. The smallest budget there is.

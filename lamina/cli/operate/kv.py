@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tenant is not None and args.action != "purge":
         raise ValueError(f"--tenant goes with purge, not with {args.action}")
     path = Path(args.dir).expanduser()
-    if path.is_dir() and not (path / INDEX).exists():  # who may read it says nothing then
+    if path.is_dir() and not (path / INDEX).exists():  # its reader prints nothing then
         raise ValueError(f"DIR {args.dir}: no KV store is there: name the directory of --kv-store-dir")
     with closing(StoreFolder(args.dir, "DIR", make=False)) as folder:
         if args.action == "stat" or args.dry_run:

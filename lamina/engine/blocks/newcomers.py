@@ -27,7 +27,7 @@ from .room import Fit, Room, less
 from .swaps import Swaps
 from .tier import Tier
 
-MOST_KIN = 1 << 14  # of whom it is known where they began last
+MOST_KIN = 1 << 14  # kin whose last place is known
 ASIDE: list[Load | Hit | None] = [None, None]  # waits for a transfer
 
 

@@ -42,7 +42,7 @@ class Beginning:
     """Pages, of which the last leads here and alone may have fewer tokens, and the sequences that begin with them."""
 
     next: dict[Page, Beginning] = field(default_factory=dict)
-    order: list[Page] = field(default_factory=list)  # those of ``next``, sorted
+    order: list[Page] = field(default_factory=list)  # the pages of ``next``, sorted
     parts: int = 0  # of these, pages that are not whole
     through: dict[int, None] = field(default_factory=dict)  # in the order in which they came
     last: int | None = None  # a retained one that has no more pages

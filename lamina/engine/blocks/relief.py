@@ -40,7 +40,7 @@ class Relief:
 
         if self._give_up(batch, relieves):
             return None
-        newest = batch.running[::-1]  # and shadows before all others, whose answers depend on when they give way
+        newest = batch.running[::-1]  # shadows give way before all others: answers depend on who gives way
         newest.sort(key=lambda s: (not isinstance(s, Shadow), -s.priority))
         victim = next(filter(helps, newest), batch.running[-1])
         if victim.num_prefilling or victim.num_loading:

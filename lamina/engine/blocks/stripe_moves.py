@@ -27,7 +27,7 @@ from .prefixes import Prefixes
 from .room import Room, less
 
 MOST_STRIPES = 8  # of a copy
-MOST_LOOKED_AT = 8  # of what is retained
+MOST_LOOKED_AT = 8  # retained sequences
 
 
 class _MovingStripes(NamedTuple):

@@ -79,7 +79,9 @@ class Tier:
             for lane in range(ledger.num_lanes)
         ]
         self._num_workers = 1 + max(w for group in holders for w in group)
-        self.ahead = Ahead(0 if self.complete else self._room(facts.rooms))  # of whom they have been told nothing yet
+        self.ahead = Ahead(
+            0 if self.complete else self._room(facts.rooms)
+        )  # workers have been told of no waiting turn yet
         self._lanes: dict[bytes, set[int]] = {}  # page -> lanes whose workers can load it
         told = [set(keys) for keys in facts.pages]
         self._keys.era = facts.era

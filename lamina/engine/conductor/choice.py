@@ -26,7 +26,7 @@ class WorkerMatch(NamedTuple):
     worker: int
     queue_s: float  # until it has computed all that it was given
     prefix: int  # tokens whose K and V it will have then
-    sendable: int  # of these, the ones that the worker could send now
+    sendable: int  # how many of these the worker could send now
     waiting: int = 0  # prompts that were given to it
 
     @staticmethod

@@ -56,7 +56,7 @@ class SessionState:
     keys: list[bytes] = field(default_factory=list)
     left_behind: dict[bytes, None] = field(default_factory=dict)  # keys of pages that only earlier turns had
     discarded: Ranges = ()  # tokens of the conversation that its KV has no more
-    tokens: array[int] = field(default_factory=lambda: array("I"))  # those of its pages
+    tokens: array[int] = field(default_factory=lambda: array("I"))  # in its pages
     salt: bytes = b""  # of its last turn
 
     def began(self, waited_s: float) -> None:

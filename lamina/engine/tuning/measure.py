@@ -17,7 +17,7 @@ from .tuner import Tuner
 ROWS = (1, 4, 16)
 SHORT, LONG = 8, 512  # tokens of a prompt
 WARM, TRIAL = 2, 7  # rounds
-FEW = 4  # of the long ones
+FEW = 4  # long prompts
 SLACK = 6  # tokens that a sequence may have beyond these, since a round is queued ahead
 
 

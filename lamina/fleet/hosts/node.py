@@ -99,7 +99,7 @@ def _alone(folder: Path, limit_s: float) -> Iterator[None]:
 
 def _start(folder: Path, order: dict[str, Any]) -> int:
     """The process that keeps Ray here."""
-    # Ray lowers the priority of what it starts, by 15, unless told not to: workers are to run like those of one host.
+    # Ray lowers the priority of its processes by 15, unless told not to: workers are to run as on one host.
     own = {MODE: "token", TOKEN: order["token"], "RAY_USAGE_STATS_ENABLED": "0", NICENESS: "0"}
     environment = {**os.environ, **own}
     environment.pop(TOKEN_PATH, None)

@@ -29,7 +29,7 @@ from lamina.workers import process
 
 log = logging.getLogger(__name__)
 
-# What workers import, in an order that each of them could have: torch without transformers first.
+# Modules that workers import, in an order that suits each worker: torch without transformers first.
 MODULES = (
     "torch", "lamina.memory.main", "lamina.memory.worker", "lamina.memory.moves", "lamina.memory.rate",
     "lamina.netstack.host.shm", "lamina.compute.main", "lamina.compute.prefill.main", "lamina.attention.reference",

@@ -234,7 +234,7 @@ class LoanLinks:
     # Links:
     def _send(self, out: list[Outgoing]) -> None:
         for to, message in out:
-            with suppress(OSError, ValueError, LinkClosedError):  # who does not get it is asked again, or another one
+            with suppress(OSError, ValueError, LinkClosedError):  # a lost message is sent again, or to another creditor
                 self._link_to(to).send(message)
 
     def _link_to(self, peer: str) -> ControlLink | InnerLink:

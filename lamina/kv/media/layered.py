@@ -38,7 +38,7 @@ class Layered:
         self._expected = Expected()
         self._dirty: set[bytes] = set()  # pages of memory that the disk has not, or not as they are now
         self._split: set[bytes] = set()  # pages of memory of which the disk has atoms that memory has not
-        self._lost: set[bytes] = set()  # expected ones that are not there
+        self._lost: set[bytes] = set()  # keys of expected pages that are not there
         self._read: deque[bytes] = deque(maxlen=_MOST_READ)
 
     def reserve(self, nbytes: int) -> list[bytes]:

@@ -63,7 +63,7 @@ class RecordedRounds:
         if known is None:
             known = self._record(steps, lines)
             if known is None:
-                return [step.again() for step in steps]  # what these had launched was recorded, and never done
+                return [step.again() for step in steps]  # the launches of these were recorded, and never run
             self._rounds[key] = known
         else:
             for own, new in zip(known.steps, steps, strict=True):

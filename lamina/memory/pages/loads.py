@@ -212,7 +212,7 @@ class Loads:
             try:
                 with torch.inference_mode():  # as the store was made in
                     self._load(load, start, staging)
-            except Exception as e:  # whatever it is, nobody must wait for ever
+            except Exception as e:  # any error: else a request waits for ever
                 log.exception("a load has failed")
                 with self._lock:
                     if not load.ended:

@@ -259,7 +259,7 @@ class Transfers:
             start = time.perf_counter()
             try:
                 done, gone, error = self._save(task, staging)
-            except Exception as e:  # whatever it is, nobody must wait for ever
+            except Exception as e:  # any error: else a request waits for ever
                 log.exception("a save has failed")
                 done, gone, error = 0, [], f"{type(e).__name__}: {e}"
             self._meter.add("save_s", time.perf_counter() - start)

@@ -14,7 +14,7 @@ from .counts import num_lanes
 from .extents import Extent, Extents, PlanError
 from .pool import BlockPool
 
-# Extents that a plan changes (None: gone), those of sequences that go on in their last block, and its forks.
+# Extents that a plan changes (None: gone), extents of sequences that go on in their last block, and its forks.
 After = tuple[dict[int, Extent | None], dict[int, Extent], list[Fork]]
 BlockCopy = tuple[int, int]  # from one block to another
 

@@ -18,7 +18,7 @@ from .entry import Entry
 from .journal import Journal
 from .records import Unanswerable
 
-MOST_BEGUN = 3  # servers that one request may take with it, beside the one that accepted it
+MOST_BEGUN = 3  # servers that one request may end, beside the one that accepted it
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ _HEAD = struct.Struct("<III")  # bytes of the record, checksum of that number, c
 _NUMBER = struct.Struct("<I")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(RECORDS).decode
-_SYNCED = _encode(Synced(0))[:-1]  # what each such record begins with
+_SYNCED = _encode(Synced(0))[:-1]  # the beginning of each such record
 
 
 def framed(record: msgspec.Struct) -> bytes:

@@ -164,7 +164,7 @@ class _Loop:
             deltas = [d for o in self._engine.step() for d in self._deltas(o)]
             self._steps += 1
             if not self._by_key:
-                self._tell_state()  # first: who reads the last answer finds gauges that know of it
+                self._tell_state()  # first, so that gauges count the last answer before a client reads it
             if deltas:
                 self._outbox.put(Outputs(deltas, self._grown))
         else:

@@ -21,7 +21,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     model: str
     tokenizer: str  # a path or hub id; "" = the model's own
     config: EngineConfig
-    rules: ConductorRules = ConductorRules()  # of what is promised
+    rules: ConductorRules = ConductorRules()  # promises of times
     log_json: bool = False  # of the server: then the engine says no more than it must, as its lines are text
     first: bool = False  # of its server: then limits that a request alone does not keep are refused
     without: list[str] = []  # hosts where no worker is to be; see NoHostError
@@ -121,7 +121,7 @@ class Scaled(msgspec.Struct, frozen=True, kw_only=True, tag="scaled"):
     in_place: bool = True
     pause_s: float = 0.0
     cordoned: list[int] = []
-    ready: Ready | None = None  # with what has changed
+    ready: Ready | None = None  # new facts; None: as before
     asked: bool = True
 
 

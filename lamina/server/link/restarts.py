@@ -43,7 +43,7 @@ class EngineRestarts:
         self._recoveries = Recoveries(start.config.launching.max_recoveries, time.monotonic)
         self._number = 0  # of the last engine
         self._seeds = random.Random(start.config.batching.seed)
-        self._before: Start | None = None  # what an engine was started with that ends by plan
+        self._before: Start | None = None  # the Start of an engine that ends by plan
         self._planned: asyncio.Future[float] | None = None  # seconds without an engine
         self._planned_at = 0.0
         self._free = False  # whether the next engine is no recovery

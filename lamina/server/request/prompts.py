@@ -56,7 +56,7 @@ class Prompter:
         template = getattr(tokenizer, "chat_template", None)
         self._known = frozenset[str]()
         if isinstance(template, str):
-            with suppress(ValueError):  # whoever uses it is told
+            with suppress(ValueError):  # a request that uses it is told
                 self._known = variables_of(template)
 
     def cut(self, body: Sampling, max_tokens: int | None) -> Truncation | None:

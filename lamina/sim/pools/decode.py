@@ -14,7 +14,7 @@ from lamina.request import RequestOutput, SamplingParams
 from lamina.sim.clock import VirtualClock
 from lamina.sim.lossless import RoundLoad, SimulatedPool, leap, rounds_alike
 
-# Room that nobody fills: what binds here are times.
+# More room than requests fill: only times bind here.
 ROOM = SimulatedPool(layers=1, blocks=1 << 18, block=128, longest=1 << 20, most=1 << 14, prefill=8)
 
 
@@ -41,7 +41,7 @@ class SimulatedInstance:
         self._names = dict[int, int]()  # request of the engine -> completion
         self._longest = dict[int, float]()  # request -> seconds
         self._since_s = 0.0  # when the round in flight began
-        self._change = 0  # of who decodes
+        self._change = 0  # number of changes of the requests that decode
         self._alike = 0  # rounds that can be skipped, as long as nothing changes
 
     def join(self, request: int, stored: int, answer: int) -> None:

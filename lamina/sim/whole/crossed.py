@@ -83,7 +83,7 @@ def _damaged(of: FleetScenario, rng: random.Random) -> FleetScenario:
     hits = [Strike(rng.choice(places), rng.randint(1, SPAN), FLIPS) for _ in range(rng.choice((1, 1, 2)))]
     if rng.random() < 0.3:
         hits.append(Strike(rng.choice(places), rng.randint(1, AT_ONCE), DIES, "Halt"))
-    # What another one has filled, or a fork has copied, has a checksum from the first step that attends it.
+    # A block that another worker has filled, or a fork has copied, has a checksum from the first step that attends it.
     options = {**of.options, "kv_checks": 1.0, "prefill_workers": 0, "enable_prefix_caching": False}
     asks = tuple(replace(ask, params={**ask.params, "n": 1}) for ask in of.asks)
     return replace(of, options=options, asks=asks, hits=tuple(hits))

@@ -251,7 +251,7 @@ class SimHost:
         self._hitting = False  # as long as all have started
         self.processes: list[SimProcess] = []
         self.hits = Counter[str]()  # that came, by what happened
-        self.cuts = 0  # of them, those of channels
+        self.cuts = 0  # how many of them cut channels
 
     @property
     def num_damaged(self) -> int:

@@ -119,7 +119,7 @@ class _FleetPlay(Play):
         self._host = SimHost(baton, rng, self._model, hits, of.deaths)
         self._options = {**OPTIONS, **of.options}
         self._changes, self._changed, self._engines, self._moved = list(of.changes), 0, 0, 0
-        self._ended: dict[int, list[SoFar]] = {}  # by place: what engines before this one have finished
+        self._ended: dict[int, list[SoFar]] = {}  # by place: completions that earlier engines have finished
         super().__init__(of.asks, self._open(), baton.clock)
 
     def _open(self) -> Engine:
