@@ -27,11 +27,11 @@ COMMANDS = {
     "scale": ("operate.scale", "give a running server other numbers of workers; its streams stay open"),
     "drain": (
         "operate.drain",
-        "have a running server take nothing new, and wait until all is finished; or take it again",
+        "have a running server refuse new requests and finish all others; or have it accept them again",
     ),
     "cordon": (
         "operate.cordon",
-        "have no new sequence begin on one memory worker of a running server; or let them again",
+        "have new sequences avoid one memory worker of a running server; or have them begin there again",
     ),
     "worker": ("worker", "look after one worker of a driver that runs with --launcher static"),
     "ledger": ("lending.ledger", "keep or show the ledger of memory that deployments lend each other"),
@@ -47,7 +47,7 @@ COMMANDS = {
     "drill": ("drill", "hit processes of a server while streams are read, and compare each stream"),
     "doctor": ("doctor", "check what each transport needs of this machine, and say how to get it"),
     "sessions": ("operate.sessions", "list the sessions of a running server, or drop one"),
-    "kv": ("operate.kv", "say what a directory of stored KV has, verify it, or purge it"),
+    "kv": ("operate.kv", "show the contents of a directory of stored KV, verify it, or purge it"),
     "explain": ("explain", "show how a model is cut: slices, bytes across each cut, messages, bandwidth"),
 }
 
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     parser = Parser(
-        prog="lamina-launch", description="decode language models with their attention on workers of its own",
+        prog="lamina-launch", description="decode language models, with their attention on memory workers",
         allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"lamina {__version__}")
