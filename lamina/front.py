@@ -1,4 +1,4 @@
-"""A model's pools, engine and tokenizer, and its requests: on which ``LLM`` and ``AsyncLLM`` stand."""
+"""What ``LLM`` and ``AsyncLLM`` share: a model's pools, engine and tokenizer, and the way of a prompt to the engine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def metrics_of(engine: Engine) -> list[Metric]:
 
 
 class Front:
-    """What ``LLM`` describes, started. Raises what it says."""
+    """The pools, the engine and the tokenizer of an ``LLM``, started. Raises as ``LLM`` does."""
 
     _defaults: Mapping[str, Any] = MappingProxyType({})  # of SamplingParams
     _max_logprobs = MAX_LOGPROBS

@@ -66,6 +66,8 @@ def serve_compute(sock: socket.socket, module: Any = None) -> None:
 
 
 class ComputeServer(ModelServer):
+    """The process of a compute worker: it loads and cuts the model once, and serves each view by its ComputeWorker."""
+
     role = "compute worker"
     _ring_door: ViewDoor | None = None
     _rank_door: ViewDoor | None = None

@@ -81,7 +81,7 @@ class Attention(Protocol):
 
 
 class ComputeWorker:
-    """One replica of the model. Takes its turns in their order, whatever comes first."""
+    """One replica of the model. Takes its turns in their order, whichever messages come first."""
 
     def __init__(
         self,
