@@ -17,8 +17,9 @@ from lamina.sim.clock import VirtualClock
 from lamina.sim.whole.baton import Baton, LongLife
 from lamina.sim.whole.network import SimFabric
 
-REAL = (  # of a real process, and seconds of a real clock
-    "test_a_signal_handler_can_end_a_wait", "test_a_closed_channel_holds_no_descriptor", "test_stats_count_payloads"
+REAL = (  # of a real process, seconds of a real clock, and kernels
+    "test_a_signal_handler_can_end_a_wait", "test_a_closed_channel_holds_no_descriptor", "test_stats_count_payloads",
+    "test_a_fabric_is_closed_at_once_whichever_peers_its_kernels_wait_for",
 )  # fmt: skip
 GIVEN = {"pair", "fabric", "transport"}  # what a test may ask for here
 
