@@ -25,8 +25,8 @@ def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> Any:
 
     None for a module, and where the model brings none. Raises ModelError.
     """
-    # It puts another module into its own place. Who comes while another thread imports it has the one from before by a
-    # statement, once that thread is done; by this function, the one that is there then.
+    # transformers replaces its own module as it is imported. An import statement that waits for another thread's import
+    # goes on with the replaced module, which lacks names; import_module takes the new one.
     import_module("transformers")
     from transformers import PreTrainedTokenizerBase
 

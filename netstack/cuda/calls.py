@@ -11,7 +11,7 @@ from typing import NamedTuple
 LONG_BYTES, COPY_BLOCKS = 1 << 18, 8
 
 
-class KernelCall(NamedTuple):
+class KernelLaunch(NamedTuple):
     """``arguments``: behind the channel's own; ``blocks``: of the launch."""
 
     kernel: str
@@ -25,39 +25,39 @@ KERNELS_OF_CALLS = (
 )  # fmt: skip
 
 
-def send(first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int, most: int) -> list[KernelCall]:
+def send(first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int, most: int) -> list[KernelLaunch]:
     """As of DeviceSide; ``second`` is 0 where there is none."""
     if most >= LONG_BYTES:
         return [
-            KernelCall("send_begin", (first, second, nbytes, timeout_ns, status)),
-            KernelCall("send_fill", (first, second, nbytes, status), COPY_BLOCKS),
-            KernelCall("send_end", (first, second, nbytes, tag, timeout_ns, status)),
+            KernelLaunch("send_begin", (first, second, nbytes, timeout_ns, status)),
+            KernelLaunch("send_fill", (first, second, nbytes, status), COPY_BLOCKS),
+            KernelLaunch("send_end", (first, second, nbytes, tag, timeout_ns, status)),
         ]
     if second:
-        return [KernelCall("send_two", (first, second, nbytes, tag, timeout_ns, status))]
-    return [KernelCall("send", (first, nbytes, tag, timeout_ns, status))]
+        return [KernelLaunch("send_two", (first, second, nbytes, tag, timeout_ns, status))]
+    return [KernelLaunch("send", (first, nbytes, tag, timeout_ns, status))]
 
 
-def receive(target: int, room: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> list[KernelCall]:
+def receive(target: int, room: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> list[KernelLaunch]:
     """Of any message of up to ``room`` bytes, whose length and tag go to ``nbytes`` and ``tag``."""
     if room < LONG_BYTES:
-        return [KernelCall("receive", (target, room, nbytes, tag, timeout_ns, status))]
-    begin = KernelCall("receive_begin", (room, nbytes, tag, timeout_ns, status))
+        return [KernelLaunch("receive", (target, room, nbytes, tag, timeout_ns, status))]
+    begin = KernelLaunch("receive_begin", (room, nbytes, tag, timeout_ns, status))
     return [begin, *_received(target, nbytes, timeout_ns, status)]
 
 
 def receive_due(
     target: int, nbytes: int, tag: int, note: int, timeout_ns: int, status: int, most: int
-) -> list[KernelCall]:
+) -> list[KernelLaunch]:
     """As of DeviceSide."""
     if most < LONG_BYTES:
-        return [KernelCall("receive_due", (target, nbytes, tag, note, timeout_ns, status))]
-    begin = KernelCall("due_begin", (nbytes, tag, note, timeout_ns, status))
+        return [KernelLaunch("receive_due", (target, nbytes, tag, note, timeout_ns, status))]
+    begin = KernelLaunch("due_begin", (nbytes, tag, note, timeout_ns, status))
     return [begin, *_received(target, nbytes, timeout_ns, status)]
 
 
-def _received(target: int, nbytes: int, timeout_ns: int, status: int) -> list[KernelCall]:
+def _received(target: int, nbytes: int, timeout_ns: int, status: int) -> list[KernelLaunch]:
     return [
-        KernelCall("receive_drain", (target, nbytes, status), COPY_BLOCKS),
-        KernelCall("receive_end", (timeout_ns, status)),
+        KernelLaunch("receive_drain", (target, nbytes, status), COPY_BLOCKS),
+        KernelLaunch("receive_end", (timeout_ns, status)),
     ]

@@ -8,11 +8,9 @@ from pathlib import Path
 
 BRIDGE = "0x0604"  # class of a bridge from PCI to PCI
 EXTENDED_AT, MOST_CAPABILITIES = 0x100, 960  # of the space of configuration, whose rest is root's to read
-ACS, CONTROL_AT = (
-    0x000D,
-    6,
-)  # the capability, its control word (PCI Express Base Specification, "ACS Extended Capability")
-REDIRECTS = 0x4 | 0x8  # of that: requests, and completions, to peers go by the root complex
+# PCI Express Base Specification, "ACS Extended Capability": its number, and the offset of its control word.
+ACS, CONTROL_AT = 0x000D, 6
+REDIRECTS = 0x4 | 0x8  # bits of that word: requests, and completions, to peers go by the root complex
 
 
 def bridges_above(device: Path) -> list[Path]:

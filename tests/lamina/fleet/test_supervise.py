@@ -281,14 +281,21 @@ def test_a_spare_that_still_comes_up_is_waited_for_as_it_is_there_sooner_than_an
     assert (run.now("memory", 0).index, ready.view) == (0, run.cohort.view)
 
 
-def test_nobody_waits_for_a_spare_where_decoding_goes_on_with_other_replicas() -> None:
-    run, waits = Run(spare_compute=1), list[float]()
+def waits_for_spares(run: Run) -> list[float]:
+    """Seconds of each wait for a spare, from here on; none ever comes up."""
+    waits = list[float]()
 
     def later(role: str, number: int, threads: int = 0, wait_s: float = 0.0) -> None:
         waits.append(wait_s)
 
     run.world.start_spare = later  # type: ignore[assignment,method-assign]
     run.cohort.spares.fill()
+    return waits
+
+
+def test_nobody_waits_for_a_spare_where_decoding_goes_on_with_other_replicas() -> None:
+    run = Run(spare_compute=1)
+    waits = waits_for_spares(run)
     run.now("compute", 0).kill()
     _, ready = run.recover()
     run.check(ready)
@@ -297,13 +304,8 @@ def test_nobody_waits_for_a_spare_where_decoding_goes_on_with_other_replicas() -
 
 def test_nor_for_one_where_others_do_not_reach_the_host() -> None:
     """Which may be where it comes up."""
-    run, waits = Run(spare_memory=1), list[float]()
-
-    def later(role: str, number: int, threads: int = 0, wait_s: float = 0.0) -> None:
-        waits.append(wait_s)
-
-    run.world.start_spare = later  # type: ignore[assignment,method-assign]
-    run.cohort.spares.fill()
+    run = Run(spare_memory=1)
+    waits = waits_for_spares(run)
     member = run.members.memory[1]
     member.unreached = True
     run.members.give_up(member, loss := LostError("others have lost their way to it", [member], ended=True))
