@@ -11,7 +11,7 @@ from typing import NamedTuple
 LONG_BYTES, COPY_BLOCKS = 1 << 18, 8
 
 
-class KernelLaunch(NamedTuple):
+class LaunchPart(NamedTuple):
     """``arguments``: behind the channel's own; ``blocks``: of the launch."""
 
     kernel: str
@@ -25,39 +25,39 @@ KERNELS_OF_CALLS = (
 )  # fmt: skip
 
 
-def send(first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int, most: int) -> list[KernelLaunch]:
+def send(first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int, most: int) -> list[LaunchPart]:
     """As of DeviceSide; ``second`` is 0 where there is none."""
     if most >= LONG_BYTES:
         return [
-            KernelLaunch("send_begin", (first, second, nbytes, timeout_ns, status)),
-            KernelLaunch("send_fill", (first, second, nbytes, status), COPY_BLOCKS),
-            KernelLaunch("send_end", (first, second, nbytes, tag, timeout_ns, status)),
+            LaunchPart("send_begin", (first, second, nbytes, timeout_ns, status)),
+            LaunchPart("send_fill", (first, second, nbytes, status), COPY_BLOCKS),
+            LaunchPart("send_end", (first, second, nbytes, tag, timeout_ns, status)),
         ]
     if second:
-        return [KernelLaunch("send_two", (first, second, nbytes, tag, timeout_ns, status))]
-    return [KernelLaunch("send", (first, nbytes, tag, timeout_ns, status))]
+        return [LaunchPart("send_two", (first, second, nbytes, tag, timeout_ns, status))]
+    return [LaunchPart("send", (first, nbytes, tag, timeout_ns, status))]
 
 
-def receive(target: int, room: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> list[KernelLaunch]:
+def receive(target: int, room: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> list[LaunchPart]:
     """Of any message of up to ``room`` bytes, whose length and tag go to ``nbytes`` and ``tag``."""
     if room < LONG_BYTES:
-        return [KernelLaunch("receive", (target, room, nbytes, tag, timeout_ns, status))]
-    begin = KernelLaunch("receive_begin", (room, nbytes, tag, timeout_ns, status))
+        return [LaunchPart("receive", (target, room, nbytes, tag, timeout_ns, status))]
+    begin = LaunchPart("receive_begin", (room, nbytes, tag, timeout_ns, status))
     return [begin, *_received(target, nbytes, timeout_ns, status)]
 
 
 def receive_due(
     target: int, nbytes: int, tag: int, note: int, timeout_ns: int, status: int, most: int
-) -> list[KernelLaunch]:
+) -> list[LaunchPart]:
     """As of DeviceSide."""
     if most < LONG_BYTES:
-        return [KernelLaunch("receive_due", (target, nbytes, tag, note, timeout_ns, status))]
-    begin = KernelLaunch("due_begin", (nbytes, tag, note, timeout_ns, status))
+        return [LaunchPart("receive_due", (target, nbytes, tag, note, timeout_ns, status))]
+    begin = LaunchPart("due_begin", (nbytes, tag, note, timeout_ns, status))
     return [begin, *_received(target, nbytes, timeout_ns, status)]
 
 
-def _received(target: int, nbytes: int, timeout_ns: int, status: int) -> list[KernelLaunch]:
+def _received(target: int, nbytes: int, timeout_ns: int, status: int) -> list[LaunchPart]:
     return [
-        KernelLaunch("receive_drain", (target, nbytes, status), COPY_BLOCKS),
-        KernelLaunch("receive_end", (timeout_ns, status)),
+        LaunchPart("receive_drain", (target, nbytes, status), COPY_BLOCKS),
+        LaunchPart("receive_end", (timeout_ns, status)),
     ]

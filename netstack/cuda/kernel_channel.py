@@ -24,7 +24,7 @@ from lamina.netstack.host.native import ABORTED, FAULT, LINE, OK, TIMEOUT
 from lamina.netstack.meeting.lifeline import SLICE_S, LinkEvents, WatchedChannel, watch
 
 from . import calls
-from .calls import KERNELS_OF_CALLS, KernelLaunch
+from .calls import KERNELS_OF_CALLS, LaunchPart
 from .driver import CudaError, CudaStream, Driver, Pinned
 from .ends import stride
 
@@ -83,7 +83,7 @@ class DeviceView:
     ) -> None:
         self._launch_all(stream, calls.receive_due(target, nbytes, tag, note, timeout_ns, status, most))
 
-    def _launch_all(self, stream: int, parts: Iterable[KernelLaunch]) -> None:
+    def _launch_all(self, stream: int, parts: Iterable[LaunchPart]) -> None:
         for call in parts:
             self.launch(stream, call.kernel, *call.arguments, blocks=call.blocks)
 

@@ -32,7 +32,7 @@ from lamina.netstack.host.loopback_host import Faults, LoopbackChannel, Loopback
 from lamina.netstack.host.native import LINE, OK, SLOTS_AT, TIMEOUT
 
 from . import calls
-from .calls import KERNELS_OF_CALLS, KernelLaunch
+from .calls import KERNELS_OF_CALLS, LaunchPart
 from .driver import CudaError, CudaEvent, Driver
 from .ends import ENDS, clear_inbox, inbox_bytes, new_ends
 from .kernel_channel import BROKEN
@@ -71,7 +71,7 @@ class Rings:
         sent, received = self.counts[direction]
         return sent - received < len(self._events[direction]) if sends else received < sent
 
-    def launch(self, driver: Driver, side: int, sends: bool, stream: int, parts: Sequence[KernelLaunch]) -> None:
+    def launch(self, driver: Driver, side: int, sends: bool, stream: int, parts: Sequence[LaunchPart]) -> None:
         """A message, once it is due, behind the peer's part. Raises CudaError."""
         direction = side if sends else 1 - side
         counts, events = self.counts[direction], self._events[direction]
@@ -137,7 +137,7 @@ class LoopbackGpuChannel(LoopbackChannel):
         super().close()
         self._leave()
 
-    def launch(self, sends: bool, timeout_ns: int, stream: int, parts: Sequence[KernelLaunch]) -> None:
+    def launch(self, sends: bool, timeout_ns: int, stream: int, parts: Sequence[LaunchPart]) -> None:
         """A message, once it is due. Raises ChannelError, CudaError."""
         link, direction = self._shared, self._side if sends else 1 - self._side
 
@@ -206,7 +206,7 @@ class OrderedView:
         if status != OK:
             self._channel.explain(status)
 
-    def _launch(self, sends: bool, timeout_ns: int, stream: int, parts: Sequence[KernelLaunch]) -> None:
+    def _launch(self, sends: bool, timeout_ns: int, stream: int, parts: Sequence[LaunchPart]) -> None:
         if self._failure is not None:
             return
         try:

@@ -47,6 +47,7 @@ def test_a_trace_that_can_be_written_is_left_as_it_was(tmp_path: Path, capsys: p
     assert not new.exists()
 
 
+@pytest.mark.long
 def test_tokens_for_which_there_is_no_room_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     ask = ["generate", MODEL, "--prompt", "def f(", "--max-model-len", "64", "--dry-run", "--max-tokens"]
     assert main([*ask, "200"]) == 0

@@ -41,7 +41,7 @@ def step(
 _STEPS = [([0, 1, 2], [0, 5, 40]), ([2, 0, 1], [41, 1, 6]), ([0], [2]), ([3, 1, 0, 2], [9, 7, 3, 42])]
 
 
-@pytest.mark.long(but=["{'fused': ''}"])
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [{"fused": f} for f in ("", "slices", "split", "clamp", "interleaved")]
@@ -86,6 +86,7 @@ def test_one_conversion_serves_any_number_of_rows(rows: int) -> None:
     assert logits.shape == (rows, 1, 64)
 
 
+@pytest.mark.long
 def test_residual_and_positions_cross_in_place_of_rope_tables() -> None:
     _, program = converted(dtype=torch.bfloat16)
     hidden = ("hidden", (1, 32), torch.bfloat16)
@@ -260,6 +261,7 @@ def test_in_place_operators_are_made_functional() -> None:
     assert torch.ops.aten.linear.default in targets
 
 
+@pytest.mark.long
 def test_meta_weights_give_a_plan() -> None:
     with torch.device("meta"):
         model = Decoder()

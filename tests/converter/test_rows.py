@@ -107,6 +107,7 @@ class Experts(nn.Module):
         return (restored * weight[..., None]).sum(1, keepdim=True)
 
 
+@pytest.mark.long
 def test_experts_pass_though_they_sort_the_batch() -> None:
     assert cut(Experts, torch.bfloat16).rows == "numeric"
 

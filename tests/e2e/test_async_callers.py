@@ -36,6 +36,7 @@ async def last(llm: AsyncLLM, prompt: Any, count: int) -> RequestOutput:
     return [o async for o in llm.generate(prompt, greedy(count))][-1]
 
 
+@pytest.mark.long
 def test_callers_share_batches_and_get_their_own_texts(llm: AsyncLLM) -> None:
     texts = ["def main():\n", "import os\n", "class Stack:\n" * 60, "x"]
 

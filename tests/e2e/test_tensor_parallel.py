@@ -72,6 +72,7 @@ def test_ranks_give_the_same_bits_whatever_is_around_them(
     assert outputs(llama_path, prompts, **{**RANKS, **options}) == two_ranks(prompts)
 
 
+@pytest.mark.long
 def test_the_log_says_what_each_rank_has(llama_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "lamina"):
         outputs(llama_path, [[3]], **{**RANKS, "memory_workers": 4})

@@ -228,6 +228,7 @@ def kill(llm: LLM, victim: str) -> None:
         os.kill(llm.pools.pids[victim], signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_one_that_dies_while_nobody_asks_for_anything_is_replaced_too(llama_path: Path) -> None:
     with LLM(str(llama_path), memory_workers=2) as llm:
         wanted = llm.generate([[5, 6, 7]], PARAMS[0])[0].outputs[0].token_ids

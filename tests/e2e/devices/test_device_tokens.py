@@ -84,7 +84,7 @@ def test_kv_comes_back_from_host_memory(llama_path: Path, monkeypatch: pytest.Mo
     assert found == first
 
 
-@pytest.mark.long(but=["plain"])
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -136,7 +136,7 @@ class Sent:
 MOVED = ("llama-gqa", "llama-tied", "gemma2", "gpt2", "mpt", "bloom", "mixtral")
 
 
-@pytest.mark.long(but=["llama-gqa"])
+@pytest.mark.long
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.name in MOVED],
                          ids=lambda f: f.name)  # fmt: skip
 def test_moved_slices_have_nothing_left_on_the_host(family: Any) -> None:

@@ -22,6 +22,7 @@ SMALL = decode.GpuSettings(
 )  # fmt: skip
 
 
+@pytest.mark.long
 def test_tokens_are_those_of_transformers(tiny_lm: Path) -> None:
     assert decode.tokens_as_transformers(SMALL) == {"memory on cpu": 1.0}
 

@@ -58,7 +58,7 @@ TIGHT: list[dict[str, Any]] = [  # room for one of two sequences
 ]
 
 
-@pytest.mark.long(but=["{'memory_workers': 2, 'partition': 'request', 'kv_memory': '500KB', 'pipeline': 2}-host"])
+@pytest.mark.long
 @pytest.mark.parametrize(("way", "medium"), [*((way, "host") for way in WAYS), (WAYS[0], "file")], ids=str)
 def test_what_was_evicted_comes_back_bit_for_bit(
     way: dict[str, Any], medium: str, llama_path: Path, tmp_path: Path
@@ -255,6 +255,7 @@ def test_another_model_finds_nothing(llama_path: Path, tmp_path: Path) -> None:
         assert ask(llm, PROMPT).num_cached_tokens == 0
 
 
+@pytest.mark.long
 def test_where_bits_count_another_build_finds_nothing(
     llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_block_that_is_damaged_is_never_attended(
         assert run(llm, tripwire, "") == wanted
 
 
+@pytest.mark.long
 def test_who_looks_at_a_share_finds_it_some_steps_later(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +84,7 @@ def test_who_looks_at_a_share_finds_it_some_steps_later(
         assert [name for name, pid in llm.pools.pids.items() if pid != before[name]] == ["memory-1"]
 
 
+@pytest.mark.long
 def test_who_does_not_look_attends_it(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the test above would show nothing."""
     monkeypatch.setenv(TRIPWIRE, str(tmp_path / "wire"))

@@ -70,7 +70,7 @@ class Mirror:
         self.length -= count
 
 
-@pytest.mark.long(but=["{'memory_workers': 1, 'pipeline': 2, 'keep_first': 0}-0-128"])
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "first", "step"),
     [
@@ -155,7 +155,7 @@ def test_tokens_that_are_named_go_from_the_middle_of_a_session(llama_path: Path)
         llm.generate([said[:100]], PARAMS, kv_discard=[(128, 256)])
 
 
-@pytest.mark.long(but=["{'memory_workers': 1}"])
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"memory_workers": 1}, {"memory_workers": 2, "partition": "request"}], ids=str)
 def test_a_session_that_has_lost_tokens_wakes_from_a_directory(
     llama_path: Path, tmp_path: Path, options: dict[str, Any]

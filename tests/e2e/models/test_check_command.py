@@ -123,6 +123,7 @@ def test_the_whole_matrix(tiny_lm: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert any(r["setting"] == "--memory-workers 2 --transport tcp" and r["held"] for r in found["runs"])
 
 
+@pytest.mark.long
 def test_own_prompts(tiny_lm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--prompt", "def read(path):\n", "--prompt", "import os\n", "--max-tokens", "24", "--axis", "again")
     status, found, _ = check(tiny_lm, capsys, *flags)
@@ -157,6 +158,7 @@ def add_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Reference]], 
     return add
 
 
+@pytest.mark.long
 def test_a_wrong_attention_gives_status_1_and_its_axis(
     llama_path: Path, add_backend: Callable[[type[Reference]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +193,7 @@ def test_a_forgetful_memory_worker_is_found(based: Check, monkeypatch: pytest.Mo
     assert found.logit_error > 0.01
 
 
+@pytest.mark.long
 def test_a_single_bit_is_found(based: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     write = LayerStore.write
 
@@ -216,6 +219,7 @@ def test_rounding_that_depends_on_batch_mates_is_found(based: Check, monkeypatch
     assert (mates.held, mates.exactness) == (False, "token-equal")
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_lost_worker_is_a_breach_and_the_check_goes_on(
     based: Check, add_backend: Callable[[type[Reference]], None]

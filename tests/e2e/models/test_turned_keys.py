@@ -40,11 +40,13 @@ def test_how_keys_turn_is_found_and_proved(name: str, turned: int, *, interleave
         assert layer.rotary.interleaved == interleaved
 
 
+@pytest.mark.long
 def test_learned_positions_are_refused_by_layer_and_reason() -> None:
     with pytest.raises(UnsupportedModelError, match="--context-overflow truncate.*layer 0.*V depends on the position"):
         proved("gpt2")
 
 
+@pytest.mark.long
 def test_frequencies_that_are_a_little_off_are_no_proof() -> None:
     with pytest.raises(UnsupportedModelError, match="layer 0.*no rotation by the model's own frequencies"):
         proved("gpt-neox", 1.001)

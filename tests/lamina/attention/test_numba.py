@@ -37,6 +37,7 @@ def tree(o: Floats, lse: Floats, chunks: list[int]) -> int:
     return next(iter(level.values()))
 
 
+@pytest.mark.long
 @given(start=st.integers(0, 20), length=st.integers(1, 20))
 @settings(max_examples=60, deadline=None)
 def test_chunks_are_merged_in_the_aligned_tree(start: int, length: int) -> None:

@@ -39,6 +39,7 @@ def test_what_is_missing_is_told_and_fails_its_parts_alone() -> None:
     assert all(error.startswith("ModuleNotFoundError: ") and "msgspec" in error for error in errors)
 
 
+@pytest.mark.long
 def test_collectives_are_measured_against_each_other_on_devices_that_are_there() -> None:
     rows = collective.measure(("mesh", "gloo"), [CPU, CPU], runs=2)
     assert list(rows) == [f"{kind} {size}" for kind in ("all_reduce", "all_gather") for size in collective.SIZES]

@@ -117,7 +117,7 @@ def simulated(
                   [r.refused for r in requests])  # fmt: skip
 
 
-@pytest.mark.long(but=["limits0-predictive-4"])
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("limits", "overload", "answer"),
     [

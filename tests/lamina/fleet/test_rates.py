@@ -86,6 +86,7 @@ def test_one_that_is_throttled_loses_a_part_once_and_has_it_back_once(count: int
         assert min(back) >= 0.8, back
 
 
+@pytest.mark.long(but=["0.95", "0.85", "0.75", "0.65", "0.45"])
 @pytest.mark.parametrize("speed", [0.95, 0.85, 0.75, 0.65, 0.45, 0.35, 0.33, 0.25, 0.15, 0.11, 0.05])
 def test_no_speed_makes_parts_go_to_and_fro(speed: float) -> None:
     """Wherever it lies between two parts."""

@@ -49,6 +49,7 @@ def place(model: nn.Module, **facts: object) -> Path:
     return found._path
 
 
+@pytest.mark.long
 def test_a_model_of_the_same_configuration_finds_the_capture(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     first = convert_model(llama(), max_model_len=64, keep=True)
     assert len(list(folder.iterdir())) == 1
@@ -94,6 +95,7 @@ def test_what_was_shown_with_weights_of_these_files_is_not_shown_again(
     assert shown() == []
 
 
+@pytest.mark.long
 def test_what_could_not_be_shown_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llama().save_pretrained(tmp_path / "model")
 

@@ -32,6 +32,7 @@ def build(model: str, config: str, **options: Any) -> Any:
     return getattr(transformers, model)(getattr(transformers, config)(**options))
 
 
+@pytest.mark.long(but=["Lfm2ForCausalLM-Lfm2Config-options1-layer 0 .*conv"])
 @pytest.mark.parametrize(
     ("model", "config", "options", "words"),
     [

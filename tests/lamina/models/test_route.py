@@ -85,7 +85,7 @@ def same(before: list[Any], after: list[Any]) -> bool:
     )
 
 
-@pytest.mark.long(but=["llama"])
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_conversion_leaves_everything_as_found(name: str) -> None:
     model = MODELS[name]()
@@ -145,6 +145,7 @@ def test_layers_say_what_they_compute() -> None:
     assert {(s.q_heads, s.kv_heads, s.qk_dim, s.v_dim) for s in shapes} == {(4, 2, 8, 8)}
 
 
+@pytest.mark.long
 def test_a_window_as_long_as_the_longest_text_is_none() -> None:
     config = Gemma2Config(**SHAPE, head_dim=8, sliding_window=64)
     shapes = layer_shapes(convert_model(Gemma2ForCausalLM(config), max_model_len=64))
@@ -177,6 +178,7 @@ def test_what_the_spec_cannot_express_is_refused(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_harmless_keywords_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     call(monkeypatch, output_attentions=False, cu_seq_lens_q=None, some_future_option=None)
 

@@ -310,6 +310,7 @@ def test_a_mistake_is_seen(mistake: str) -> None:
         check_fleet(of)
 
 
+@pytest.mark.long
 def test_a_broken_scenario_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     make, seed = MISTAKES["no truncation"]
     make(monkeypatch)

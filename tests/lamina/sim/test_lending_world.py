@@ -22,7 +22,7 @@ SEEDS, SHARES = 160, 4  # perf/simulate_lending.py tries as many as one likes
 TRIED = 400  # until a mistake is seen
 
 
-@pytest.mark.long(but=["0"])
+@pytest.mark.long
 @pytest.mark.parametrize("share", range(SHARES))
 def test_nothing_is_lent_twice_or_lost_whatever_fails(share: int) -> None:
     counts: Counter[str] = Counter()

@@ -383,6 +383,7 @@ def breaks_by(mistake: str, of: Scenario) -> bool:
     return broken and not breaks(of)
 
 
+@pytest.mark.long
 def test_a_broken_scenario_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """It can be played again, and needs what is left of it."""
     MISTAKES["num_drawing"](monkeypatch)

@@ -355,6 +355,7 @@ def test_a_full_segment_is_followed_by_another_and_the_oldest_goes(tmp_path: Pat
     again.close()
 
 
+@pytest.mark.long
 def test_a_server_that_ends_as_it_begins_a_segment_loses_nothing_that_was_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

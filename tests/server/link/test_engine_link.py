@@ -56,6 +56,7 @@ def with_engine(monkeypatch: pytest.MonkeyPatch, work: Callable[[Any], Awaitable
     asyncio.run(run())
 
 
+@pytest.mark.long
 def test_an_engine_in_bad_weather(monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine for all of it, as a start takes seconds."""
 

@@ -151,6 +151,7 @@ def test_a_sequence_on_loan_has_the_bits_of_one_at_home() -> None:
     assert [side.store.tables.blocks_of([2]) for side in creditors] == [(0, 0)] * 2
 
 
+@pytest.mark.long
 @settings(max_examples=4, deadline=None)
 @given(rooms=st.lists(st.integers(1, 6), min_size=2, max_size=3), homes=st.tuples(st.integers(0, 1), st.integers(0, 1)))
 @example(rooms=[2, 4], homes=(0, 1))

@@ -217,7 +217,7 @@ def alternating(kinds: str) -> Steps:
     return steps
 
 
-@pytest.mark.long(but=["1-aaabbbaaabb-4-7"])
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("most", "kinds", "graphs", "turns"),
     [
