@@ -31,7 +31,11 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the server ends, too
-    until, (faults, flags) = time.perf_counter() + 60 * args.minutes, asked(args)
+    try:
+        faults, flags = asked(args)
+    except ValueError as error:
+        parser.error(str(error))
+    until = time.perf_counter() + 60 * args.minutes
     target = Target(args.model, flags, journal=True)
     try:
         drill = Drill(target, args, FAULTS)
