@@ -204,12 +204,11 @@ class Pools:
         are lost meanwhile; raises WorkerError where that cannot be.
         """
         with self._lock, self._recovery():
-            if self._loss is None:  # another one may have been noticed since
-                with self._or_note():
-                    if not (self.elastic.move(keep) and self._supervisor.rebuild(keep)):
-                        return self._halt()
-                    self._go_on(keep)
-                    self.elastic.end()
+            with self._or_note():  # where one was noticed since, KV moves first: it is laid out so by now
+                if not self.elastic.move(keep) or self._loss or not self._supervisor.rebuild(keep):
+                    return self._halt()
+                self._go_on(keep)
+                self.elastic.end()
             return self.ready if self._loss is None else self._halt()
 
     def begin_era(self) -> bytes:

@@ -17,7 +17,7 @@ from lamina.compute.worker import ComputeWorker
 from lamina.engine.blocks.stripe_moves import StripeMoves
 from lamina.engine.engine import Engine
 from lamina.engine.sequence import Sequence
-from lamina.engine.wire import FewerError
+from lamina.engine.wire import FewerError, ViewChanged
 from lamina.fleet.launchers import NoHostError
 from lamina.fleet.members import Members
 from lamina.fleet.pools import Pools
@@ -31,6 +31,7 @@ from lamina.sim.whole.network import SimChannel, SimFabric
 from lamina.sim.whole.process import CUT, SimHost
 from lamina.sim.whole.run import _FleetPlay, check_fleet, play_fleet, smaller_fleet
 from lamina.sim.whole.scenario import (
+    FleetChange,
     FleetScenario,
     Strike,
     fleet_scenario,
@@ -198,6 +199,28 @@ def test_what_moves_while_all_decode_and_who_waits_to_take_a_place(part: int) ->
     """Sequences, stripes on loan; prompts in stages; spares."""
     played = [check_fleet(moving_fleet(seed)) for seed in range(part, MOVING, PARTS)]
     assert sum(one.deaths + one.stops + one.cuts for one in played)
+
+
+def test_a_loss_that_counters_show_as_memory_workers_come_or_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread asks for them behind the halt and before KV moves: it moves from where it lay all the same."""
+    wait, struck = Pools.wait, list[Pools]()
+
+    def struck_behind(self: Pools) -> Any:
+        done = wait(self)
+        if isinstance(done, ViewChanged) and done.capacity is not None:
+            self._members.compute[0].handle.join(0.0)
+            self.stats()
+            struck.append(self)
+        return done
+
+    monkeypatch.setattr(Pools, "wait", struck_behind)
+    monkeypatch.setattr(_FleetPlay, "_check_who_is_left", lambda play: None)  # who was struck was not hit by the host
+    of = fleet_scenario(3)
+    options = {**of.options, "partition": "request", "memory_workers": 3, "kv_memory": "1MiB"}
+    asks = tuple(longer(random.Random(3), ask) for ask in of.asks)
+    change = FleetChange(0.02, 2, leaving=(0,))
+    assert check_fleet(replace(of, options=options, windows=(0,), asks=asks, hits=(), changes=(change,))).changes
+    assert struck
 
 
 def test_a_fork_that_is_further_than_its_source_behind_a_loss() -> None:
