@@ -274,6 +274,7 @@ class EngineClient:
         while (reason := await self._listen()) is None:
             pass
         self._is_ready, self.failure = False, reason
+        self._resizing.answered(Scaled(error=reason))
         if self._restarts is not None:
             self._restarts.abandon(reason)
         if not self._closing:
@@ -317,9 +318,8 @@ class EngineClient:
                 return restarts.last_words(reason)
             words = "the engine ends, as planned" if restarts.planned else reason
             log.warning("%s; another one takes its place, and all requests go on", words)
-            nothing = State(
-                running=0, waiting=0, free_blocks=list(map(min, self.ready.num_blocks)), preemptions=0, steps=0
-            )
+            free = list(map(min, self.ready.num_blocks))
+            nothing = State(running=0, waiting=0, free_blocks=free, preemptions=0, steps=0)
             self.state = msgspec.structs.replace(self.state or nothing, recovering=True)
             self._writer.close()
             try:

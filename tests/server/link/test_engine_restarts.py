@@ -424,6 +424,21 @@ def test_memory_workers_alone_change_in_place_unless_the_engine_says_that_they_c
     play(work, max_recoveries=0)
 
 
+def test_an_engine_that_says_why_it_ends_answers_whoever_waits_for_a_change() -> None:
+    """Else an operator would wait until the server has ended, and hear nothing then."""
+
+    async def work(client: EngineClient, engines: Engines) -> None:
+        wanted = make_config(flat(engines.restarts.config) | {"memory_workers": 3})
+        changing = asyncio.create_task(client.change(wanted))
+        assert await asyncio.to_thread(engines.all[0].asked) == Scale(3)
+        engines.all[0].link.send(Failed(text="memory worker 0: no memory is left"))
+        with pytest.raises(PlanFailedError, match="no memory is left"):
+            await asyncio.wait_for(changing, LIMIT_S)
+        assert client.lost.is_set()
+
+    play(work)
+
+
 def test_where_no_engine_starts_as_planned_one_goes_on_as_before() -> None:
     async def work(client: EngineClient, engines: Engines) -> None:
         before = engines.restarts.config.topology.memory_workers
