@@ -26,7 +26,7 @@ from lamina.protocol.groups import Capacity, of_all_ranks, partition_of, togethe
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.options.topology import TopologyOptions
 from lamina.protocol.plan import Bind, Keep
-from lamina.protocol.recut import MakeRoom, Recut, Recutted, RoomMade
+from lamina.protocol.recut import Leaving, MakeRoom, Recut, Recutted, RoomMade
 
 from .cohort import Cohort
 from .members import JOIN_S, LostError, Member, Members
@@ -210,11 +210,11 @@ class Elastic:
         self.stays = {}
         if self._change is None or self._to_meet or not self.due():
             return None
-        change, before = self._change, self._members.memory
-        self._change, self._paused_at, self._moved_bytes = None, paused_at, 0
+        change, before, coming = self._change, self._members.memory, self._coming
+        self._change, self._coming, self._paused_at, self._moved_bytes = None, {}, paused_at, 0
         self._leaving, size = [before[i] for i in self._going], change.topology.tensor_parallel_size
-        after = seated(before, self._going, list(self._coming), size)
-        stay = [before.index(m) for m in after if m not in self._coming]
+        after = seated(before, self._going, list(coming), size)
+        stay = [before.index(m) for m in after if m not in coming]
         self._cohort.may_have(len(after), stay if len(after) != len(before) else ())
         seats = after if self._exits is not None else before if self._going and len(after) == len(before) else []
         self.stays = {i: seats[::size].index(m) for i, m in enumerate(before[::size]) if m in seats}
@@ -227,13 +227,12 @@ class Elastic:
         for index, member in enumerate(after):
             member.handle.index = index
             self._members.append(member)
-        self._cohort.take_up(change.topology, [[b.kv_bytes for b in r] for r in change.binds], self._coming)
+        self._cohort.take_up(change.topology, [[b.kv_bytes for b in r] for r in change.binds], coming)
         self._moves = [
             x
             for r in range(size)
             for x in self._orders(before[r::size], after[r::size], partitions[r], change.binds[r])
         ]
-        self._coming = {}
         log.info("memory workers: %d -> %d", len(before), len(after))
         return change.capacity
 
@@ -372,6 +371,8 @@ class Elastic:
         elif isinstance(message, RoomMade):
             del self._preparing[member]
             return message.error
+        elif isinstance(message, Leaving):  # heeded once it has a place
+            member.inbox.append(message)
         return message.text if isinstance(message, Failed) else ""
 
     @staticmethod

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +20,7 @@ from lamina.sim.play import is_broken
 from lamina.sim.whole.crossed import crossed_fleet
 from lamina.sim.whole.process import TOLD
 from lamina.sim.whole.run import check_fleet
+from lamina.sim.whole.scenario import FleetChange, Strike, fleet_scenario, longer
 
 SEEDS, PARTS = 12, 3
 NOTICES = 5
@@ -104,3 +107,14 @@ def test_who_is_told_to_end_gives_its_kv_away_first(monkeypatch: pytest.MonkeyPa
     assert played[1].told
     monkeypatch.setattr(Notices, "heed", lambda self: None)
     assert not check_fleet(played[0]).left
+
+
+def test_who_is_told_to_end_as_it_starts_gives_its_kv_away_once_it_has_some() -> None:
+    """The notice comes before it says where it listens, and is heeded once it has a place."""
+    of = fleet_scenario(0)
+    options = {**of.options, "partition": "request", "memory_workers": 2, "kv_memory": "1MiB"}
+    asks = tuple(longer(random.Random(0), ask) for ask in of.asks)
+    more, told = FleetChange(0.0, 3), Strike(("memory", 2), 1, TOLD)
+    played = check_fleet(replace(of, options=options, windows=(0,), asks=asks, hits=(told,), changes=(more,)))
+    assert (played.told, played.changes) == (1, 1)
+    assert played.left
