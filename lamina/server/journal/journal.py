@@ -258,8 +258,7 @@ class Journal:
         number, before = self._number + 1, self._number
         path, carried = self._folder.path_of(number), list(self._entries.values())
         try:
-            if not self._unsure:
-                self._segment.sync()
+            if not self._unsure and self._is_on_disk():
                 carried = self.unfinished()
             new = Segment(path, 0)
             try:
@@ -285,6 +284,15 @@ class Journal:
         self._remove(number if self._unsure else before)
         self._unsure = False
         return True
+
+    def _is_on_disk(self) -> bool:
+        """Whether all of this segment is, behind a wait; else nobody knows about it."""
+        try:
+            self._segment.sync()
+        except OSError as e:
+            log.error("--journal %s: its disk has failed (%s): another file gets all of it", self._path, e.strerror)
+            self._unsure = True
+        return not self._unsure
 
     def _remove(self, before: int) -> None:
         """The segments before that one."""

@@ -189,6 +189,31 @@ def test_after_a_failed_wait_for_the_disk_another_segment_has_all(
     again.close()
 
 
+def test_so_it_has_where_the_wait_has_failed_as_a_full_segment_was_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux tells of it once: the next wait would say that all is there."""
+    journal, waits = opened(tmp_path / "j"), list[int]()
+    _, ended = accepted(journal), accepted(journal)
+    journal.grown([delta(0, 7), delta(1, 8, end="stop")])
+    was = shown(journal)
+
+    def sync(fd: int) -> None:
+        waits.append(fd)
+        if len(waits) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    assert journal._replace()
+    assert [path.name for _, path in journal._folder.segments()] == ["segment-00000001"]
+    assert shown(journal) == was
+    journal.close()
+    again = opened(tmp_path / "j")
+    assert shown(again) == was
+    assert again.find(ended.accepted.id) is not None
+    again.close()
+
+
 def test_damage_in_the_midst_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
     journal = opened(tmp_path / "j")
     accepted(journal)
