@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         begin = "let sequences begin again" if args.undo else "have no new sequence begin"
         print(f"would {begin} on memory worker {worker} of {args.url}")
         return 0
-    left = ask(args, "/cordon", {"memory_worker": worker, "on": not args.undo}, ASK_S)["cordoned"]
+    left = ask(args, "/cordon", {"memory_worker": worker, "on": not args.undo}, ASK_S, "cordoned")["cordoned"]
     where = f"no new sequence begins on memory worker {', '.join(map(str, left))}" if left else ""
     print(where or "sequences begin on all memory workers")
     return 0

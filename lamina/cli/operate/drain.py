@@ -10,7 +10,7 @@ import time
 
 from lamina.cli.words import counted
 
-from .operators import add_server, ask, check_url
+from .operators import add_server, ask, check_timeout, check_url
 
 ASK_S = 10.0  # for one answer
 LOOK_S = 0.2
@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     ``ask``.
     """
     check_url(args.url)
+    check_timeout(args.timeout_s, none=True)
     if args.memory_worker is not None and args.host is not None:
         raise ValueError("--host names all memory workers of a host: leave out --memory-worker, or --host")
     if args.memory_worker is not None or args.host is not None:
@@ -51,13 +52,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"would have {args.url} {'take new requests again' if args.undo else 'take no new requests'}")
         return 0
     deadline = time.monotonic() + args.timeout_s
-    left = ask(args, "/drain", {"on": not args.undo}, ASK_S)["completions"]
+    left = ask(args, "/drain", {"on": not args.undo}, ASK_S, "completions")["completions"]
     if args.undo:
         print("it takes new requests again")
         return 0
     while left and time.monotonic() < deadline:
         time.sleep(min(LOOK_S, max(0.0, deadline - time.monotonic())))
-        left = ask(args, "/drain", {"on": True}, ASK_S)["completions"]
+        left = ask(args, "/drain", {"on": True}, ASK_S, "completions")["completions"]
     print(f"it takes no new requests; {counted(left, 'completion')} under way")
     return int(bool(left) and args.timeout_s > 0)
 
@@ -71,7 +72,7 @@ def _dismiss(args: argparse.Namespace) -> int:
         print(f"would have {who} of {args.url} give KV to the others, and end")
         return 0
     body = {"memory_worker": worker} if host is None else {"host": host}
-    answer = ask(args, "/drain", body, args.timeout_s or ASK_S)
+    answer = ask(args, "/drain", body, args.timeout_s or ASK_S, "memory_workers", "pause_s")
     left, pause_s = answer["memory_workers"], answer["pause_s"]
     print(f"{who} {'has' if host is None else 'have'} gone; {left} left; streams paused for {pause_s:.2f} s")
     return 0

@@ -7,12 +7,15 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from typing import Any
+from urllib.parse import urlsplit
 
 from lamina.engine.wire import WorkerError
 
 WRONG = (400, 401, 404, 409)  # by the asker's fault
+MOST_S = 1e9  # that a socket can wait
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
@@ -23,18 +26,32 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 def check_url(url: str) -> None:
     """Raises ValueError for what is no address of a server."""
-    if not url.startswith(("http://", "https://")):
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        known = known and bool(parts.netloc.encode("idna"))
+    except ValueError:  # of the port, or of a name
+        known = False
+    if not known:
         raise ValueError(f"{url!r} is no address of a server: give one such as http://127.0.0.1:8000")
 
 
-def ask(args: argparse.Namespace, path: str, body: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """What the server answers, within so many seconds. Raises ValueError where the asker can put it right, OSError
-    where nobody answers, WorkerError where the server cannot.
+def check_timeout(limit_s: float, *, none: bool = False) -> None:
+    """``none``: whether 0 is one. Raises ValueError for what is no time to wait."""
+    if not 0.0 <= limit_s <= MOST_S or not (limit_s or none):
+        raise ValueError(f"--timeout-s must be a number of seconds{', or 0' if none else ''}, not {limit_s:g}")
+
+
+def ask(args: argparse.Namespace, path: str, body: Mapping[str, Any], limit_s: float, *has: str) -> dict[str, Any]:
+    """What the server answers, which ``has`` these fields, within so many seconds. Raises ValueError where the asker
+    can put it right, OSError where nobody answers, WorkerError where the server cannot.
     """
     key = args.admin_key or os.environ.get("LAMINA_ADMIN_KEY", "")
     if not key:
         raise ValueError("the server's key is needed: set LAMINA_ADMIN_KEY, here and where the server starts")
-    return call(args.url, path, key, limit_s, body=body, missing="start it with LAMINA_ADMIN_KEY set")
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError("LAMINA_ADMIN_KEY, or --admin-key, has characters that no request bears: take ASCII letters")
+    return call(args.url, path, key, limit_s, *has, body=body, missing="start it with LAMINA_ADMIN_KEY set")
 
 
 def call(
@@ -42,7 +59,7 @@ def call(
     path: str,
     key: str,
     limit_s: float,
-    *,
+    *has: str,
     method: str | None = None,
     body: Mapping[str, Any] | None = None,
     missing: str = "",
@@ -57,18 +74,29 @@ def call(
     request = urllib.request.Request(url, data, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=limit_s) as response:
-            answer: dict[str, Any] = json.load(response)
-            return answer
+            return _answer(url, response.read(), has)
     except urllib.error.HTTPError as error:
         with error:
             status, text = error.code, _words(error.read())
     except TimeoutError:
         raise OSError(f"{url} has not answered for {limit_s:g} s") from None
-    except urllib.error.URLError as error:
-        raise OSError(f"{url} does not answer: {error.reason}") from None
+    except (urllib.error.URLError, HTTPException, ConnectionError) as error:
+        reason = getattr(error, "reason", "") or f"{type(error).__name__}: {error}"
+        raise OSError(f"{url} does not answer: {reason}") from None
     if status == 404 and missing:
         raise ValueError(f"this server has no {path}: {missing}")
     raise (ValueError if status in WRONG else WorkerError)(text or f"status {status}")
+
+
+def _answer(url: str, text: bytes, has: Sequence[str]) -> dict[str, Any]:
+    """Raises OSError where it is none of a server of Lamina."""
+    try:
+        answer: dict[str, Any] = json.loads(text)
+        if isinstance(answer, dict) and all(name in answer for name in has):
+            return answer
+    except ValueError:
+        pass
+    raise OSError(f"{url} has answered something else: is it the address of a server of Lamina?")
 
 
 def _words(text: bytes) -> str:

@@ -6,7 +6,7 @@ import argparse
 
 from lamina.protocol.options.declare import flag
 
-from .operators import add_server, ask, check_url
+from .operators import add_server, ask, check_timeout, check_url
 
 SIZES = {
     "memory_workers": "memory workers, which share the KV cache and the attention over it",
@@ -33,10 +33,11 @@ def run(args: argparse.Namespace) -> int:
     if not asked:
         raise ValueError(f"nothing is to change: give {', '.join(map(flag, SIZES))}")
     check_url(args.url)
+    check_timeout(args.timeout_s)
     if args.dry_run:
         print(f"would ask {args.url} for {_listed(asked)}")
         return 0
-    answer = ask(args, "/scale", asked, args.timeout_s)
+    answer = ask(args, "/scale", asked, args.timeout_s, "before", "after", "pause_s")
     changed = {name: n for name, n in answer["after"].items() if answer["before"][name] != n}
     before = {name: answer["before"][name] for name in changed}
     if not changed:

@@ -58,16 +58,16 @@ def run(args: argparse.Namespace) -> int:
         print(f"dropped {args.id}")
         return 0
     if args.action == "export":
-        answer = call(args.url, f"/v1/sessions/{quote(args.id, safe='')}/export", key, ASK_S)
+        answer = call(args.url, f"/v1/sessions/{quote(args.id, safe='')}/export", key, ASK_S, "session")
         write_session(args.file, args.key_file, base64.b64decode(answer["session"]))
         print(f"wrote {args.id} to {args.file}")
         return 0
     if args.action == "import":
         session = base64.b64encode(read_session(args.file, args.key_file)).decode()
-        answer = call(args.url, "/v1/sessions/import", key, ASK_S, body={"session": session})
+        answer = call(args.url, "/v1/sessions/import", key, ASK_S, "id", "turns", body={"session": session})
         print(f"took over {answer['id']}, {answer['turns']} turns")
         return 0
-    sessions = call(args.url, "/v1/sessions", key, ASK_S)["data"]
+    sessions = call(args.url, "/v1/sessions", key, ASK_S, "data")["data"]
     if args.json:
         print(json.dumps(sessions, indent=2))
         return 0
