@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from lamina.engine.wire import Clock, FewerError, WorkerError
 from lamina.protocol.control import ComputeReady, Halt, Halted, StepDone
+from lamina.protocol.options.declare import flag
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.plan import Keep
 
@@ -100,7 +101,10 @@ class Supervisor:
         others = {"memory": self._members.memory, "prefill": self._members.prefill}  # of which there may be fewer
         roles = {member.handle.role for member in lost}
         if isinstance(error, NoHostError) and roles and roles <= others.keys():
-            left = {f"{role}_workers": sum(m not in lost for m in others[role]) for role in roles}
+            left = {f"{role}_workers": sum(m not in lost for m in others[role]) for role in sorted(roles)}
+            if left.get("memory_workers", 1):
+                most = " ".join(f"{flag(name)} {count}" for name, count in left.items())
+                text += f"; there is room for a run with {most} at most"
             return FewerError(text, left, error.without)
         return WorkerError(text)
 

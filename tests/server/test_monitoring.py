@@ -14,9 +14,9 @@ import httpx
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from running import ROOT, Running, eventually
+from running import ROOT, START_S, Running, eventually
 
-pytestmark = pytest.mark.timeout(300)  # starting a server on a busy machine takes its time
+pytestmark = pytest.mark.timeout(2 * START_S)  # starting a server on a busy machine takes its time
 MONITORING = ROOT / "examples" / "monitoring"
 BOARD: dict[str, Any] = json.loads((MONITORING / "grafana.json").read_text())
 NAME = re.compile(r"\b(?:lamina|http|process)[:_][a-z0-9_]+")
@@ -26,7 +26,8 @@ SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_co
 @pytest.fixture(scope="module")
 def text(http: httpx.Client) -> str:
     http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3, "ignore_eos": True, "n": 2})
-    assert eventually(lambda: "lamina:hop_latency_seconds_count" in http.get("/metrics").text, 20)
+    told = eventually(lambda: "lamina:hop_latency_seconds_count" in http.get("/metrics").text, START_S)
+    assert told, "all workers are asked for their counters each second, and have not answered"
     return http.get("/metrics").text
 
 

@@ -105,8 +105,7 @@ class EngineClient:
         self._decoder = msgspec.msgpack.Decoder(FROM_ENGINE)
         self._live: dict[int, _OpenPrompt] = {}
         self._closing, self._next_key = False, 0
-        self._resizing = Resizing(self._send)
-        self._questions = Questions()
+        self._resizing, self._questions = Resizing(self._send), Questions()
         self._state_at = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -179,8 +178,10 @@ class EngineClient:
 
     def reset_prefix_cache(self) -> None:
         """Prompts that are added behind this find no KV of those before."""
-        if self._is_ready:  # else the next engine has none
+        if self._is_ready:
             self._send(Reset())
+        elif self._restarts is not None:
+            self._restarts.owed.append(Reset())
 
     async def sessions(self, tenant: bytes, drop: str | None = None) -> list[SessionFacts]:
         """Those of a tenant; or the one that is called ``drop``, which then is no more. Raises EngineGoneError."""
@@ -350,8 +351,8 @@ class EngineClient:
         if changed:  # it has other workers than the last one
             free = list(map(min, self.ready.num_blocks))
             self.state, self.counters = msgspec.structs.replace(self.state, free_blocks=free), {}
-        for key, each in self._live.items():
-            self._send(each.hearing.ask(key))
+        for message in [*restarts.take_owed(), *(each.hearing.ask(key) for key, each in self._live.items())]:
+            self._send(message)
 
     def _handle_message(self, message: Any) -> None:
         if isinstance(message, Outputs):

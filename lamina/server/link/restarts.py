@@ -23,7 +23,7 @@ from lamina.protocol.options.declare import flag
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import SamplingParams, Told
 
-from .messages import Add, Delta, Start
+from .messages import Add, Delta, Reset, Start
 
 log = logging.getLogger(__name__)
 GONE_S = 10.0  # for the workers of an engine to follow it
@@ -47,6 +47,7 @@ class EngineRestarts:
         self._planned: asyncio.Future[float] | None = None  # seconds without an engine
         self._planned_at = 0.0
         self._free = False  # whether the next engine is no recovery
+        self.owed: list[Reset] = []  # to the next engine: it may find pages beside the pools
 
     @property
     def config(self) -> EngineConfig:
@@ -137,6 +138,11 @@ class EngineRestarts:
         while any(map(lives, workers)) and time.monotonic() < deadline:
             await asyncio.sleep(LOOK_S)
         return await asyncio.to_thread(self._launch, self._start)
+
+    def take_owed(self) -> list[Reset]:
+        """To be told to the new engine before all prompts."""
+        owed, self.owed = self.owed, []
+        return owed
 
     def end(self) -> None:
         """The new engine is ready: the recovery is over."""

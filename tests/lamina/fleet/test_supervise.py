@@ -642,18 +642,22 @@ def no_room(role: str, index: int, threads: int = 0) -> Any:
     raise NoHostError(f"10.0.0.3 is lost, and {role} worker {index} was there: no host has room", {"n3", "n1"})
 
 
-FEWER: list[tuple[list[int], dict[str, int]]] = [
-    ([0], {"memory_workers": 1}),
-    ([0, 1], {"memory_workers": 0}),
-    ([4], {"prefill_workers": 0}),
-    ([0, 4], {"memory_workers": 1, "prefill_workers": 0}),
-    ([0, 2, 3], {}),
+FEWER: list[tuple[list[int], dict[str, int], str]] = [
+    ([0], {"memory_workers": 1}, "--memory-workers 1"),
+    ([0, 1], {"memory_workers": 0}, ""),
+    ([4], {"prefill_workers": 0}, "--prefill-workers 0"),
+    ([0, 4], {"memory_workers": 1, "prefill_workers": 0}, "--memory-workers 1 --prefill-workers 0"),
+    ([0, 2, 3], {}, ""),
 ]
 
 
-@pytest.mark.parametrize(("victims", "left"), FEWER)
-def test_a_run_without_room_for_workers_says_how_many_are_left(victims: list[int], left: dict[str, int]) -> None:
-    """Of memory workers (0, 1) and prefill workers (4); not where no compute worker is left (2, 3)."""
+@pytest.mark.parametrize(("victims", "left", "words"), FEWER)
+def test_a_run_without_room_for_workers_says_how_many_are_left(
+    victims: list[int], left: dict[str, int], words: str
+) -> None:
+    """Of memory workers (0, 1) and prefill workers (4); not where no compute worker is left (2, 3). In words, too,
+    where another run could go on: whoever uses lamina.LLM starts it.
+    """
     run = Run()
     pools = pools_of(run)
     run.world.start = no_room  # type: ignore[method-assign]
@@ -665,6 +669,8 @@ def test_a_run_without_room_for_workers_says_how_many_are_left(victims: list[int
     with pytest.raises(WorkerError, match="a lost worker could not be replaced: 10.0.0.3 is lost") as told:
         pools.resume(KEEP)
     assert (told.value.left if isinstance(told.value, FewerError) else {}) == left
+    said = f"; there is room for a run with {words} at most" if words else ""
+    assert str(told.value).endswith(f"no host has room{said}")
     assert not left or told.value.without == ["n1", "n3"]  # type: ignore[attr-defined]
     assert pools.closed
 

@@ -27,6 +27,7 @@ from lamina.server.link.messages import (
     Cancel,
     Delta,
     Outputs,
+    Reset,
     Scale,
     Scaled,
     Start,
@@ -53,7 +54,7 @@ class Scripted:
 
     def __init__(self) -> None:
         self.sock, theirs = socket.socketpair()
-        self.link = ControlLink(theirs, Add | Cancel | Scale | Stop)
+        self.link = ControlLink(theirs, Add | Cancel | Reset | Scale | Stop)
         self.joins: list[float] = []  # how long it was waited for
 
     def fate(self) -> str | None:
@@ -160,6 +161,25 @@ def test_another_engine_is_told_all_that_readers_have() -> None:
         second.say(grown(key, 0, [2], "e", [[(2, -1.0, 1)]], finish_reason="length", times=TIMES))
         assert await all_of(feed, 5) == {0: [4, 5, 3, 2], 1: [6]}
         assert client.failure is None
+
+    play(work)
+
+
+def test_pages_are_forgotten_that_the_next_engine_would_find_beside_its_pools() -> None:
+    """A reset that comes while there is no engine is told to the next one, once, before all prompts."""
+
+    async def work(client: EngineClient, engines: Engines) -> None:
+        engines.all[0].link.close()
+        second = await engines.next(client)
+        key = client.add([7], SamplingParams(), ReplyFeed(), Quiet())
+        client.reset_prefix_cache()
+        second.link.send(READY)
+        assert await asyncio.to_thread(second.asked) == Reset()
+        assert (await asyncio.to_thread(second.asked)).key == key
+        second.link.close()
+        third = await engines.next(client)
+        third.link.send(READY)
+        assert (await asyncio.to_thread(third.asked)).key == key
 
     play(work)
 
