@@ -325,6 +325,7 @@ class EngineClient:
             self._writer.close()
             try:
                 await self._next_engine(restarts)
+                return None
             except EngineGoneError as e:  # it died, too
                 reason = str(e)
                 restarts.give_up(reason)
@@ -333,8 +334,6 @@ class EngineClient:
                 failed = f"another engine took too long to start (--start-timeout-s {restarts.limit_s:g})"
             except (ValueError, OSError) as e:
                 failed = f"another engine cannot start: {e}"
-            else:
-                return None
             if not restarts.give_up(failed):
                 return f"{reason}; {failed}"
         return reason
@@ -372,6 +371,7 @@ class EngineClient:
             self._resizing.answered(message)
         elif isinstance(message, WorkerCounters):
             self.counters, self._workers = message.workers, set(message.pids)
+            self.ready = msgspec.structs.replace(self.ready, hosts=message.hosts or self.ready.hosts)
         elif isinstance(message, SessionsAre):
             self._questions.answered(message)
         elif isinstance(message, Refused) and (live := self._live.pop(message.key, None)):

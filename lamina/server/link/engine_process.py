@@ -289,9 +289,9 @@ class _Loop:
             self._tell_state()
 
     def _tell_workers(self) -> None:
-        """Whoever starts another engine waits for the ends of these, which have memory."""
+        """Whoever starts another engine waits for the ends of these, which have memory; an operator names hosts."""
         self._view = self._pools.ready.view
-        self._outbox.put(WorkerCounters(self._counters, list(self._pools.pids.values())))
+        self._outbox.put(WorkerCounters(self._counters, list(self._pools.pids.values()), self._pools.hosts))
 
     def _tell_state(self) -> None:
         self._state_at = time.monotonic()

@@ -228,7 +228,10 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
 
 
 class WorkerCounters(msgspec.Struct, frozen=True, tag="counters"):
-    """Engine -> server, every second or so: each worker's counters since its start, by its name."""
+    """Engine -> server, every second or so, and once all have met anew: each worker's counters since its start, by its
+    name.
+    """
 
     workers: dict[str, dict[str, float]]
     pids: list[int] = []  # of their processes
+    hosts: dict[str, str] = {}  # worker -> address of its host, which may be a new one; empty: as before

@@ -19,6 +19,7 @@ from test_flow import until
 from lamina.engine.conversations.terms import KVTerms
 from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
 from lamina.request import Blame, SamplingParams
+from lamina.server.errors import ApiError
 from lamina.server.link import client as module
 from lamina.server.link.client import EngineClient, EngineGoneError, PromptRefusedError
 from lamina.server.link.messages import (
@@ -34,6 +35,7 @@ from lamina.server.link.messages import (
     WorkerCounters,
 )
 from lamina.server.link.reply_feed import ReplyFeed
+from lamina.server.scaling import on_host
 
 SOON_S = 20.0
 PARAMS = SamplingParams(max_tokens=3)
@@ -360,3 +362,14 @@ def test_state_and_pool_are_of_the_same_memory_workers() -> None:
     assert (client.state or STATE).free_blocks == [1, 5]
     client._handle_message(msgspec.structs.replace(STATE, free_blocks=[0, 2], borrowed=[0, 3]))
     assert (client.state or STATE).borrowed == [0, 3]
+
+
+def test_who_is_on_which_host_is_what_was_told_last() -> None:
+    """So a host is drained by those that are there now, not by those that were lost there."""
+    client = EngineClient(Handle(socket.socket()), None)  # type: ignore[arg-type]
+    client.ready = msgspec.structs.replace(READY, hosts={"memory-0": "10.0.0.3"})
+    client._handle_message(WorkerCounters({}, [], {"memory-0": "10.0.0.4"}))
+    client._handle_message(WorkerCounters({}))
+    assert on_host(client.ready, "10.0.0.4") == [0]
+    with pytest.raises(ApiError, match="no worker is there; they are on 10.0.0.4"):
+        on_host(client.ready, "10.0.0.3")

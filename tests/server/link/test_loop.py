@@ -412,11 +412,12 @@ def test_workers_are_asked_every_second_or_so_and_their_answers_are_told(bench: 
 
 
 def test_workers_that_have_met_are_told_before_they_have_answered(running: Bench) -> None:
-    """Whoever starts another engine has to wait for them, too."""
-    assert until(running.server, WorkerCounters) == WorkerCounters({}, [2, 1])
+    """Whoever starts another engine has to wait for them, too, and one that was replaced may be on another host."""
+    assert until(running.server, WorkerCounters) == WorkerCounters({}, [2, 1], running.workers.hosts)
     running.workers.pids = {"memory-0": 3, "compute-0": 1}
+    running.workers.hosts = {"memory-0": "10.0.0.4", "compute-0": "localhost"}
     running.workers.ready = structs.replace(running.workers.ready, view=running.workers.ready.view + 2)
-    assert until(running.server, WorkerCounters) == WorkerCounters({}, [3, 1])
+    assert until(running.server, WorkerCounters) == WorkerCounters({}, [3, 1], running.workers.hosts)
 
 
 @pytest.mark.parametrize(("reason", "asked"), [("scale", True), ("borrow", True), (REASON, False)])
