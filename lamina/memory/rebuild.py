@@ -67,8 +67,14 @@ class Rebuilder(Mover):
                 part.numpy()[ids] = 0
         super().move(layer)
 
+    def _peers(self) -> set[int]:
+        (taker,) = self._order.targets
+        return set(self._order.sources) if self._order.me == taker else {taker}
+
     def _strips(self, windows: Sequence[int]) -> Callable[[int], Sequence[Strip]]:
-        """From each that gives the same blocks. Heads are counted from a worker's first one on."""
+        """From each that gives the same blocks, each block once: what comes twice would take itself away. Heads are
+        counted from a worker's first one on. Tables are there, of who takes from ``meet`` on.
+        """
         heads = [piece.kv_heads for (piece,) in self._store.pieces]
         whole = by_head(heads, [1.0], 0)
         ours = Strips(whole, whole, windows, self._order.keep, self._store.bind.kv.block_size)
@@ -77,11 +83,22 @@ class Rebuilder(Mover):
         def of_layer(layer: int) -> list[Strip]:
             own = ours.of_layer(layer)
             if id(own) not in known:
-                givers = range(len(self._order.sources))
-                known[id(own)] = [strip._replace(source=giver) for giver in givers for strip in own]
+                once, givers = [self._once(layer, strip) for strip in own], range(len(self._order.sources))
+                known[id(own)] = [strip._replace(source=giver) for giver in givers for strip in once]
             return known[id(own)]
 
         return of_layer
+
+    def _once(self, layer: int, strip: Strip) -> Strip:
+        """Without the blocks that an earlier sequence has, too: all workers share blocks alike."""
+        store = self._store
+        (piece,), tables, seen = store.pieces[layer], store.tables, set[int]()
+        blocks = dict[int, list[int]]()
+        for sequence, numbers in strip.blocks.items():
+            ids = {n: tables.block_ids(piece.group, sequence, n, n + 1)[0] for n in numbers}
+            blocks[sequence] = [n for n in numbers if ids[n] not in seen]
+            seen |= {*ids.values()}
+        return strip._replace(blocks=blocks)
 
     def _put(self, run: StripPart, blocks: Sequence[Tensor]) -> None:
         assert self._new is not None

@@ -17,6 +17,7 @@ from lamina import netstack
 from lamina.compute.links import MemoryLink
 from lamina.compute.memory_pool import MemoryPool, folded
 from lamina.compute.parity import parity_bind, parity_layers
+from lamina.memory import moves
 from lamina.memory.moves import bits_of
 from lamina.memory.rebuild import Rebuilder
 from lamina.memory.store import Store
@@ -133,8 +134,13 @@ def rebuilt(x: Guarded, lost: int) -> Store:
     return fresh
 
 
+@pytest.mark.parametrize("slot_bytes", [moves.SLOT_BYTES, 1], ids=["one message", "a message for each block"])
 @pytest.mark.parametrize("lost", range(WORKERS + 1))
-def test_what_any_one_had_comes_back_to_the_last_bit(lost: int, guarded: Guarded) -> None:
+def test_what_any_one_had_comes_back_to_the_last_bit(
+    lost: int, slot_bytes: int, guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block once, also one that two sequences have, in whichever messages it comes."""
+    monkeypatch.setattr(moves, "SLOT_BYTES", slot_bytes)
     had, fresh = guarded.sides[lost].store, rebuilt(guarded, lost)
     wanted, came = dict(kept(had)), dict(kept(fresh))
     assert wanted.keys() == came.keys()
