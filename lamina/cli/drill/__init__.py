@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Sequence
+from math import inf
 
 from lamina.cli.words import counted
 
@@ -83,7 +84,13 @@ def asked(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     for name in ("count", "streams", "tokens", "per_reading"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
-    flags = shlex.split(args.flags)
+    for name, least in (("noticed_s", "at least 0"), ("pause_s", "at least 0"), ("timeout_s", "more than 0")):
+        if not 0.0 <= (value := getattr(args, name)) < inf or (name == "timeout_s" and not value):
+            raise ValueError(f"--{name.replace('_', '-')} must be a number of seconds, {least}, not {value:g}")
+    try:
+        flags = shlex.split(args.flags)
+    except ValueError as error:
+        raise ValueError(f"--flags {args.flags}: {error}") from None
     if "partition" in faults and not _has(flags, "--transport", "tcp"):
         raise ValueError("--faults partition cuts a TCP connection: give --flags with --transport tcp")
     if _has(flags, "--ray-address") or any(_has(flags, "--launcher", name) for name in ("ray", "static")):

@@ -15,9 +15,9 @@ from math import inf
 from typing import Any, NamedTuple
 
 from .moments import SAVE, Moments, StrikeMoment
-from .report import BAD, Blow
+from .report import BAD, SILENT, Blow
 from .streams import FEW, PAGES_OF, StreamTold, bodies_of, has_one_answer, read_all, seeds_of
-from .target import SCALE, SPARE, Target, Victim
+from .target import Target, Victim
 from .verdicts import error_of, is_at_edge, verdict, words_of
 
 log = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ class Drill:
         else:
             tokens = self._args.tokens
             raise ValueError(f"--tokens {tokens}: {TRIES} times all streams had ended before {first}: give more")
+        self._await_notice(strikes[-1])
         well = self._target.is_well(WELL_S)
         verdicts = self._judged(told, well=well)
         ends = [*(s.at for s in strikes[1:]), inf]
@@ -123,9 +124,12 @@ class Drill:
                 victim = target.victim(role, rng)
             kind = target.strike(victim, how, moment)
             strikes.append(HitMade(fault, victim, kind, target.struck_at))
-            silent = role == SPARE or how == SCALE  # nobody says of these that somebody is lost
-            if number + 1 < len(due) and not (silent or (target.is_noticed(NOTICE_S) and target.is_well(WELL_S))):
+            if number + 1 < len(due) and not (self._await_notice(strikes[-1]) and target.is_well(WELL_S)):
                 return
+
+    def _await_notice(self, strike: HitMade) -> bool:
+        """Whether the server says that somebody is lost, within a time, where anybody would."""
+        return strike.fault in SILENT or self._target.is_noticed(NOTICE_S)
 
     def _blow(self, strike: HitMade, until: float, told: Sequence[StreamTold], verdicts: Counter[str]) -> Blow:
         pauses = [x for one in told if (x := one.pause_behind(strike.at, until)) is not None]

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 BAD = "wrong", "lost", "twice"
 GOOD = "right", "edge"
+SILENT = "kill-spare", "scale"  # nobody says of these that somebody is lost
+SAMPLED = "flip"  # not always, where --kv-checks looks at some blocks alone
 SLACK_S = 0.1  # for a line of the log to come here
 
 
@@ -73,6 +75,9 @@ def late_in(rows: dict[str, dict[str, Any]], most_s: dict[str, float]) -> list[s
     """By fault, in words: how many of its hits took longer than ``most_s`` allows (0: anything), by name of times."""
     late = list[str]()
     for fault, row in rows.items():
+        unseen, most = row["hits"] - len(row["noticed_s"]), most_s.get("noticed_s", 0.0)
+        if unseen and most > 0 and fault not in (*SILENT, SAMPLED):
+            late.append(f"{fault}: {unseen} of {row['hits']} above --noticed-s {most:g}: nobody has noticed")
         for name, most in most_s.items():
             over = [seconds for seconds in row[name] if seconds > most > 0]
             if over:
