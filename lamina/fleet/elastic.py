@@ -158,7 +158,7 @@ class Elastic:
             for index in list(fresh)[len(coming) :]:
                 self._coming[self._cohort.start_beside("memory", index)] = ""
         except (OSError, ValueError) as error:
-            self._give_up(str(error))
+            self._give_up(str(error), told=False)  # or an answer to the next one that asks
             raise
         after = seated(there, gone, list(self._coming), size)
         places = [self._cohort.tier.place(i, count, self._cohort.identity) for i in range(count)]
@@ -380,7 +380,7 @@ class Elastic:
         with suppress(LinkClosedError):  # its end is told to the listener of its link
             member.link.send(message)
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, why: str, *, told: bool = True) -> None:
         log.warning("memory workers stay as they are: %s", why)
         self._dismiss(self._coming)
         self._cohort.may_have(len(self._members.memory))
@@ -390,7 +390,7 @@ class Elastic:
         if self._exits is not None:
             self._exits.undo()
         self._exits, self._to_meet, self._cohort.moving = None, False, self._config.moves_stripes
-        self._outcome = Changed(why, reason=self._reason) if self._told else None
+        self._outcome = Changed(why, reason=self._reason) if told and self._told else None
 
     def _dismiss(self, members: Iterable[Member]) -> None:
         """Have them end; nobody waits until their memory is the host's again."""
