@@ -27,6 +27,8 @@ def _scale(engine: Engine, pools: Pools, wanted: Scale) -> Scaled | None:
     there = range(1 + max(max(holders) for holders in engine.info.holders))
     gone = wanted.leaving or there[wanted.memory_workers :]
     try:
+        if wanted.leaving and len(there) - len(gone) != wanted.memory_workers:  # it would be replaced
+            raise ValueError(f"memory workers 0 to {there[-1]} are there by now: ask again")
         if left := [w for w in cordoned(engine.scheduler, engine.info) if w not in gone]:
             raise ValueError(f"memory worker {left[0]} is cordoned, and sequences would move to it: undo that first")
         change = pools.elastic.plan(wanted.memory_workers)

@@ -24,7 +24,19 @@ from lamina.request import Blame, Logprob, SamplingParams, Told
 from lamina.server.link import engine_process, live
 from lamina.server.link.client import FROM_ENGINE
 from lamina.server.link.engine_process import FROM_SERVER, _Loop
-from lamina.server.link.messages import Add, Cancel, Delta, Outputs, Ready, Refused, Reset, State, Times, WorkerCounters
+from lamina.server.link.messages import (
+    Add,
+    Cancel,
+    Delta,
+    Outputs,
+    Ready,
+    Refused,
+    Reset,
+    Scale,
+    State,
+    Times,
+    WorkerCounters,
+)
 from lamina.server.link.reweigh import REASON
 
 PROMPT = [1, 2, 3]
@@ -574,3 +586,13 @@ def test_what_cannot_be_sent_ends_the_loop_loudly(running: Bench) -> None:
     running.loop._outbox.put(object())
     running.thread.join(SOON_S)
     assert "its link to the server has failed" in running.failure
+
+
+def test_of_workers_that_have_become_fewer_since_none_goes_by_a_number_from_before(bench: Bench) -> None:
+    """Of two drains at once the second one's worker has gone, and another one has its number."""
+    begun = list[Any]()
+    bench.workers.elastic.plan, bench.workers.elastic.begin = begun.append, begun.append
+    bench.loop._take(Scale(1, [0]))
+    (said,) = bench.told()
+    assert (said.error, said.in_place) == ("memory workers 0 to 0 are there by now: ask again", True)
+    assert not begun
