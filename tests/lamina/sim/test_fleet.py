@@ -21,7 +21,9 @@ from lamina.engine.wire import FewerError, ViewChanged
 from lamina.fleet.launchers import NoHostError
 from lamina.fleet.members import Members
 from lamina.fleet.pools import Pools
+from lamina.memory import moves
 from lamina.memory.main import MemoryServer
+from lamina.memory.rebuild import Rebuilder
 from lamina.memory.store import Store
 from lamina.netstack import ChannelUnreachable, Terms
 from lamina.protocol.control import Connect, RunRound
@@ -221,6 +223,15 @@ def test_a_loss_that_counters_show_as_memory_workers_come_or_go(monkeypatch: pyt
     change = FleetChange(0.02, 2, leaving=(0,))
     assert check_fleet(replace(of, options=options, windows=(0,), asks=asks, hits=(), changes=(change,))).changes
     assert struck
+
+
+@pytest.mark.parametrize("mistake", ["", "what sequences share comes for each of them"])
+def test_kv_comes_back_by_parity_in_however_many_messages(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a block each, as many as long prompts take: these are short."""
+    monkeypatch.setattr(moves, "SLOT_BYTES", 1)
+    if mistake:
+        monkeypatch.setattr(Rebuilder, "_once", lambda self, layer, strip: strip)
+    assert is_broken(check_fleet, planned_fleet(9)) == bool(mistake)
 
 
 def test_a_fork_that_is_further_than_its_source_behind_a_loss() -> None:
