@@ -27,6 +27,7 @@ class Parity:
 
     def __init__(self, config: EngineConfig, members: Members, cohort: Cohort, clock: Clock) -> None:
         self._wanted, self._limit = bool(config.topology.kv_parity), config.deadlines.start_timeout_s
+        self._silent_s = config.deadlines.step_timeout_s  # of a peer that others give up
         self._members, self._cohort, self._clock = members, cohort, clock
         self._lost: int | None = None  # whose KV is to come back
 
@@ -65,20 +66,21 @@ class Parity:
             me=0,
             sources=others,
             targets=[place],
-            timeout_s=self._limit,
+            timeout_s=self._silent_s,
         )
         for me, member in enumerate(memory):
             bind = self._bind_of(place) if me == place else None
             self._members.send(member, structs.replace(order, me=me, bind=bind))
         said = f"to rebuild KV (--start-timeout-s {self._limit:g})"
-        answers = [self._members.wait_for([member], Recutted, self._limit, said) for member in memory]
-        errors = [answer.error for answer in answers if answer.error]
-        for error in errors:
-            log.warning("KV could not be rebuilt, and is computed again: %s", error)
-        if not errors:
-            nbytes, seconds = sum(answer.nbytes for answer in answers), self._clock() - begun
-            log.info("KV of memory worker %d is back: %d bytes came, %.3f s", place, nbytes, seconds)
-        return not errors
+        answers = list[Recutted]()
+        for _ in memory:
+            answers.append(self._members.wait_for(memory, Recutted, self._limit, said))
+            if error := answers[-1].error:  # whoever is left may hang, and says nothing
+                log.warning("KV could not be rebuilt, and is computed again: %s", error)
+                return False
+        nbytes, seconds = sum(answer.nbytes for answer in answers), self._clock() - begun
+        log.info("KV of memory worker %d is back: %d bytes came, %.3f s", place, nbytes, seconds)
+        return True
 
     def _bind_of(self, place: int) -> Bind:
         """Of the store that the one in that place had."""
