@@ -16,6 +16,7 @@ PLAIN_DIM_MOST = 256
 SPLITS = 4  # tasks of stored tokens for each warp, at most; where tiles alone are more, none is cut
 REGISTER_WARPS = 8  # of a multiprocessor, with 255 registers a lane
 NARROW_WARPS, NARROW_DIM = 12, 128  # with 168, which one column of queries takes for heads up to that size
+SHARED_MOST = 228 << 10  # bytes of a multiprocessor of sm_90 and sm_100, of all the most
 PLAIN_WARPS = 16
 RESERVED_BYTES = 1024  # of shared memory, for each block
 
@@ -48,11 +49,13 @@ class Variant:
 
     @property
     def register_warps(self) -> int:
-        """Warps of a multiprocessor for which the compiled kernel leaves enough registers."""
+        """Warps of a multiprocessor for which the compiled kernel leaves enough registers: more than REGISTER_WARPS
+        only where some GPU has shared memory for them, since a lane with fewer registers may spill some.
+        """
         if not self.columns:
             return PLAIN_WARPS
         narrow = self.columns == 1 and max(self.qk_dim, self.v_dim) <= NARROW_DIM
-        return NARROW_WARPS if narrow else REGISTER_WARPS
+        return min(NARROW_WARPS, max(REGISTER_WARPS, self._room(SHARED_MOST))) if narrow else REGISTER_WARPS
 
     @property
     def node_numbers(self) -> int:
@@ -86,8 +89,11 @@ class Variant:
             return self.register_warps * device.processors
         if self.shared_bytes > device.block_shared_bytes:
             return 0
-        fit = device.shared_bytes // (self.shared_bytes + RESERVED_BYTES)
-        return min(self.register_warps, fit) * device.processors
+        return min(self.register_warps, self._room(device.shared_bytes)) * device.processors
+
+    def _room(self, shared_bytes: int) -> int:
+        """Warps that a multiprocessor of that much shared memory has room for."""
+        return shared_bytes // (self.shared_bytes + RESERVED_BYTES)
 
     def defines(self) -> tuple[str, ...]:
         """The macros of this variant, as options of the compiler."""

@@ -60,6 +60,8 @@ def test_every_head_size_has_room_for_two_warps(device: GpuLimits, dim: int, que
     warps = variant.warps(device) // device.processors
     assert 2 <= warps <= (12 if queries <= 8 and dim <= 128 else 8)
     assert warps * (variant.shared_bytes + 1024) <= device.shared_bytes
+    more = variant.warps(H200) > 8 * H200.processors
+    assert (variant.register_warps > 8) == more, "fewer registers a lane only where more warps have room"
     ahead = warps * (variant.stages - 1) * 16 * 2 * dim * (1 if stored else 2)
     assert ahead >= 32 << 10, "bytes on their way that hide the latency of memory, of a multiprocessor"
 
@@ -109,7 +111,7 @@ def test_sizes_of_the_usual_shape() -> None:
     assert variant.node_numbers == 2 * 17 * LANES
     assert variant.shared_bytes == 3 * 16 * 2 * 272 + 2 * variant.node_numbers * 4
     assert variant.warps(H200) == 6 * 132
-    assert variant.defines()[-1] == "-DLAMINA_WARPS=12"
+    assert variant.defines()[-1] == "-DLAMINA_WARPS=8"
     for dim, stored, warps in ((64, "", 12), (128, "Fp8", 11), (64, "Fp8", 12), (136, "", 6)):
         assert choose("BFloat16", dim, dim, 4, stored).warps(H200) == warps * 132
     assert MOST_TOKENS == 1 << 21
