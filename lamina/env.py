@@ -27,6 +27,7 @@ VARIABLES = {
     "LAMINA_RDMA_TRAFFIC_CLASS": "the traffic class of RoCE packets, 0 to 255: DSCP * 4 + ECN; default: 0",
     "LAMINA_RDMA_SERVICE_LEVEL": "the service level of InfiniBand packets, of RoCE the priority, 0 to 15; default: 0",
     "LAMINA_RDMA_PARTITION": "the key of an InfiniBand partition, such as 0x8001; default: the first of the port",
+    "LAMINA_RDMA_TIMEOUT": "without an answer a packet is sent again after 4.096 us * 2**this; default: 14, 67 ms",
     "LAMINA_CUDA_DEVICE": "the number of the GPU that transports cuda and mlx5 use; default: the worker's own, or 0",
     "LAMINA_LIBCUDA": "the CUDA driver's library, where it is not found by its name; tests put another in its place",
     "LAMINA_LIBCRYPTO": "OpenSSL's libcrypto, which encrypts what leaves a host, where it is not found by its name",

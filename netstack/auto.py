@@ -76,6 +76,7 @@ class AutoFabric(BaseFabric):
         if device and "verbs" not in self._rdma:
             self.close()
             raise ImportError(f"{RDMA_FLAG} {device}: {self._lacks['verbs']}")
+        self.remarks = [f"{scheme}: {words}" for scheme, fabric in self._rdma.items() for words in fabric.remarks]
         self._tried: dict[str, tuple[float, str]] = {}  # by URL: until when, and why messages do not pass
         self.reason = ""
 

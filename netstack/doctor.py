@@ -24,15 +24,15 @@ from .gin.compiler import lack_of_compiler
 from .gin.nccl import NcclLibrary
 from .host.native import mlx5_fault
 from .rdma.bridges import bridges_above, redirects
+from .rdma.card import MTU_NAMES
 from .rdma.nearest import PCI, gpus, nearest_first
+from .rdma.packets import FRAMES, LARGEST, ROCE_HEADS
 from .rdma.ports import CLASS, NONE, Wanted, lack, named, ports
 from .schemes import BY_RDMA, FOR_TESTS, RENAMED, SCHEMES, check_scheme, open
 
 MEMLOCK_LEAST = 1 << 30
 MELLANOX = "0x15b3"
 DMABUF_KERNEL = (5, 12)
-PACKETS = 256, 512, 1024, 2048, 4096  # bytes of payload, by ibv_mtu
-ROCE_HEADS = 96  # bytes of a frame beside them (iboe_get_mtu of Linux)
 
 
 @dataclass(frozen=True)
@@ -283,20 +283,20 @@ def packet_size(machine: Machine) -> Verdict:
         wanted = Wanted.parse(machine.wanted)
     except ValueError as error:
         return False, str(error), f"correct {NAMED_BY}"
-    there, least = [], PACKETS[-1]
+    there, most = [], MTU_NAMES[LARGEST]
+    least = most
     for port in (port for port in ports(machine.root) if port.fits(wanted)):
         name, folder = f"{port.device}:{port.number}", f"{CLASS}/{port.device}/ports/{port.number}/gid_attrs/ndevs"
         device = machine.text(f"{folder}/{port.gid_index(wanted)}")
         frame = machine.text(f"sys/class/net/{device}/mtu") if device else ""
-        packet = max((n for n in PACKETS if n + ROCE_HEADS <= int(frame)), default=0) if frame.isdigit() else 0
+        room = int(frame) - ROCE_HEADS if frame.isdigit() else 0
+        packet = max((n for n in MTU_NAMES.values() if n <= room), default=0)
         least = min(least, packet)
         there.append(f"{name} by {device} (MTU {frame}): {packet} B" if packet else f"{name}: as its subnet says")
     if not there:
         return False, "no port for queue pairs", "see the other checks"
-    fix = (
-        f"both ends take the smaller one; `ip link set DEVICE mtu {PACKETS[-1] + ROCE_HEADS}` on both, and on switches"
-    )
-    return (True, ", ".join(there), "") if least == PACKETS[-1] else (None, ", ".join(there), fix)
+    fix = f"both ends take the smaller one; {FRAMES} on both, and on switches"
+    return (True, ", ".join(there), "") if least == most else (None, ", ".join(there), fix)
 
 
 def ordered_delivery(machine: Machine) -> Verdict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,16 @@ def check(model: str, config: EngineConfig) -> int:
     if elsewhere:
         netstack.check_scheme(config.launching.scheme)
     else:
-        netstack.open(config.launching.scheme, key=cluster_key(), device=config.devices.rdma_device).close()
+        _open(config.launching.scheme, config.devices.rdma_device)
     directory = find_checkpoint(model, trust_remote_code=config.model.trust_remote_code, weights=not elsewhere)
     return _check_checkpoint(directory, config)
+
+
+def _open(scheme: str, rdma_device: str) -> None:
+    """Says what the transport has to do without on this host. Raises as ``check``."""
+    with closing(netstack.open(scheme, key=cluster_key(), device=rdma_device)) as fabric:
+        for remark in fabric.remarks:
+            print(f"lamina-launch: --transport {scheme}: {remark}", file=sys.stderr)
 
 
 def _check_checkpoint(directory: Path, config: EngineConfig) -> int:

@@ -13,9 +13,9 @@ from typing import Any
 from lamina.netstack.contract.base import RDMA_DEVICE
 from lamina.netstack.contract.fabric import Fabric
 from lamina.netstack.rdma.nearest import gpus
-from lamina.netstack.rdma.quality import PARTITION, SERVICE_LEVEL, TRAFFIC_CLASS
+from lamina.netstack.rdma.quality import PARTITION, SERVICE_LEVEL, TIMEOUT, TRAFFIC_CLASS
 
-RDMA_KNOBS = RDMA_DEVICE, TRAFFIC_CLASS, SERVICE_LEVEL, PARTITION
+RDMA_KNOBS = RDMA_DEVICE, TRAFFIC_CLASS, SERVICE_LEVEL, PARTITION, TIMEOUT
 ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")  # of a PCI device
 
 

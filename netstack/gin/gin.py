@@ -136,6 +136,7 @@ class GinWay:
     def __init__(self, driver: Driver, nccl: NcclLibrary, traffic_class: int) -> None:
         """Makes a communicator of this process alone, which takes what NCCL takes once. Raises NcclError."""
         self._driver, self._nccl, self._traffic_class = driver, nccl, traffic_class
+        self.remarks = list[str]()
         alone = Communicator(nccl, driver, 1, nccl.new_id(), 0, monotonic() + 10 * MAKE_S, threading.Event())
         alone.close()
 

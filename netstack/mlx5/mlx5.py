@@ -37,7 +37,7 @@ from lamina.netstack.meeting.listener import Meeting
 from lamina.netstack.meeting.swap import swap
 from lamina.netstack.meeting.trial import by_host
 from lamina.netstack.rdma.card import Card, Route
-from lamina.netstack.rdma.native_way import TRIAL, NativeWay, Place
+from lamina.netstack.rdma.native_way import TRIAL, NativeWay, Place, card_of
 from lamina.netstack.rdma.nearest import cores_of
 from lamina.netstack.rdma.verbs import VerbsFabric
 
@@ -65,13 +65,15 @@ class KernelWay(NativeWay):
         self._driver = driver
         self._ringer: Ringer | None = None  # where the GPU may not ring
         self._has_rings = False  # whether rings of queue pairs are to lie in the GPU's memory
-        self.remarks = list[str]()  # as of a Fabric
+        self._unsaid = list[str]()  # of the remarks, until the first meeting
         super().__init__(wanted, spin_s=0.0, gpu=driver.pci_address)
 
     def meeting(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Meeting:
         outbound, inbound = directions(session, listening=listening)
         if (most := max(outbound.slot_bytes, inbound.slot_bytes)) > MESSAGE_MOST:
             raise HandshakeError(f"slot_bytes is at most {MESSAGE_MOST} over {self.scheme}, not {most}")
+        while self._unsaid:
+            log.warning("%s", self._unsaid.pop())
         with ExitStack() as parts:
             shapes = outbound, inbound
             lanes = self._lanes(parts, self._place(), *shapes, listening=listening, kernels=session.kernels)
@@ -84,6 +86,7 @@ class KernelWay(NativeWay):
 
             def reach(text: bytes) -> None:
                 theirs.append(opened_lanes(text, sizes, our_lid=ours.lanes[0].route.lid))
+                self._packets.compare(ours.lanes[0].route, theirs[0].lanes[0].route, peer)
                 for lane, card in zip(lanes, theirs[0].lanes, strict=True):
                     connect(lane.pair, card)
 
@@ -98,23 +101,25 @@ class KernelWay(NativeWay):
             self._ringer.close()
         self._driver.close()
 
-    def _try(self, place: Place) -> None:
+    def _try(self, place: Place) -> Route:
         why = "" if self._driver.attribute(DMA_BUF) else "its driver exports none to NICs (dma-buf)"
         self._has_rings = not why
         try:
-            self._open_and_close(place)
+            route = self._open_and_close(place)
         except OSError as error:
             if not self._has_rings:
                 raise
             why, self._has_rings = str(error), False
-            self._open_and_close(place)
+            route = self._open_and_close(place)
         if why:
             self.remarks.append(f"rings of queue pairs lie in the host's memory, not in the GPU's: {why}")
             log.info("%s", self.remarks[-1])
+        return route
 
-    def _open_and_close(self, place: Place) -> None:
+    def _open_and_close(self, place: Place) -> Route:
         with ExitStack() as parts:
-            self._lanes(parts, place, TRIAL, TRIAL, listening=False, kernels=True)
+            first, _bulk = self._lanes(parts, place, TRIAL, TRIAL, listening=False, kernels=True)
+            return card_of(first.pair).route
 
     def _lanes(
         self, parts: ExitStack, place: Place, outbound: Geometry, inbound: Geometry, *, listening: bool, kernels: bool
@@ -167,7 +172,7 @@ class KernelWay(NativeWay):
                 return {"doorbell": registers.of(doorbell)}
             except CudaError as error:
                 self.remarks.append(doorbell_fault(error))
-                log.warning("%s", self.remarks[-1])
+                self._unsaid.append(self.remarks[-1])
                 self._ringer = Ringer(cores_of(self._port.device))
         mailbox = parts.enter_context(closing(Mailbox(self._driver, self._ringer, doorbell, alternate)))
         return {"doorbell": mailbox.address, "alternate": 0}
@@ -176,11 +181,6 @@ class KernelWay(NativeWay):
 def ring_blocks(requests: int) -> int:
     """A power of two, for so many work requests that may be under way."""
     return max(BLOCKS_LEAST, 1 << (requests - 1).bit_length())
-
-
-def card_of(pair: KernelPair) -> Card:
-    gid, lid, number, psn, mtu, *inbox = pair.card()
-    return Card(Route(gid, lid, number, psn, mtu), *inbox)
 
 
 def connect(pair: KernelPair, card: Card) -> None:
@@ -198,10 +198,6 @@ class Mlx5Fabric(VerbsFabric):
     scheme = "mlx5"
     means = by_host, by_kernels
 
-    def __init__(self, key: bytes, way: KernelWay) -> None:
-        super().__init__(key, way=way)
-        self.remarks = way.remarks
-
     def close(self) -> None:
         leave_all(self._opened)
         super().close()
@@ -218,7 +214,7 @@ def open_fabric(key: bytes, *, gpu: int = 0, device: str = "") -> Mlx5Fabric:
     try:
         if why := lack(driver):
             raise ImportError(_unusable(f"this GPU is none for it: {why}"))
-        return Mlx5Fabric(key, KernelWay(rdma_device(device), driver))
+        return Mlx5Fabric(key, way=KernelWay(rdma_device(device), driver))
     except BaseException:
         driver.close()
         raise

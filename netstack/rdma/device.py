@@ -20,6 +20,7 @@ import numpy as np
 from lamina.netstack.contract.base import NAMED_BY
 
 from .card import Route
+from .packets import PacketNotes, remarks_on
 from .ports import Port, Wanted, partition_index
 from .quality import service
 
@@ -44,7 +45,6 @@ except ImportError as error:
         "`python -m venv --system-site-packages`, or its folder in PYTHONPATH"
     ) from error
 
-ACK_TIMEOUT = 14  # 4.096 us * 2**14 = 67 ms until a packet is sent again (InfiniBand 1.4, 9.7.6.1.3)
 # The most that fits. Soft-RoCE takes it for "for ever", so whoever waits keeps a time of its own. With less, Soft-RoCE
 # breaks where 2 % of packets are lost: every loss costs a retry until an acknowledgement comes, one for 64 packets.
 RETRIES = 7
@@ -125,6 +125,7 @@ class RdmaDevice:
         here = Port(name, self.port, "ACTIVE", "")
         self.partition = partition_index(here, self.service.partition)
         self.lid, self.mtu, self.message_bytes = state.lid, state.active_mtu, state.max_msg_sz
+        self.remarks, self.packets = remarks_on(f"{name}:{self.port}", self.lid, self.mtu), PacketNotes()
 
     def close(self) -> None:
         self.context.close()
@@ -229,7 +230,7 @@ class QueuePair:
         attributes.path_mtu = min(self.route.mtu, peer.mtu)
         attributes.dest_qp_num, attributes.rq_psn, attributes.sq_psn = peer.number, peer.psn, self.route.psn
         attributes.min_rnr_timer, attributes.rnr_retry = 12, NOT_READY_RETRIES
-        attributes.timeout, attributes.retry_cnt = ACK_TIMEOUT, RETRIES
+        attributes.timeout, attributes.retry_cnt = self._device.service.timeout, RETRIES
         with _told(f"connect to the peer's queue pair from {self._device.name} port {self._device.port}"):
             self._pair.to_rtr(attributes)
             self._pair.to_rts(attributes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from ipaddress import IPv6Address
+from typing import TYPE_CHECKING
 
 from lamina.netstack.contract.terms import Geometry
 from lamina.netstack.host.native import open_rdma_end, rdma_gids
@@ -13,12 +14,16 @@ from lamina.netstack.meeting.swap import swap
 
 from .card import Card, Route
 from .nearest import nearest_first
+from .packets import PacketNotes, remarks_on
 from .ports import KINDS, NONE, Gids, Port, Wanted, lack, partition_index, ports
 from .quality import service
 from .way import STALL_S, inbox_bytes, reaching
 
+if TYPE_CHECKING:
+    from lamina.netstack.host._native import KernelPair, RdmaEnd
+
 TRIAL = Geometry(slots=1, slot_bytes=1)
-Place = tuple[str, int, int, int, int, int]  # device, port, GID, partition, service level, traffic class
+Place = tuple[str, int, int, int, int, int, int]  # device, port, GID, partition, service level, traffic class, timeout
 
 
 class NativeWay:
@@ -30,7 +35,8 @@ class NativeWay:
     scheme = "verbs"
 
     def __init__(self, wanted: str, spin_s: float, gpu: str = "") -> None:
-        self._spin_s = spin_s
+        self._spin_s, self._packets = spin_s, PacketNotes()
+        self.remarks = list[str]()
         there = _ports()
         if not there:
             raise ImportError(f"transport {self.scheme!r} finds no RDMA device: {NONE}")
@@ -44,7 +50,8 @@ class NativeWay:
         for self._port in nearest_first([p for p in there if p.fits(self._named)], gpu):
             try:
                 self._partition = partition_index(self._port, self._service.partition)
-                self._try(self._place())
+                route = self._try(self._place())
+                self.remarks += remarks_on(f"{self._port.device}:{self._port.number}", route.lid, route.mtu)
                 return
             except (OSError, ValueError) as error:
                 tried.append(str(error))
@@ -62,14 +69,14 @@ class NativeWay:
         if listening:
             outbound, inbound = inbound, outbound
         end = open_rdma_end(*self._place(), outbound, inbound)
-        gid, lid, number, psn, mtu, *inbox = end.card()
-        card = Card(Route(gid, lid, number, psn, mtu), *inbox)
+        card = card_of(end)
 
         def connect(theirs: Card) -> None:
             r = theirs.route
+            self._packets.compare(card.route, r, peer)
             end.connect(r.gid, r.lid, r.number, r.psn, r.mtu, theirs.key, theirs.address)
 
-        reach = reaching(inbox_bytes(outbound), lid, connect)
+        reach = reaching(inbox_bytes(outbound), card.route.lid, connect)
         yield from exchanged(sock, swap(session, card.pack(), reach, listening=listening))
         names = peer, session.peer_name(listening=listening)
         channel = end.channel(sock.fileno(), session.epoch, self._spin_s, STALL_S, *names)
@@ -79,14 +86,20 @@ class NativeWay:
     def close(self) -> None:
         """Nothing is open but what channels have."""
 
-    def _try(self, place: Place) -> None:
-        """Open a queue pair there. Raises OSError."""
-        open_rdma_end(*place, TRIAL, TRIAL)
+    def _try(self, place: Place) -> Route:
+        """Of a queue pair that was opened there, and is closed. Raises OSError."""
+        return card_of(open_rdma_end(*place, TRIAL, TRIAL)).route
 
     def _place(self) -> Place:
         port, service = self._port, self._service
         index = port.gid_index(self._named)
-        return port.device, port.number, index, self._partition, service.level, service.traffic_class
+        quality = service.level, service.traffic_class, service.timeout
+        return port.device, port.number, index, self._partition, *quality
+
+
+def card_of(end: RdmaEnd | KernelPair) -> Card:
+    gid, lid, number, psn, mtu, *inbox = end.card()
+    return Card(Route(gid, lid, number, psn, mtu), *inbox)
 
 
 def _ports() -> list[Port]:

@@ -18,6 +18,7 @@ class PyverbsWay:
         self._spin_s = spin_s
         self._device = RdmaDevice(wanted, least_message_bytes=WRITE_BYTES)
         self._sources: list[memoryview] = []
+        self.remarks = self._device.remarks
 
     def register(self, source: memoryview) -> None:
         """Each channel that puts from it registers it with the NIC, which pins the memory, for its own peer."""

@@ -2,7 +2,8 @@
 
 Switches keep a class of traffic free of loss by the DSCP of its packets (RoCE) or by its service level (InfiniBand);
 what belongs to no such class is dropped under load and sent again. Members of an InfiniBand partition hear each other
-alone.
+alone. A packet that nobody acknowledges is sent again after a time, seven times: networks that are away for longer, as
+while a switch starts, need a longer one.
 """
 
 from __future__ import annotations
@@ -13,32 +14,43 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 TRAFFIC_CLASS, SERVICE_LEVEL = "LAMINA_RDMA_TRAFFIC_CLASS", "LAMINA_RDMA_SERVICE_LEVEL"
-PARTITION = "LAMINA_RDMA_PARTITION"
-MOST = {TRAFFIC_CLASS: 255, SERVICE_LEVEL: 15}  # a byte of the IP header; 4 bits of InfiniBand's
+PARTITION, TIMEOUT = "LAMINA_RDMA_PARTITION", "LAMINA_RDMA_TIMEOUT"
+# A byte of the IP header; 4 bits of InfiniBand's; 5 bits, where 0 is for ever (InfiniBand 1.4, 9.7.6.1.3).
+NUMBERS = {TRAFFIC_CLASS: range(256), SERVICE_LEVEL: range(16), TIMEOUT: range(1, 32)}
+USUAL_TIMEOUT = 14
 MEMBERS = 0x7FFF  # of a partition have keys that agree in these bits
-SUCH_AS = {TRAFFIC_CLASS: "106, which is DSCP 26 and ECN on", SERVICE_LEVEL: "3"}
+SUCH_AS = {
+    TRAFFIC_CLASS: "106, which is DSCP 26 and ECN on",
+    SERVICE_LEVEL: "3",
+    TIMEOUT: f"{USUAL_TIMEOUT}, which is 67 ms (4.096 us * 2**{USUAL_TIMEOUT})",
+}
 
 
 @dataclass(frozen=True)
 class NetworkService:
-    """``partition``: the key of InfiniBand's partition, 15 bits and its membership; None: the port's first."""
+    """``partition``: the key of InfiniBand's partition, 15 bits and its membership; None: the port's first.
+    ``timeout``: a packet is sent again after 4.096 us * 2**timeout.
+    """
 
     traffic_class: int = 0
     level: int = 0
     partition: int | None = None
+    timeout: int = USUAL_TIMEOUT
 
 
 def service(environ: Mapping[str, str] = os.environ) -> NetworkService:
-    """What ``environ`` says; 0 where it says nothing. Raises ValueError, one line that names the variable."""
-    return NetworkService(_number(environ, TRAFFIC_CLASS), _number(environ, SERVICE_LEVEL), _partition(environ))
+    """What ``environ`` says; the usual where it says nothing. Raises ValueError, one line that names the variable."""
+    traffic_class, level = _number(environ, TRAFFIC_CLASS), _number(environ, SERVICE_LEVEL)
+    return NetworkService(traffic_class, level, _partition(environ), _number(environ, TIMEOUT, USUAL_TIMEOUT))
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "").strip()
+def _number(environ: Mapping[str, str], name: str, usual: int = 0) -> int:
+    text, numbers = environ.get(name, "").strip(), NUMBERS[name]
     if not text:
-        return 0
-    if not (text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= MOST[name]):
-        raise ValueError(f"{name} is a number from 0 to {MOST[name]}, such as {SUCH_AS[name]}; not {text!r}")
+        return usual
+    if not (text.isascii() and text.isdigit() and len(text) <= 3 and int(text) in numbers):
+        known = f"{numbers[0]} to {numbers[-1]}"
+        raise ValueError(f"{name} is a number from {known}, such as {SUCH_AS[name]}; not {text!r}")
     return int(text)
 
 

@@ -59,6 +59,7 @@ class VerbsFabric(TcpFabric):
     def __init__(self, key: bytes, *, device: str = "", spin_s: float = SPIN_S, way: NicWay | None = None) -> None:
         super().__init__(key)
         self._way = way or open_way(device, affordable_spin(spin_s))
+        self.remarks = self._way.remarks
         self._trials = BoundedSemaphore(TRIALS_AT_ONCE)
         self._answering: WeakSet[Thread] = WeakSet()
         self._starting = Lock()  # held from a thread's start until it is among them

@@ -117,6 +117,7 @@ class VerbsChannel(BaseChannel):
 
     def _connect(self, card: Card) -> None:
         self._theirs = card.key, card.address
+        self._device.packets.compare(self._pair.route, card.route, self.peer)
         self._pair.connect(card.route)
 
     def _stop(self) -> None:

@@ -20,6 +20,8 @@ STALL_S = 10.0  # a peer whose NIC completes nothing for so long is given up
 class NicWay(Protocol):
     """One port of one device. Opening one raises ImportError where it cannot be used, with the fix."""
 
+    remarks: list[str]  # of its Fabric
+
     def register(self, source: memoryview) -> None:
         """Memory that messages may be put from."""
         ...

@@ -17,7 +17,6 @@
 namespace lamina::verbs {
 
 constexpr std::uint64_t kWriteBytes = 1 << 20;  // the largest single write
-constexpr std::uint8_t kAckTimeout = 14;  // 4.096 us * 2^14 = 67 ms until a packet is sent again
 // The most that fits. Soft-RoCE takes it for "for ever", so whoever waits keeps a time of its own. With less, Soft-RoCE
 // breaks where 2 % of packets are lost: every loss costs a retry until an acknowledgement comes, one for 64 packets.
 constexpr std::uint8_t kRetries = 7;
@@ -31,6 +30,7 @@ struct Port {
   int gid_index;
   std::uint16_t pkey_index;
   std::uint8_t service_level, traffic_class;
+  std::uint8_t ack_timeout = 14;  // 4.096 us * 2^14 = 67 ms until a packet is sent again
 };
 
 // The address of a queue pair.
@@ -126,7 +126,7 @@ class End {
     if (const int error = lib_.modify_qp(pair_, &attr, ready_to_receive))
       return fail("connect to the peer's queue pair from %s port %u: %s", name(), port_.number, text(error));
     attr.qp_state = IBV_QPS_RTS;
-    attr.timeout = kAckTimeout;
+    attr.timeout = port_.ack_timeout;
     attr.retry_cnt = kRetries;
     attr.rnr_retry = kNotReadyRetries;
     attr.sq_psn = route_.psn;

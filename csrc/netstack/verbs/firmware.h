@@ -48,11 +48,11 @@ class FirmwareEnd final : public End {
   bool connect(const Route& peer, const Inbox&) override {
     mlx5::Path path = path_of(peer);
     if (is_ethernet_ && !find_station(peer, &path)) return false;
-    constexpr mlx5::Patience kPatience{kAckTimeout, kRetries, kNotReadyRetries, kNotReadyTimer};
+    const mlx5::Patience patience{port_.ack_timeout, kRetries, kNotReadyRetries, kNotReadyTimer};
     const std::uint32_t mtu = std::min(route_.mtu, peer.mtu);
-    return change(mlx5::to_receive(route_.number, path, peer.number, peer.psn, mtu, kPatience),
+    return change(mlx5::to_receive(route_.number, path, peer.number, peer.psn, mtu, patience),
                   "connect to the peer's") &&
-           change(mlx5::to_send(route_.number, path, route_.psn, kPatience), "send to the peer's");
+           change(mlx5::to_send(route_.number, path, route_.psn, patience), "send to the peer's");
   }
 
   bool event(ibv_event_type* type) override {

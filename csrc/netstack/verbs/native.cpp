@@ -90,8 +90,8 @@ PyObject* open_rdma_end(PyObject* module, PyObject* args) {
   verbs::Port port{};
   PyObject *outbound, *inbound;
   Shape out, in;
-  if (!PyArg_ParseTuple(args, "sbiHbbOO", &device, &port.number, &port.gid_index, &port.pkey_index, &port.service_level,
-                        &port.traffic_class, &outbound, &inbound) ||
+  if (!PyArg_ParseTuple(args, "sbiHbbbOO", &device, &port.number, &port.gid_index, &port.pkey_index,
+                        &port.service_level, &port.traffic_class, &port.ack_timeout, &outbound, &inbound) ||
       !read_geometry(state, outbound, &out) || !read_geometry(state, inbound, &in))
     return nullptr;
   auto* self = allocate<RdmaEnd>(state->rdma_end_type);

@@ -95,9 +95,9 @@ PyObject* open_kernel_pair(PyObject* module, PyObject* args) {
   unsigned blocks;
   Number places[3], bytes[3];
   int files[3];
-  if (!PyArg_ParseTuple(args, "sbiHbbI(KKi)(KKi)(KKi)", &device, &port.number, &port.gid_index, &port.pkey_index,
-                        &port.service_level, &port.traffic_class, &blocks, &places[0], &bytes[0], &files[0], &places[1],
-                        &bytes[1], &files[1], &places[2], &bytes[2], &files[2]))
+  if (!PyArg_ParseTuple(args, "sbiHbbbI(KKi)(KKi)(KKi)", &device, &port.number, &port.gid_index, &port.pkey_index,
+                        &port.service_level, &port.traffic_class, &port.ack_timeout, &blocks, &places[0], &bytes[0],
+                        &files[0], &places[1], &bytes[1], &files[1], &places[2], &bytes[2], &files[2]))
     return nullptr;
   if (bytes[2] && bytes[2] != verbs::rings_bytes(blocks))
     return PyErr_Format(PyExc_ValueError, "rings of %u blocks have %llu bytes", blocks, verbs::rings_bytes(blocks));

@@ -86,6 +86,8 @@ def test_where_the_local_name_is_taken_the_network_is_left(
 class NoWay:
     """To no NIC."""
 
+    remarks = ()
+
     def register(self, source: memoryview) -> None:
         pass
 

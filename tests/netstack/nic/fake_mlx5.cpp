@@ -160,7 +160,9 @@ int query_port(const Command& c) {
   port.max_msg_sz = 1u << 30;
   port.gid_tbl_len = port.pkey_tbl_len = 1;
   port.state = 4;
-  port.max_mtu = port.active_mtu = 5;
+  const char* const packets = std::getenv("FAKE_MLX5_PACKETS");  // of ibv_mtu
+  port.max_mtu = 5;
+  port.active_mtu = std::uint8_t(packets ? std::atoi(packets) : 5);
   port.link_layer = 2;
   c.put(port);
   return 0;
@@ -435,6 +437,12 @@ std::uint32_t firmware_makes(int node, const std::uint8_t* c) {
   return number;
 }
 
+// How long the operator has a queue pair wait for an acknowledgement.
+std::uint64_t patience() {
+  const char* const told = std::getenv("LAMINA_RDMA_TIMEOUT");
+  return told ? std::uint64_t(std::atoi(told)) : 14;
+}
+
 // A change of state, of a path that leads to a peer.
 int firmware_changes(const std::uint8_t* c) {
   const std::uint32_t number = std::uint32_t(bits(c, 72, 24));
@@ -446,7 +454,8 @@ int firmware_changes(const std::uint8_t* c) {
                          bits(c, 680, 8) == 1 && bits(c, 472, 8) && bits(c, 256, 3) && bits(c, 512, 8) == 0xfe;
       return leads ? move_pair(number, kReadyToReceive, std::uint32_t(bits(c, 360, 24))) : EREMOTEIO;
     }
-    case 0x504: return bits(c, 448, 5) && bits(c, 1101, 3) ? move_pair(number, kReadyToSend, 0) : EREMOTEIO;
+    case 0x504:
+      return bits(c, 448, 5) == patience() && bits(c, 1101, 3) ? move_pair(number, kReadyToSend, 0) : EREMOTEIO;
     case 0x507: return move_pair(number, kError, 0);
     default: return EINVAL;
   }

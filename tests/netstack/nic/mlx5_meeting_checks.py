@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from lamina.netstack.meeting.trial import SIZES
 from lamina.netstack.mlx5 import mlx5
 from lamina.netstack.mlx5.channel import Mlx5Channel, NicLane
 from lamina.netstack.mlx5.trial import KernelCalls
+from lamina.netstack.rdma.quality import TIMEOUT
 
 
 @pytest.mark.parametrize(("kernels", "deaf"), [(True, False), (False, False), (True, True)])
@@ -48,6 +50,41 @@ def test_mlx5_is_what_auto_takes_for_kernels_once_messages_pass(
         assert ("RDMA by kernels (a trial failed: " in fabric.reason) == deaf
     talk(a, b)
     talk(b, a)
+    fabric.close()
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_mlx5_ports_of_different_packets_are_named_by_each_side(
+    kernels: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes, by_thread, real = [5, 3], dict[int, int](), mlx5.card_of
+
+    def of_another_port(pair: Any) -> Any:
+        """All cards of a side say the same."""
+        if (side := threading.get_ident()) not in by_thread:
+            by_thread[side] = sizes.pop()
+        card = real(pair)
+        return replace(card, route=replace(card.route, mtu=by_thread[side]))
+
+    fabric = netstack.open("mlx5", key=KEY)
+    monkeypatch.setattr(mlx5, "card_of", of_another_port)
+    a, b = connect(fabric, geometry=SMALL, kernels=kernels)
+    if not kernels:
+        talk(a, b)
+    said = [record.getMessage() for record in caplog.records if "packets carry" in record.getMessage()]
+    assert [sum(f"1024 bytes, as {whose} port takes no more" in line for line in said) for whose in ("our", "its")] == [
+        1,
+        1,
+    ]
+    fabric.close()
+
+
+def test_mlx5_queue_pairs_are_as_patient_as_the_operator_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in of the firmware takes no other number."""
+    monkeypatch.setenv(TIMEOUT, "18")
+    fabric = netstack.open("mlx5", key=KEY)
+    a, b = connect(fabric, geometry=SMALL)
+    talk(a, b)
     fabric.close()
 
 

@@ -68,24 +68,29 @@ LACKS = {
         {"FAKE_CUDA_ORDERS_NOTHING": "1"},
     ),
 }  # fmt: skip
-
-
+OF_NICS = ["no NIC", "no link", "no RoCE", "no such GID", "another device", "locked memory"]
 WITHOUT = {
     "no doorbell": ({"FAKE_CUDA_RINGS_NOTHING": "1"}, ["a thread of this host rings for it", "PeerMappingOverride=1"]),
     "no commands to firmware": ({"FAKE_MLX5_HAS_FIRMWARE": None}, ["rings of queue pairs lie in the host's memory"]),
     "nvidia-peermem alone": ({"FAKE_CUDA_EXPORTS_NOTHING": "1"}, ["its driver exports none to NICs (dma-buf)"]),
+    "large packets": (
+        {"FAKE_MLX5_PACKETS": "3"},
+        ["packets of mlx5_0:1 carry 1024 bytes, not 4096: `ip link set DEVICE mtu 4192` on both hosts and on switches"],
+    ),
 }  # fmt: skip
 NAMED = Lack("names 'mlx5_1', which is not here", "choose of mlx5_0", {"LAMINA_RDMA_DEVICE": "mlx5_0"})
 
 
-def launch(arguments: Sequence[str], lack: Lack | None, folder: Path) -> subprocess.CompletedProcess[str]:
+def launch(
+    arguments: Sequence[str], lack: Lack | None, folder: Path, scheme: str = "mlx5"
+) -> subprocess.CompletedProcess[str]:
     places = mlx5_stand_in.environment(folder) | {"PYTHONPATH": PATH, "LAMINA_RDMA_DEVICE": None}
     if lack:
         places |= lack.variables
         lack.spoil(folder)
     environment = {name: value for name, value in places.items() if value is not None}
-    command = [sys.executable, "-m", "lamina.cli.launch", *arguments, "--transport", "mlx5"]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    command = [sys.executable, "-m", "lamina.cli.launch", *arguments, "--transport", scheme]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def opens(output: str) -> str:
@@ -110,6 +115,34 @@ def test_where_it_does_without_something_doctor_says_so(name: str, tmp_path: Pat
     assert said.endswith("you can use: mlx5")
 
 
+@pytest.mark.long
+def test_auto_says_so_of_its_ways(tmp_path: Path) -> None:
+    small = Lack("", "", {"FAKE_MLX5_PACKETS": "3", "LAMINA_RDMA_DEVICE": "mlx5_0"})
+    done = launch(["doctor"], small, tmp_path, "auto")
+    assert "auto: yes; verbs: packets of mlx5_0:1 carry 1024 bytes" in " ".join(done.stdout.split()), done.stdout
+
+
+@pytest.mark.long(but=["large packets"])
+@pytest.mark.parametrize("name", WITHOUT)
+def test_a_server_says_so_before_it_starts(name: str, tmp_path: Path) -> None:
+    """Before it looks for its model, which is not there: that spares seconds."""
+    changes, words = WITHOUT[name]
+    done = launch(["serve", str(tmp_path / "model"), "--dry-run"], Lack("", "", changes), tmp_path)
+    said, refused, *more = done.stderr.splitlines()
+    assert not more, done.stderr
+    assert [said.count(word) for word in words] == [1] * len(words), said
+    assert "model" in refused
+
+
+@pytest.mark.long
+@pytest.mark.timeout(320)
+def test_a_server_starts_all_the_same(tmp_path: Path) -> None:
+    done = launch(["serve", MODEL, "--dry-run"], Lack("", "", WITHOUT["large packets"][0]), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stdout.startswith("would start ")
+
+
 @pytest.mark.long(but=["no NIC", "no link", "no such GID"])
 @pytest.mark.parametrize("name", LACKS)
 def test_doctor_says_in_one_line_what_is_missing(name: str, tmp_path: Path) -> None:
@@ -120,6 +153,18 @@ def test_doctor_says_in_one_line_what_is_missing(name: str, tmp_path: Path) -> N
     assert lack.words in said
     assert lack.fix in said
     assert said.endswith("you can use: none of these")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", [["doctor"], ["serve", MODEL, "--dry-run"]], ids=["doctor", "serve"])
+@pytest.mark.parametrize("name", OF_NICS)
+def test_verbs_says_the_same_of_its_nic(name: str, command: list[str], tmp_path: Path) -> None:
+    lack = LACKS[name]
+    done = launch(command, lack, tmp_path, "verbs")
+    assert done.returncode != 0
+    said = done.stderr or opens(done.stdout)
+    assert lack.words in said
+    assert lack.fix in said
 
 
 @pytest.mark.parametrize("command", [["doctor"], ["serve", MODEL, "--dry-run"]])

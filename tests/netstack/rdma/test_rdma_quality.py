@@ -9,7 +9,7 @@ from wiring import KEY, connect, open_or_skip
 
 from lamina import netstack
 from lamina.netstack import Geometry
-from lamina.netstack.rdma.quality import PARTITION, SERVICE_LEVEL, TRAFFIC_CLASS, NetworkService, service
+from lamina.netstack.rdma.quality import PARTITION, SERVICE_LEVEL, TIMEOUT, TRAFFIC_CLASS, NetworkService, service
 from lamina.netstack.rdma.verbs import VerbsFabric
 
 if TYPE_CHECKING:
@@ -31,6 +31,13 @@ def test_a_traffic_class_that_no_packet_can_have_is_refused(text: str) -> None:
 def test_a_service_level_has_four_bits() -> None:
     with pytest.raises(ValueError, match=f"{SERVICE_LEVEL} is a number from 0 to 15, .*not '16'"):
         service({SERVICE_LEVEL: "16"})
+
+
+@pytest.mark.parametrize("text", ["0", "32", "67ms"])
+def test_a_timeout_is_an_exponent_and_never_for_ever(text: str) -> None:
+    assert [service({TIMEOUT: each}).timeout for each in ("", "1", "31")] == [14, 1, 31]
+    with pytest.raises(ValueError, match=rf"{TIMEOUT} is a number from 1 to 31, such as 14, .* 67 ms .*not '{text}'"):
+        service({TIMEOUT: text})
 
 
 @pytest.mark.parametrize("text", ["1", "0x", "0x0", "0x8000", "0x10001", "-0x1", "0xg"])

@@ -19,7 +19,7 @@ from lamina import netstack
 from lamina.netstack import Channel, Fabric, Geometry
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
 from lamina.netstack.rdma import native_way
-from lamina.netstack.rdma.quality import PARTITION, SERVICE_LEVEL, TRAFFIC_CLASS
+from lamina.netstack.rdma.quality import PARTITION, SERVICE_LEVEL, TIMEOUT, TRAFFIC_CLASS
 from lamina.netstack.rdma.way import stride
 
 QP_FATAL, QP_ACCESS_ERR, PORT_ERR, DEVICE_FATAL = 1, 3, 10, 8  # of ibv_event_type
@@ -98,15 +98,19 @@ def test_a_queue_pair_is_as_the_operator_wants_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(SERVICE_LEVEL, "3")
     monkeypatch.setattr(native_way, "partition_index", lambda _, key: {None: 0, 0x8001: 5}[key])
     monkeypatch.setenv(PARTITION, "0x8001")
-    fabric = opened("fake0:1:1")
-    for end in connect(fabric, geometry=SMALL):
-        assert attributes_of(end) == [3, 106, 1, 5, 14, 7, 6, 5]
-    fabric.close()
+    for timeout in (14, 18):
+        fabric = opened("fake0:1:1")
+        for end in connect(fabric, geometry=SMALL):
+            assert attributes_of(end) == [3, 106, 1, 5, timeout, 7, 6, 5]
+        fabric.close()
+        monkeypatch.setenv(TIMEOUT, "18")
 
 
 @pytest.mark.parametrize(("one", "other"), [(3, 5), (5, 3), (1, 2)])
-def test_ports_of_different_packets_agree_on_the_smaller(one: int, other: int) -> None:
-    """Whoever listens; and messages of several packets arrive."""
+def test_ports_of_different_packets_agree_on_the_smaller(
+    one: int, other: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever listens; messages of several packets arrive, and each side says which host to change."""
     fabric = opened()
     FAKE.fake_mtus(one, other)
     try:
@@ -116,6 +120,14 @@ def test_ports_of_different_packets_agree_on_the_smaller(one: int, other: int) -
     send(a, bytes(range(250)) * 40)
     assert b.wait_signal(timeout_s=SOON_S).data == bytes(range(250)) * 40
     assert [attributes_of(end)[7] for end in (a, b)] == [min(one, other)] * 2
+    said = [record.getMessage() for record in caplog.records if "packets" in record.name]
+    smaller, larger = sorted((128 << one, 128 << other))
+    assert len(said) == 2
+    for whose, where in (("our", "this"), ("its", "its")):
+        words = (
+            f"packets carry {smaller} bytes, as {whose} port takes no more, not {larger}: `ip link set DEVICE mtu 4192`"
+        )
+        assert sum(f"{words} on {where} host, and on switches" in line for line in said) == 1, said
     fabric.close()
 
 
