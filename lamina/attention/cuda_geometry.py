@@ -50,11 +50,13 @@ class Variant:
     @property
     def register_warps(self) -> int:
         """Warps of a multiprocessor for which the compiled kernel leaves enough registers: more than REGISTER_WARPS
-        only where some GPU has shared memory for them, since a lane with fewer registers may spill some.
+        only where some GPU has shared memory for them, since a lane with fewer registers may spill some; it does where
+        a token is copied by 8 bytes, of twice as many addresses.
         """
         if not self.columns:
             return PLAIN_WARPS
-        narrow = self.columns == 1 and max(self.qk_dim, self.v_dim) <= NARROW_DIM
+        by_sixteen = not any(dim * self._itemsize % 16 for dim in (self.qk_dim, self.v_dim))
+        narrow = self.columns == 1 and max(self.qk_dim, self.v_dim) <= NARROW_DIM and by_sixteen
         return min(NARROW_WARPS, max(REGISTER_WARPS, self._room(SHARED_MOST))) if narrow else REGISTER_WARPS
 
     @property

@@ -63,7 +63,7 @@ class VerbsChannel(BaseChannel):
         self._stride, self._in_stride = stride(outbound), stride(inbound)
         pieces = -(-self._stride // WRITE_BYTES)
         sends, receives = outbound.slots * pieces + inbound.slots + 1, outbound.slots + inbound.slots
-        self._domain = Domain(device)
+        self._domain, self._packets = Domain(device), device.packets
         try:
             self._staging = self._domain.memory(pages(outbound.slots * self._stride))
             self._inbox = self._domain.memory(pages(inbound.slots * self._in_stride), inbox=True)
@@ -117,7 +117,7 @@ class VerbsChannel(BaseChannel):
 
     def _connect(self, card: Card) -> None:
         self._theirs = card.key, card.address
-        self._device.packets.compare(self._pair.route, card.route, self.peer)
+        self._packets.compare(self._pair.route, card.route, self.peer)
         self._pair.connect(card.route)
 
     def _stop(self) -> None:
