@@ -165,7 +165,8 @@ class Communicator:
                 setattr(config, field[0], UNSET)
         config.blocking = 0
         try:
-            self._step("ncclCommInitRankConfig", byref(self._handle), ranks, Id(name), rank, byref(config))
+            own = Id.from_buffer_copy(name)  # Id(name) would end at the name's first zero, as C's texts do
+            self._step("ncclCommInitRankConfig", byref(self._handle), ranks, own, rank, byref(config))
         except BaseException:
             self.close()
             raise

@@ -140,6 +140,7 @@ namespace {
 
 constexpr int kUnhandled = 1, kInvalidUsage = 5, kRemote = 6, kInProgress = 7;
 constexpr unsigned kMagic = 0xcafebeef;
+constexpr char kIdHead[] = "fakenccl\2";  // and a zero
 
 // What both ranks see of a communicator.
 struct Meeting {
@@ -232,18 +233,23 @@ const char* ncclGetErrorString(ncclResult_t status) {
   return status == kRemote ? "remote process exited or there was a network error" : "error of the stand-in";
 }
 const char* ncclGetLastError(ncclComm_t) { return "its last words"; }
+// As NCCL's, which begins with a number and a socket's address: what tells one from another lies behind a zero.
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   std::memset(id, 0, sizeof *id);
-  std::snprintf(id->internal, sizeof id->internal, "/fake-nccl-%d-%d", int(getpid()), next_id++);
+  std::memcpy(id->internal, kIdHead, sizeof kIdHead);
+  std::snprintf(id->internal + sizeof kIdHead, sizeof id->internal - sizeof kIdHead, "/fake-nccl-%d-%d", int(getpid()),
+                next_id++);
   return 0;
 }
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* made, int ranks, ncclUniqueId id, int rank, ncclConfig_t* config) {
   if (config->magic != kMagic || config->size != 120 || config->blocking || ranks > 2) return kInvalidUsage;
-  const int fd = shm_open(id.internal, O_RDWR | O_CREAT, 0600);
+  const char* const name = id.internal + sizeof kIdHead;
+  if (std::memcmp(id.internal, kIdHead, sizeof kIdHead) || *name != '/') return kInvalidUsage;
+  const int fd = shm_open(name, O_RDWR | O_CREAT, 0600);
   if (fd < 0 || ftruncate(fd, sizeof(Meeting))) return kUnhandled;
   void* at = mmap(nullptr, sizeof(Meeting), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   close(fd);
-  auto* comm = new ncclComm{id.internal, ranks, rank, static_cast<Meeting*>(at), {}, {}, {}, 0};
+  auto* comm = new ncclComm{name, ranks, rank, static_cast<Meeting*>(at), {}, {}, {}, 0};
   for (int context : {0, 1}) comm->networks[context].stands_still = still || context == held;
   *made = comm;
   ++live;

@@ -243,7 +243,7 @@ def test_a_peer_that_leaves_meanwhile_is_given_up_at_once(
         host, port = listener.url.rpartition("/")[2].split(":")
         with socket.create_connection((host, int(port)), SOON_S) as sock:
             session = handshake.run(sock, handshake.offer(KEY, hello), listener.url, deadline=deadline)
-            card = gin.CARD.pack(gin.MAGIC, 23203, b"/fake-nccl-of-nobody")
+            card = gin.CARD.pack(gin.MAGIC, 23203, b"fakenccl\2\0/fake-nccl-of-nobody")
             handshake.run(sock, swap(session, card, lambda _: None, listening=False), listener.url, deadline=deadline)
 
     with ThreadPoolExecutor(1) as pool:
