@@ -16,13 +16,12 @@ from lamina.netstack.contract.fabric import CONNECT_S, Channel, ChannelError, Fa
 from lamina.netstack.contract.terms import RECEPTION, Reception, Terms
 from lamina.netstack.meeting.handshake import SEAL, Hello, PeerSession, offer, run
 from lamina.netstack.meeting.listener import StreamListener, Visit
-from lamina.netstack.meeting.sockets import dial, open_place
+from lamina.netstack.meeting.sockets import dial, open_place, tune
 
 from .native import crypto_fault, open_stream
 
 LIBCRYPTO = "LAMINA_LIBCRYPTO"  # see csrc/netstack/host/cipher.h
 STALL_S = 10.0  # a peer that takes no byte of a put for so long is given up
-LATER_S = 1.0  # the kernel gives up so much later: it cannot say why
 
 
 class TcpFabric(BaseFabric):
@@ -100,7 +99,7 @@ class TcpFabric(BaseFabric):
 
     def _channel(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Channel:
         sock.setblocking(True)
-        _tune(sock, self._stall_s)
+        tune(sock, self._stall_s)
         outbound, inbound = session.outbound, session.inbound
         if listening:
             outbound, inbound = inbound, outbound
@@ -133,19 +132,6 @@ class TcpFabric(BaseFabric):
 def _is_loopback(host: str) -> bool:
     ip = ipaddress.ip_address(host.partition("%")[0])
     return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
-
-
-def _tune(sock: socket.socket, stall_s: float) -> None:
-    """No batching of small frames; a host that vanished is noticed by the kernel (tcp(7))."""
-    options = {
-        socket.TCP_NODELAY: 1,
-        socket.TCP_KEEPIDLE: 1,
-        socket.TCP_KEEPINTVL: 1,
-        socket.TCP_USER_TIMEOUT: int((stall_s + LATER_S) * 1000),
-    }
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in options.items():
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def open_fabric(key: bytes) -> Fabric:

@@ -15,8 +15,11 @@ from lamina.netstack.contract.base import BaseChannel
 from lamina.netstack.contract.fabric import ChannelAborted, PeerFault
 from lamina.netstack.contract.terms import Geometry
 
+from .sockets import tune
+
 SLICE_S = 0.05  # a wait looks at the life line this often
 ASK_S = 0.1  # a link that says nothing unasked is asked this often, while kernels wait
+SILENCE_S = 10.0  # the peer's host is gone then: nothing of ours need be under way that could fail
 REASON_BYTES = 256
 
 
@@ -28,6 +31,8 @@ class WatchedChannel(BaseChannel):
     ) -> None:
         super().__init__(peer, epoch, outbound, inbound, peer_name)
         self._sock = sock
+        if sock.family != socket.AF_UNIX:
+            tune(sock, SILENCE_S)
         self._looked = monotonic()
         self._looking = threading.Lock()
         self._stopped = False

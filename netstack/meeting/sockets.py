@@ -9,6 +9,7 @@ from lamina.netstack.contract.fabric import ChannelError, ChannelTimeout, Channe
 
 LEAST_S = 1e-3  # 0 would make a socket non-blocking
 AGAIN_S = 0.01
+LATER_S = 1.0  # the kernel gives up so much later: it cannot say why
 
 Place = str | tuple[str, int]  # of a Unix socket, of an IP socket
 
@@ -53,3 +54,18 @@ def dial(family: socket.AddressFamily, place: Place, url: str, timeout_s: float)
     except BaseException:
         sock.close()
         raise
+
+
+def tune(sock: socket.socket, stall_s: float) -> None:
+    """Of TCP: no batching of small frames, and a host that vanished is noticed by the kernel (tcp(7)), ``stall_s`` and
+    LATER_S after it was last heard of.
+    """
+    options = {
+        socket.TCP_NODELAY: 1,
+        socket.TCP_KEEPIDLE: 1,
+        socket.TCP_KEEPINTVL: 1,
+        socket.TCP_USER_TIMEOUT: int((stall_s + LATER_S) * 1000),
+    }
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in options.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -112,14 +112,20 @@ def test_beyond_loopback_frames_are_encrypted(cable: Cable) -> None:
 
 @pytest.mark.slow
 def test_a_host_that_vanishes_is_noticed_by_a_peer_that_only_waits(cable: Cable) -> None:
-    """Nothing is sent and nothing is closed: the cable is pulled out."""
+    pull_out(cable, "tcp", os.environ)
+
+
+def pull_out(cable: Cable, scheme: str, machine: Mapping[str, str]) -> None:
+    """Nothing is sent and nothing is closed: both ends find that the other's host has vanished. ``machine``: the
+    environment of both.
+    """
 
     def end(namespace: str, role: str, url: str) -> subprocess.Popen[str]:
         command = cable.run_in(namespace, sys.executable, str(HERE / "peer.py"), role)
-        environment = os.environ | {"PEER_URL": url, "PEER_KEY": KEY.hex(), "PYTHONPATH": PATH}
+        environment = {**machine, "PEER_URL": url, "PEER_KEY": KEY.hex(), "PYTHONPATH": PATH}
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
-    with end(cable.here, "listen", f"tcp://{cable.address}:0") as listener:
+    with end(cable.here, "listen", f"{scheme}://{cable.address}:0") as listener:
         assert listener.stdout is not None
         with end(cable.there, "wait", listener.stdout.readline().strip()) as connector:
             try:

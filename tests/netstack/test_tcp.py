@@ -217,7 +217,7 @@ def test_a_host_that_does_not_answer_is_not_called_a_dead_process(monkeypatch: p
     def impatient(sock: socket.socket, _: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 100)
 
-    monkeypatch.setattr(tcp, "_tune", impatient)
+    monkeypatch.setattr(tcp, "tune", impatient)
     fabric = TcpFabric(KEY)
     big = Geometry(slots=4, slot_bytes=16 << 20)
     a, idle = connect(fabric, geometry=big)

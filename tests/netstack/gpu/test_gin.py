@@ -23,10 +23,11 @@ from typing import Any
 import cuda_stand_in
 import pytest
 from programs import CSRC, build, run
+from test_namespaces import Cable, cable, pull_out  # noqa: F401 - a fixture
 from wiring import KEY, ROOT, SOON_S, connect, send
 
 from lamina import netstack
-from lamina.netstack.contract.fabric import DEATH_NOTICED_S
+from lamina.netstack.contract.fabric import DEATH_NOTICED_S, HOST_NOTICED_S
 from lamina.netstack.cuda.calls import KERNELS_OF_CALLS
 from lamina.netstack.cuda.driver import CudaStream, Pinned
 from lamina.netstack.cuda.ends import inbox_bytes
@@ -142,6 +143,18 @@ def test_kernels_that_wait_hear_of_what_nccl_reports(library: ctypes.CDLL, fabri
     stream.close()
     a.close()
     b.close()
+
+
+def test_a_life_line_asks_whether_its_host_is_there(fabric: netstack.Fabric) -> None:
+    for end in connect(fabric, geometry=SMALL):
+        assert isinstance(end, gin.GinChannel)
+        assert end._sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert 0 < end._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) < 1000 * HOST_NOTICED_S
+
+
+@pytest.mark.slow
+def test_a_host_that_vanishes_is_noticed_by_a_peer_that_only_waits(library: ctypes.CDLL, cable: Cable) -> None:  # noqa: F811
+    pull_out(cable, "gin", os.environ)
 
 
 def test_a_close_waits_for_what_was_put_and_for_a_dead_network_not_long(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import mlx5_stand_in
 import pytest
+from test_namespaces import Cable, cable, pull_out  # noqa: F401 - a fixture
 from wiring import PATH, ROOT
 
 HERE = Path(__file__).resolve().parent
@@ -49,6 +50,12 @@ def test_the_contract_and_faults_hold_over_libmlx5(tmp_path: Path) -> None:
 @pytest.mark.timeout(320)
 def test_the_faults_hold_on_rings_of_libmlx5_in_the_host_s_memory(tmp_path: Path) -> None:
     assert passed(CHECKS[:1], "mlx5", tmp_path, firmware=False) > 25
+
+
+@pytest.mark.slow
+def test_a_host_that_vanishes_is_noticed_by_a_peer_that_only_waits(cable: Cable, tmp_path: Path) -> None:  # noqa: F811
+    """None of its work requests is under way, so its NIC has nothing to report."""
+    pull_out(cable, "mlx5", mlx5_stand_in.environment(tmp_path))
 
 
 @pytest.mark.slow
