@@ -42,7 +42,7 @@ class Verbs final : public Engine, private Teller::Client {
   Verbs(std::unique_ptr<End> end, int sock, const Slots& staging, const Slots& inbox, std::uint64_t epoch,
         std::uint64_t spin_ns, std::uint64_t stall_ns, Teller& teller)
       : end_(std::move(end)), sock_(sock), spin_ns_(spin_ns), stall_ns_(stall_ns), books_(inbox, epoch),
-        staging_(staging), in_slots_(inbox.slots), teller_(teller) {
+        staging_(staging), in_slots_(inbox.slots), most_(depth_of(staging, inbox).completions), teller_(teller) {
     teller_.add(this);
   }
   ~Verbs() { teller_.remove(this); }
@@ -228,16 +228,18 @@ class Verbs final : public Engine, private Teller::Client {
     if (const int error = end_->arm(!sides_[0].asleep.load(std::memory_order_seq_cst))) refused(error);
   }
 
-  // Takes what has completed; gives a peer up whose NIC was asked for a sign of life in vain. Another thread that is
-  // polling rings; at the end it is waited for.
+  // Takes what has completed, no more than may be under way at once: a peer that lies can send as fast as it is taken.
+  // Gives a peer up whose NIC was asked for a sign of life in vain. Another thread that is polling rings; at the end it is
+  // waited for.
   void poll() {
     std::unique_lock<std::mutex> lock(polling_, std::try_to_lock);
     if (!lock && over_.load(std::memory_order_acquire) == Status::ready) return;
     if (!lock) lock.lock();
     const std::uint64_t asked = now_ns();  // before the look: who was stopped for long finds what came meanwhile
     ibv_wc done[kBatch];
-    int count;
-    while ((count = end_->poll(done, kBatch)) > 0) {
+    int count = 0;
+    for (std::uint32_t taken = 0; taken < most_ && (count = end_->poll(done, kBatch)) > 0;) {
+      taken += std::uint32_t(count);
       for (int i = 0; i < count; ++i) handle(done[i]);
       heard_ns_.store(asked, std::memory_order_relaxed);
     }
@@ -352,6 +354,7 @@ class Verbs final : public Engine, private Teller::Client {
   Ledger books_;
   const Slots staging_;
   const std::uint64_t in_slots_;
+  const std::uint32_t most_;  // completions
   Side sides_[2];
   std::uint64_t granted_ = 0;  // by the sender
   std::uint64_t taken_ = 0;  // by the receiver

@@ -43,6 +43,7 @@ struct Pair : ibv_qp {
   ibv_qp_attr attr{};
   std::deque<std::uint64_t> receives;
   bool is_silent = false;  // its peer's NIC answers nothing
+  std::uint32_t flood = 0, floods = 0;  // what its peer sends when there is a receive for it, and how often yet
   bool is_late = false;  // what it has sent completes when the test says so:
   std::deque<ibv_wc> late;
 };
@@ -104,6 +105,16 @@ bool may_write(const Pair* peer, const ibv_send_wr* work, std::uint64_t bytes) {
          work->wr.rdma.remote_addr + bytes <= start + memory->length;
 }
 
+// The oldest receive is used up.
+void hear(Pair* pair, std::uint32_t word, bool wakes) {
+  ibv_wc done{};
+  done.wr_id = pair->receives.front();
+  done.opcode = IBV_WC_RECV_RDMA_WITH_IMM;
+  done.imm_data = word;
+  pair->receives.pop_front();
+  complete(pair->recv_cq, done, wakes);
+}
+
 ibv_wc_status deliver(Pair* pair, ibv_send_wr* work) {
   const auto there = pairs.find(pair->attr.dest_qp_num);
   if (there == pairs.end() || there->second->state < IBV_QPS_RTR || there->second->state == IBV_QPS_ERR)
@@ -125,12 +136,7 @@ ibv_wc_status deliver(Pair* pair, ibv_send_wr* work) {
     std::memcpy(to, reinterpret_cast<void*>(work->sg_list[i].addr), work->sg_list[i].length);
   if (work->opcode != IBV_WR_RDMA_WRITE_WITH_IMM) return IBV_WC_SUCCESS;
   if (peer->receives.empty()) return IBV_WC_RNR_RETRY_EXC_ERR;
-  ibv_wc done{};
-  done.wr_id = peer->receives.front();
-  done.opcode = IBV_WC_RECV_RDMA_WITH_IMM;
-  done.imm_data = work->imm_data;
-  peer->receives.pop_front();
-  complete(peer->recv_cq, done, work->send_flags & IBV_SEND_SOLICITED);
+  hear(peer, work->imm_data, work->send_flags & IBV_SEND_SOLICITED);
   return IBV_WC_SUCCESS;
 }
 
@@ -153,6 +159,7 @@ int post_recv(ibv_qp* qp, ibv_recv_wr* work, ibv_recv_wr**) {
     complete(pair, work->wr_id, IBV_WC_WR_FLUSH_ERR);
   else
     pair->receives.push_back(work->wr_id);
+  if (pair->floods && pair->floods--) hear(pair, htobe32(pair->flood), false);
   return 0;
 }
 
@@ -178,6 +185,7 @@ T* none(int error) {
 
 std::atomic<int> mtus[2] = {IBV_MTU_4096, IBV_MTU_4096};
 std::atomic<unsigned> asked{0};
+std::atomic<int> granted{0};  // of ibv_access_flags: all that a memory or a queue pair was ever opened for
 
 }  // namespace
 
@@ -242,6 +250,7 @@ ibv_mr* ibv_reg_mr(ibv_pd* domain, void* address, std::size_t bytes, int access)
   memory->context = domain->context, memory->pd = domain, memory->addr = address, memory->length = bytes;
   memory->lkey = memory->rkey = next_key++;
   memory->access = access;
+  granted |= access;
   memories[memory->rkey] = memory;
   return memory;
 }
@@ -299,6 +308,7 @@ int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   if (attr->qp_state == IBV_QPS_ERR) return halt(pair), 0;
   if (attr->qp_state != pair->state + 1) return EINVAL;
   pair->state = attr->qp_state;
+  if (mask & IBV_QP_ACCESS_FLAGS) granted |= attr->qp_access_flags;
   if (mask & IBV_QP_PKEY_INDEX) pair->attr.pkey_index = attr->pkey_index;
   if (mask & IBV_QP_AV) pair->attr.ah_attr = attr->ah_attr;
   if (mask & IBV_QP_DEST_QPN) pair->attr.dest_qp_num = attr->dest_qp_num;
@@ -358,6 +368,19 @@ void fake_silence(std::uint32_t number) {
   const std::lock_guard<std::mutex> lock(mutex);
   pairs.at(number)->is_silent = true;
 }
+// The peer of `number` gets `word` as often as it has posted receives, and so often when it posts another one; what is
+// left of these.
+void fake_flood(std::uint32_t number, std::uint32_t word, std::uint32_t often) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  Pair* peer = pairs.at(pairs.at(number)->attr.dest_qp_num);
+  peer->flood = word, peer->floods = often;
+  while (!peer->receives.empty()) hear(peer, htobe32(word), false);
+}
+std::uint32_t fake_floods(std::uint32_t number) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return pairs.at(pairs.at(number)->attr.dest_qp_num)->floods;
+}
+int fake_granted() { return granted; }
 void fake_late(std::uint32_t number, bool is_late) {
   const std::lock_guard<std::mutex> lock(mutex);
   Pair* pair = pairs.at(number);

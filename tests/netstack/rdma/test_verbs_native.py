@@ -15,7 +15,8 @@ from wiring import PATH, ROOT
 from lamina.netstack.host.native import verbs_fault
 
 HERE = Path(__file__).resolve().parent
-INNER = [str(HERE / "verbs_native_checks.py"), "tests/contract/test_transports.py"]
+CHECKS = [str(HERE / name) for name in ("verbs_native_checks.py", "verbs_rights_checks.py")]
+INNER = [*CHECKS, "tests/contract/test_transports.py"]
 LIBRARY = ["-shared", "-fPIC", "-Wl,-soname,libibverbs.so.1"]
 RACES, BOUNDS = ["-fsanitize=thread"], ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
