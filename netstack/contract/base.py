@@ -141,6 +141,11 @@ class BaseFabric:
         return url.removeprefix(prefix)
 
 
+def one_line(words: str) -> str:
+    """Of a peer, which may have said anything: as they may stand in an error and in a log."""
+    return "".join(character if character.isprintable() else " " for character in words)
+
+
 def rdma_device(told: str = "") -> str:
     """The RDMA device that somebody has named: for all hosts, else for this one; empty: nobody has."""
     return told or os.environ.get(RDMA_DEVICE, "")

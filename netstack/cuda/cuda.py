@@ -110,10 +110,18 @@ def receive_card(sock: socket.socket, nbytes: int) -> Generator[Wants, None, int
     return int(fds[0])
 
 
+def chosen_gpu(gpu: int) -> int:
+    """That of the environment, before ``gpu``. Raises ImportError where it is no number."""
+    text = os.environ.get(DEVICE, "").strip()
+    if text and not (text.isascii() and text.isdigit()):
+        raise ImportError(f"{DEVICE} is the number of a GPU, such as 0, not {text!r}")
+    return int(text or gpu)
+
+
 def open_fabric(key: bytes, *, gpu: int = 0) -> Fabric:
     """Raises ImportError, with its cause, where there is no GPU whose memory processes can share."""
     try:
-        driver = Driver(int(os.environ.get(DEVICE) or gpu))
+        driver = Driver(chosen_gpu(gpu))
     except ImportError as error:
         raise ImportError(_unusable(error)) from error
     if not driver.shares_memory:

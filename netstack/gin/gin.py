@@ -16,7 +16,6 @@ channels are made before the first step, and pools that change meanwhile take an
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import struct
@@ -31,7 +30,7 @@ from lamina.netstack.contract.fabric import Channel, Fabric, HandshakeError
 from lamina.netstack.contract.layout import StructLayout
 from lamina.netstack.contract.terms import EPOCH_SHIFT, MESSAGE_MOST, Geometry
 from lamina.netstack.cuda.calls import KERNELS_OF_CALLS
-from lamina.netstack.cuda.cuda import DEVICE
+from lamina.netstack.cuda.cuda import chosen_gpu
 from lamina.netstack.cuda.driver import Driver
 from lamina.netstack.cuda.ends import clear_inbox, ends_of, inbox_bytes
 from lamina.netstack.cuda.kernel_channel import KernelChannel, LinkKind, directions, leave_all
@@ -42,7 +41,7 @@ from lamina.netstack.meeting.handshake import PeerSession, Wants, exchanged
 from lamina.netstack.meeting.lifeline import LinkEvents
 from lamina.netstack.meeting.listener import HANDSHAKE_S, Meeting, StreamListener
 from lamina.netstack.meeting.swap import swap
-from lamina.netstack.rdma.quality import service
+from lamina.netstack.rdma.quality import PARTITION, SERVICE_LEVEL, TIMEOUT, USUAL_TIMEOUT, NetworkService, service
 from lamina.netstack.rdma.verbs import VerbsFabric
 
 from .compiler import BY_NVCC
@@ -253,8 +252,8 @@ def _thrown_away(making: Future[GinLink]) -> None:
 def open_fabric(key: bytes, *, gpu: int = 0) -> Fabric:
     """Raises ImportError, with its cause, where there is no NCCL, no nvcc, or no GPU."""
     try:
-        nccl, traffic_class = NcclLibrary(), service().traffic_class
-        driver = Driver(int(os.environ.get(DEVICE) or gpu), BY_NVCC)
+        nccl, traffic_class = NcclLibrary(), _traffic_class(service())
+        driver = Driver(chosen_gpu(gpu), BY_NVCC)
     except (ImportError, ValueError) as error:
         raise ImportError(_unusable(error)) from error
     try:
@@ -264,6 +263,18 @@ def open_fabric(key: bytes, *, gpu: int = 0) -> Fabric:
         if isinstance(error, NcclError):
             raise ImportError(_unusable(error)) from error
         raise
+
+
+def _traffic_class(wanted: NetworkService) -> int:
+    """Raises ValueError for the others, which are NCCL's to choose: its variable is named."""
+    for given, own, theirs in (
+        (wanted.level, SERVICE_LEVEL, "NCCL_IB_SL"),
+        (wanted.partition, PARTITION, "NCCL_IB_PKEY_VALUE"),
+        (wanted.timeout != USUAL_TIMEOUT, TIMEOUT, "NCCL_IB_TIMEOUT"),
+    ):
+        if given:
+            raise ValueError(f"{own} is not for NCCL: say it by {theirs}")
+    return wanted.traffic_class
 
 
 def _unusable(cause: object) -> str:

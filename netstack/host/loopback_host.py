@@ -16,7 +16,7 @@ from mmap import mmap
 from time import monotonic
 from weakref import WeakSet, WeakValueDictionary
 
-from lamina.netstack.contract.base import BaseChannel, BaseFabric
+from lamina.netstack.contract.base import BaseChannel, BaseFabric, one_line
 from lamina.netstack.contract.fabric import (
     CONNECT_S,
     TAG_BYTES,
@@ -89,7 +89,7 @@ class LoopbackChannel(BaseChannel):
         self._faults, self._clock = faults, clock
 
     def abort(self, reason: str) -> None:
-        self._end(f"the peer aborted: {reason}")
+        self._end(f"the peer aborted: {one_line(reason)}")
 
     def close(self) -> None:
         self._end("the peer closed the channel")

@@ -11,7 +11,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Protocol
 
-from lamina.netstack.contract.base import BaseChannel
+from lamina.netstack.contract.base import BaseChannel, one_line
 from lamina.netstack.contract.fabric import ChannelAborted, PeerFault
 from lamina.netstack.contract.terms import Geometry
 
@@ -82,7 +82,8 @@ class WatchedChannel(BaseChannel):
             except OSError as error:
                 self._lose(f"the connection broke ({error.strerror})")
                 return
-            self._lose(f"the peer {farewell.decode(errors='replace')}" if farewell else "the peer's process is gone")
+            said = one_line(farewell.decode(errors="replace"))
+            self._lose(f"the peer {said}" if said else "the peer's process is gone")
 
     def _lose(self, why: str) -> None:
         if self._peer_end is None:

@@ -19,7 +19,6 @@ that strangers cannot write to.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING
 from lamina.netstack.contract.base import rdma_device
 from lamina.netstack.contract.fabric import HandshakeError
 from lamina.netstack.contract.terms import EPOCH_SHIFT, MESSAGE_MOST, Geometry
-from lamina.netstack.cuda.cuda import DEVICE
+from lamina.netstack.cuda.cuda import chosen_gpu
 from lamina.netstack.cuda.driver import DMA_BUF, CudaError, Driver
 from lamina.netstack.cuda.ends import clear_inbox, inbox_bytes
 from lamina.netstack.cuda.kernel_channel import directions, leave_all
@@ -208,7 +207,7 @@ def open_fabric(key: bytes, *, gpu: int = 0, device: str = "") -> Mlx5Fabric:
     if fault := mlx5_fault():
         raise ImportError(_unusable(fault))
     try:
-        driver = Driver(int(os.environ.get(DEVICE) or gpu))
+        driver = Driver(chosen_gpu(gpu))
     except ImportError as error:
         raise ImportError(_unusable(error)) from error
     try:

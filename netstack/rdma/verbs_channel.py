@@ -11,7 +11,7 @@ from contextlib import suppress
 from math import inf
 from time import monotonic
 
-from lamina.netstack.contract.base import BaseChannel
+from lamina.netstack.contract.base import BaseChannel, one_line
 from lamina.netstack.contract.fabric import (
     ChannelAborted,
     ChannelError,
@@ -356,7 +356,7 @@ class VerbsChannel(BaseChannel):
             if self._peer_end is not None:
                 return
             try:
-                said = self._sock.recv(REASON_BYTES).decode(errors="replace")
+                said = one_line(self._sock.recv(REASON_BYTES).decode(errors="replace"))
                 self._lose(f"the peer {said}" if said else "the peer's process is gone")
             except BlockingIOError:
                 if beat and now - self._beaten > BEAT_S and not self._beating and not self._closed:

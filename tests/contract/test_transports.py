@@ -361,6 +361,14 @@ def test_abort_and_close_wake_both_sides(pair: Pair, how: str, operation: str) -
         theirs.join(NOTICED_S)
 
 
+def test_whatever_the_peer_says_is_one_line_of_text(pair: Pair) -> None:
+    """Its words end up in errors and logs, where they must not pass for somebody else's."""
+    pair.a.abort("enough\r\nERROR \x1b[2Jall is lost \x7f\u2028\u00e9")
+    with pytest.raises(netstack.PeerFault, match="enough +ERROR .*all is lost .*\u00e9") as fault:
+        pair.b.wait_signal(timeout_s=LONG_S)
+    assert str(fault.value).isprintable()
+
+
 def test_abort_is_idempotent_final_and_carries_its_reason(pair: Pair) -> None:
     slot = pair.a.reserve(1)
     pair.a.abort("the step was cancelled")

@@ -447,6 +447,10 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setenv("LAMINA_CUDA_DEVICE", "7")
         with pytest.raises(ImportError, match="no GPU that can be used: cuDeviceGet"):
             netstack.open("cuda", key=KEY)
+    with monkeypatch.context() as patch:
+        patch.setenv("LAMINA_CUDA_DEVICE", "first")
+        with pytest.raises(ImportError, match="LAMINA_CUDA_DEVICE is the number of a GPU, such as 0, not 'first'"):
+            netstack.open("cuda", key=KEY)
     monkeypatch.setenv("LAMINA_LIBCUDA", "/nowhere/libcuda.so.1")
     with pytest.raises(ImportError, match="'cuda'.*/nowhere/libcuda.so.1 does not load"):
         netstack.open("cuda", key=KEY)

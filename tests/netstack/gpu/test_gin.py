@@ -335,6 +335,10 @@ def test_gin_answers_no_trials(fabric: netstack.Fabric) -> None:
         ("LAMINA_LIBNCCL", "/nowhere/lib/libnccl.so.2", r"libnccl.so.2 does not load"),
         ("LAMINA_NVCC", "/bin/false", r"kernels.cu does not compile for sm_90: "),
         ("LAMINA_LIBCUDA", "/nowhere/libcuda.so.1", r"libcuda.so.1 does not load"),
+        ("LAMINA_CUDA_DEVICE", "first", r"LAMINA_CUDA_DEVICE is the number of a GPU, such as 0, not 'first'"),
+        ("LAMINA_RDMA_PARTITION", "0x8001", r"LAMINA_RDMA_PARTITION is not for NCCL: say it by NCCL_IB_PKEY_VALUE"),
+        ("LAMINA_RDMA_SERVICE_LEVEL", "3", r"LAMINA_RDMA_SERVICE_LEVEL is not for NCCL: say it by NCCL_IB_SL"),
+        ("LAMINA_RDMA_TIMEOUT", "18", r"LAMINA_RDMA_TIMEOUT is not for NCCL: say it by NCCL_IB_TIMEOUT"),
         ("LAMINA_RDMA_TRAFFIC_CLASS", "many", r"LAMINA_RDMA_TRAFFIC_CLASS is a number"),
     ],
 )

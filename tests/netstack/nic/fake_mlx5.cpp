@@ -52,10 +52,13 @@ struct CompletionQueue {
   std::uint8_t* ring;
   const std::uint32_t* seen;
   std::uint32_t entries;
+  std::uint64_t user_handle = 0;
+  std::uint32_t told = 0;
 };
 
 constexpr std::uint32_t kFirstPage = 0x40;  // of doorbells that are asked for one by one
 constexpr std::uint8_t kStation[6] = {2, 0, 0, 0, 0, 1};  // the Ethernet address of every peer
+constexpr std::uint16_t kLid = 7;  // that of InfiniBand
 
 // An open file of the device.
 struct Node {
@@ -70,11 +73,17 @@ struct Registered {
   int file;  // what it was exported by; -1: nothing
 };
 
+// As the kernel or the firmware was told it.
+struct Path {
+  std::uint32_t service_level, traffic_class, gid_index, pkey_index, timeout, retries, access;
+};
+
 struct Pair {
   int events;  // the kernel's end
+  Path path{};
   std::uint32_t told = 0;
   std::uint64_t user_handle;
-  std::uint32_t domain, peer = 0;
+  std::uint32_t domain, peer = 0, queue;
   const std::uint8_t* registers;
   std::vector<MemoryRegion> beyond;  // what a peer of another process has open
   std::uint64_t rung[2] = {};
@@ -90,6 +99,7 @@ std::map<std::uint32_t, std::unique_ptr<Pair>> pairs;  // by number
 std::map<std::uint32_t, Registered> memories;  // by handle
 std::map<int, int> events;  // the process's end of a pipe, the kernel's
 int exports = 0;  // memories that were registered by dma-buf
+std::uint32_t granted = 0;  // of ibv_access_flags: all that a memory was ever open for
 std::uint32_t next_handle = 1;
 Adversary adversary{};
 bool is_deaf = false;
@@ -101,6 +111,7 @@ T* at(std::uint64_t address) {
   return reinterpret_cast<T*>(std::uintptr_t(address));
 }
 
+bool is_infiniband() { return std::getenv("FAKE_MLX5_IS_INFINIBAND"); }
 bool has_firmware() { return std::getenv("FAKE_MLX5_HAS_FIRMWARE"); }
 
 // A command as it was written: what follows its header, and where its answer goes.
@@ -163,7 +174,8 @@ int query_port(const Command& c) {
   const char* const packets = std::getenv("FAKE_MLX5_PACKETS");  // of ibv_mtu
   port.max_mtu = 5;
   port.active_mtu = std::uint8_t(packets ? std::atoi(packets) : 5);
-  port.link_layer = 2;
+  port.link_layer = is_infiniband() ? 1 : 2;
+  port.lid = is_infiniband() ? kLid : 0;
   c.put(port);
   return 0;
 }
@@ -210,6 +222,7 @@ std::vector<MemoryRegion> heard_of_others(std::uint32_t number) {
 std::uint32_t remember(std::uint32_t domain, std::uint64_t address, std::uint64_t bytes, std::uint8_t* place,
                        std::uint32_t access, int file) {
   const std::uint32_t handle = next_handle++, key = number_of(handle, 32);
+  granted |= access;
   memories[handle] = {domain, {key, address, bytes, place, (access & kAccessRemoteWrite) != 0, nullptr}, file};
   return handle;
 }
@@ -224,10 +237,11 @@ int register_memory(const Command& c) {
   return 0;
 }
 
-int create_queue(const Command& c, std::uint32_t entries, const mlx5_ib_create_cq& mine, std::size_t core_bytes) {
+int create_queue(const Command& c, std::uint32_t entries, std::uint64_t user_handle, const mlx5_ib_create_cq& mine,
+                 std::size_t core_bytes) {
   if (std::getenv("FAKE_MLX5_LOCKS_NOTHING")) return ENOMEM;
   const std::uint32_t handle = next_handle++;
-  queues[handle] = {at<std::uint8_t>(mine.buf_addr), at<std::uint32_t>(mine.db_addr), entries + 1};
+  queues[handle] = {at<std::uint8_t>(mine.buf_addr), at<std::uint32_t>(mine.db_addr), entries + 1, user_handle};
   if (mine.cqe_size != 64) return EINVAL;
   ib_uverbs_create_cq_resp core{};
   core.cq_handle = handle, core.cqe = entries;
@@ -244,7 +258,7 @@ int create_pair(const Command& c) {
   Node& node = nodes.at(c.node);
   const std::uint32_t bank = node.next_bank++;
   auto pair = std::make_unique<Pair>();
-  pair->domain = asked.pd_handle;
+  pair->domain = asked.pd_handle, pair->queue = asked.send_cq_handle;
   pair->events = events.at(node.events);
   pair->user_handle = asked.user_handle;
   if (mine.flags & MLX5_QP_FLAG_UAR_PAGE_INDEX)
@@ -291,6 +305,14 @@ int move_pair(std::uint32_t number, std::uint32_t state, std::uint32_t peer) {
 
 int modify_pair(const Command& c) {
   const auto& asked = c.as<ib_uverbs_modify_qp>();
+  const ib_uverbs_qp_dest& to = asked.dest;
+  Path& path = pairs.at(asked.qp_handle)->path;
+  if (asked.qp_state == kInit) path.pkey_index = asked.pkey_index, path.access = asked.qp_access_flags;
+  if (asked.qp_state == kReadyToReceive) {
+    path.service_level = to.sl, path.traffic_class = to.traffic_class, path.gid_index = to.sgid_index;
+    if (!to.is_global || (is_infiniband() && to.dlid != kLid)) return EINVAL;
+  }
+  if (asked.qp_state == kReadyToSend) path.timeout = asked.timeout, path.retries = asked.retry_cnt;
   return move_pair(asked.qp_handle, asked.qp_state, asked.dest_qp_num);
 }
 
@@ -302,8 +324,8 @@ void forget_pair(std::uint32_t number) {
 // 0, or an error number.
 int answer(std::uint32_t command, bool is_extended, const Command& c) {
   if (is_extended && command == IB_USER_VERBS_CMD_CREATE_CQ)
-    return create_queue(c, c.as<ib_uverbs_ex_create_cq>().cqe, c.driver<ib_uverbs_ex_create_cq, mlx5_ib_create_cq>(),
-                        sizeof(ib_uverbs_ex_create_cq_resp));
+    return create_queue(c, c.as<ib_uverbs_ex_create_cq>().cqe, c.as<ib_uverbs_ex_create_cq>().user_handle,
+                        c.driver<ib_uverbs_ex_create_cq, mlx5_ib_create_cq>(), sizeof(ib_uverbs_ex_create_cq_resp));
   if (is_extended) return EOPNOTSUPP;
   switch (command) {
     case IB_USER_VERBS_CMD_GET_CONTEXT: return get_context(c);
@@ -331,12 +353,14 @@ int answer(std::uint32_t command, bool is_extended, const Command& c) {
       c.put(ib_uverbs_create_comp_channel_resp{std::uint32_t(eventfd(0, EFD_CLOEXEC))});
       return 0;
     case IB_USER_VERBS_CMD_CREATE_CQ:
-      return create_queue(c, c.as<ib_uverbs_create_cq>().cqe, c.driver<ib_uverbs_create_cq, mlx5_ib_create_cq>(),
-                          sizeof(ib_uverbs_create_cq_resp));
-    case IB_USER_VERBS_CMD_DESTROY_CQ:
-      queues.erase(c.as<ib_uverbs_destroy_cq>().cq_handle);
-      c.put(ib_uverbs_destroy_cq_resp{});
+      return create_queue(c, c.as<ib_uverbs_create_cq>().cqe, c.as<ib_uverbs_create_cq>().user_handle,
+                          c.driver<ib_uverbs_create_cq, mlx5_ib_create_cq>(), sizeof(ib_uverbs_create_cq_resp));
+    case IB_USER_VERBS_CMD_DESTROY_CQ: {
+      const auto queue = queues.find(c.as<ib_uverbs_destroy_cq>().cq_handle);
+      c.put(ib_uverbs_destroy_cq_resp{0, queue->second.told});
+      queues.erase(queue);
       return 0;
+    }
     case IB_USER_VERBS_CMD_CREATE_QP: return create_pair(c);
     case IB_USER_VERBS_CMD_MODIFY_QP: return modify_pair(c);
     case IB_USER_VERBS_CMD_DESTROY_QP: {
@@ -414,7 +438,7 @@ std::uint32_t firmware_makes(int node, const std::uint8_t* c) {
   const std::uint32_t number = number_of(handle, 24);
   auto pair = std::make_unique<Pair>();
   Node& file = nodes.at(node);
-  pair->domain = std::uint32_t(bits(c, 232, 24));
+  pair->domain = std::uint32_t(bits(c, 232, 24)), pair->queue = queue->first;
   pair->events = events.at(file.events);
   pair->user_handle = 0;
   pair->registers = file.pages.at(std::uint32_t(bits(c, 296, 24))) + kRegisters;
@@ -447,15 +471,25 @@ std::uint64_t patience() {
 int firmware_changes(const std::uint8_t* c) {
   const std::uint32_t number = std::uint32_t(bits(c, 72, 24));
   if (!pairs.count(number)) return EINVAL;
+  Path& path = pairs.at(number)->path;
+  const auto u = [&](unsigned first, unsigned count) { return std::uint32_t(bits(c, first, count)); };
   switch (bits(c, 0, 16)) {
-    case 0x502: return bits(c, 1361, 1) && bits(c, 680, 8) == 1 ? move_pair(number, kInit, 0) : EREMOTEIO;
+    case 0x502:
+      path.pkey_index = u(400, 16), path.access = 4 * u(1360, 1) + 2 * u(1361, 1) + 8 * u(1362, 1);
+      return u(1361, 1) && u(680, 8) == 1 ? move_pair(number, kInit, 0) : EREMOTEIO;
     case 0x503: {
-      const bool leads = !std::memcmp(c + 688 / 8, kStation, sizeof kStation) && bits(c, 656, 16) >= 0xc000 &&
-                         bits(c, 680, 8) == 1 && bits(c, 472, 8) && bits(c, 256, 3) && bits(c, 512, 8) == 0xfe;
-      return leads ? move_pair(number, kReadyToReceive, std::uint32_t(bits(c, 360, 24))) : EREMOTEIO;
+      path.traffic_class = u(484, 8), path.gid_index = u(456, 8);
+      path.service_level = is_infiniband() ? u(676, 4) : u(673, 3);
+      const bool by_lid = u(424, 1) && u(432, 16) == kLid;
+      const bool by_station = !std::memcmp(c + 688 / 8, kStation, sizeof kStation) && u(656, 16) >= 0xc000 &&
+                              u(650, 6) == path.traffic_class >> 2;
+      const bool leads = (is_infiniband() ? by_lid : by_station) && u(400, 16) == path.pkey_index && u(680, 8) == 1 &&
+                         u(472, 8) && u(256, 3) && u(512, 8) == 0xfe;
+      return leads ? move_pair(number, kReadyToReceive, u(360, 24)) : EREMOTEIO;
     }
     case 0x504:
-      return bits(c, 448, 5) == patience() && bits(c, 1101, 3) ? move_pair(number, kReadyToSend, 0) : EREMOTEIO;
+      path.timeout = u(448, 5), path.retries = u(1101, 3);
+      return path.timeout == std::uint32_t(patience()) && path.retries ? move_pair(number, kReadyToSend, 0) : EREMOTEIO;
     case 0x507: return move_pair(number, kError, 0);
     default: return EINVAL;
   }
@@ -510,10 +544,16 @@ int firmware_call(int node, ib_uverbs_ioctl_hdr* header) {
   if (is(MLX5_IB_OBJECT_DEVX_ASYNC_EVENT_FD, MLX5_IB_METHOD_DEVX_ASYNC_EVENT_FD_ALLOC))
     return attrs.at(MLX5_IB_ATTR_DEVX_ASYNC_EVENT_FD_ALLOC_HANDLE)->data = std::uint64_t(make_events()), 0;
   if (is(MLX5_IB_OBJECT_DEVX, MLX5_IB_METHOD_DEVX_SUBSCRIBE_EVENT)) {
-    const auto pair = pairs.find(std::uint32_t(number(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_OBJ_HANDLE)));
+    const auto object = std::uint32_t(number(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_OBJ_HANDLE));
+    const bool is_queue = queues.count(object);
+    const auto is_its = [=](const auto& each) {
+      return is_queue ? each.second->queue == object : each.first == object;
+    };
+    const auto pair = std::find_if(pairs.begin(), pairs.end(), is_its);
     const int there = events.at(int(number(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_FD_HANDLE)));
     const auto type = std::uint16_t(number(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_TYPE_NUM_LIST));
-    if (pair != pairs.end()) pair->second->wanted[type] = {there, number(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_COOKIE)};
+    if (pair != pairs.end() && is_queue == (type == 0x04))
+      pair->second->wanted[type] = {there, number(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_COOKIE)};
     return 0;
   }
   return ENOTTY;
@@ -688,15 +728,18 @@ void fake_mlx5_deafen(bool on) {
 void fake_mlx5_event(std::uint32_t number, std::uint32_t type) {
   const std::lock_guard<std::mutex> lock(mutex);
   Pair& pair = *pairs.at(number);
-  const std::map<std::uint32_t, std::uint32_t> by_firmware = {{1, 0x05}, {2, 0x10}, {3, 0x11}};
+  const std::map<std::uint32_t, std::uint32_t> by_firmware = {{0, 0x04}, {1, 0x05}, {2, 0x10}, {3, 0x11}};
   if (const auto its = by_firmware.find(type); its != by_firmware.end() && pair.wanted.count(its->second)) {
     const auto& [there, cookie] = pair.wanted.at(its->second);
     if (syscall(SYS_write, there, &cookie, sizeof cookie) < 0) std::abort();
     return;
   }
-  const ib_uverbs_async_event_desc event{pair.user_handle, type, 0};
+  if (!pair.user_handle && by_firmware.count(type)) return;  // which nobody asked the firmware for
+  CompletionQueue& queue = queues.at(pair.queue);
+  const ib_uverbs_async_event_desc event{type ? pair.user_handle : queue.user_handle, type, 0};
   if (syscall(SYS_write, pair.events, &event, sizeof event) < 0) std::abort();
-  pair.told += type >= 1 && type <= 3;  // of a queue pair; others are of its port or device
+  pair.told += type >= 1 && type <= 3;  // of a queue pair; others are of its queue, its port or device
+  queue.told += type == 0;
 }
 // Memories that are registered now, their bytes, and how many ever were by dma-buf, since the last call.
 int fake_mlx5_memories() {
@@ -724,6 +767,14 @@ void fake_mlx5_counters(std::uint32_t number, std::uint64_t to[5]) {
   const Counters& n = pairs.at(number)->nic->count;
   const std::uint64_t all[] = {n.executed, n.completions, n.doorbells, n.refused, n.odd};
   std::memcpy(to, all, sizeof all);
+}
+void fake_mlx5_path(std::uint32_t number, std::uint32_t to[7]) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::memcpy(to, &pairs.at(number)->path, sizeof(Path));
+}
+std::uint32_t fake_mlx5_granted() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return granted;
 }
 // `fd` stands for memory from there on.
 void fake_mlx5_export(int fd, std::uint64_t address) {

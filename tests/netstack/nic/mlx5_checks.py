@@ -29,6 +29,10 @@ from lamina.netstack.mlx5.card import FENCED, LanedCard
 from lamina.netstack.mlx5.channel import MLX5, Mlx5Channel
 from lamina.netstack.mlx5.gpu_memory import joined
 from lamina.netstack.mlx5.mlx5 import KernelWay, Mlx5Fabric
+from lamina.netstack.rdma import native_way
+from lamina.netstack.rdma.quality import PARTITION, SERVICE_LEVEL, TRAFFIC_CLASS
+
+LOCAL_WRITE, REMOTE_WRITE = 1, 2  # of ibv_access_flags
 
 
 @pytest.fixture(autouse=True)
@@ -251,13 +255,20 @@ def test_mlx5_what_is_launched_while_kernels_wait_is_loaded_before() -> None:
     fabric.close()
 
 
+EVENTS = [  # of ibv_event_type, in their order, as libibverbs calls them
+    "CQ error", "local work queue catastrophic error", "invalid request local work queue error",
+    "local access violation work queue error",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("lane", [0, 1])
-def test_mlx5_an_event_of_the_device_ends_a_wait(lane: int) -> None:
+@pytest.mark.parametrize("event", range(len(EVENTS)))
+def test_mlx5_an_event_of_the_device_ends_a_wait(event: int, lane: int) -> None:
     """Of either queue pair."""
     fabric, a, b = ends()
-    FAKE.fake_mlx5_event(number_of(a, lane), 1)  # IBV_EVENT_QP_FATAL
+    FAKE.fake_mlx5_event(number_of(a, lane), event)
     start = time.monotonic()
-    assert "our NIC reports: local work queue catastrophic error" in fault_of(a)
+    assert f"our NIC reports: {EVENTS[event]}" in fault_of(a)
     assert "the peer aborted: our NIC reports" in fault_of(b)
     assert time.monotonic() - start < 10 * DEATH_NOTICED_S
     fabric.close()
@@ -410,6 +421,33 @@ def test_mlx5_a_gpu_that_is_none_for_it_is_refused_in_one_line(
     with pytest.raises(ImportError, match=words) as refusal:
         netstack.open("mlx5", key=KEY)
     assert "\n" not in str(refusal.value)
+
+
+def path_of(end: Mlx5Channel, lane: int) -> list[int]:
+    """Service level, traffic class, GID, partition, timeout, retries, and for what it is open to a peer."""
+    path = (ctypes.c_uint32 * 7)()
+    FAKE.fake_mlx5_path(number_of(end, lane), path)
+    return list(path)
+
+
+@pytest.mark.parametrize("infiniband", [False, True])
+def test_mlx5_a_queue_pair_is_as_the_operator_wants_it(infiniband: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each lane, on either kind of network. A peer may write, and nothing else; nothing may be reordered."""
+    monkeypatch.setenv(TRAFFIC_CLASS, "106")
+    monkeypatch.setenv(SERVICE_LEVEL, "3")
+    monkeypatch.setattr(native_way, "partition_index", lambda _, key: {None: 0, 0x8001: 5}[key])
+    monkeypatch.setenv(PARTITION, "0x8001")
+    if infiniband:
+        monkeypatch.setenv("FAKE_MLX5_IS_INFINIBAND", "1")
+        monkeypatch.setenv(SERVICE_LEVEL, "11")  # of four bits
+    fabric, a, b = ends()
+    for end in (a, b):
+        for lane in (0, 1):
+            assert path_of(end, lane) == [11 if infiniband else 3, 106, 0, 5, 14, 7, REMOTE_WRITE]
+    assert FAKE.fake_mlx5_granted() == LOCAL_WRITE | REMOTE_WRITE
+    talk(a, b)
+    talk(b, a)
+    fabric.close()
 
 
 def test_mlx5_takes_each_page_once() -> None:
