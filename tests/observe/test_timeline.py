@@ -25,6 +25,7 @@ from lamina.observe.perfetto import order, read, write
 from lamina.observe.states import BUSY, STATES
 from lamina.observe.trace import ClockOffset, Event, Recording, Span
 
+pytestmark = pytest.mark.timeout(400)  # a whole run comes first, on a busy machine
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model"
 SLICE_BLUE, STORED_GREEN = (0x2F, 0x6F, 0xB5), (0x0F, 0x8B, 0x6D)
 

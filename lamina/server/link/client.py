@@ -101,8 +101,7 @@ class EngineClient:
         self._writer: asyncio.StreamWriter
         self._is_ready = False  # until then questions wait here
         self._workers: set[int] = set()  # processes of the engine's workers
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(FROM_ENGINE)
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FROM_ENGINE)
         self._live: dict[int, _OpenPrompt] = {}
         self._closing, self._next_key = False, 0
         self._resizing, self._questions = Resizing(self._send), Questions()

@@ -9,10 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
-from running import MODEL, Running
+from running import MODEL, START_S, Running
 
 from lamina.cli.launch import main
 
+pytestmark = pytest.mark.timeout(3 * START_S)  # two servers start, on a busy machine
 WAIT_S = 120.0
 OPENINGS = {
     name: "".join(f"def {name}_{n}(value, other):\n    return value + {n} * other\n\n\n" for n in range(16))
