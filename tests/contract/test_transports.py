@@ -61,7 +61,10 @@ class Task:
         deadline = time.monotonic() + SOON_S
         quiet = 0
         while quiet < 5 and time.monotonic() < deadline and self._thread.is_alive():
-            stat = Path(f"/proc/self/task/{self._thread.native_id}/stat").read_text()
+            try:
+                stat = Path(f"/proc/self/task/{self._thread.native_id}/stat").read_text()
+            except FileNotFoundError:  # it has ended meanwhile
+                break
             quiet = quiet + 1 if stat.rpartition(")")[2].split()[0] == "S" else 0
             time.sleep(0.005)
         return self
