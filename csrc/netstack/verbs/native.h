@@ -7,15 +7,16 @@ namespace lamina {
 
 constexpr const char* kUnbuilt = "it was built where infiniband/verbs.h (libibverbs-dev) is missing";
 
-// open_rdma_end(device, port, gid_index, pkey_index, service_level, traffic_class, ack_timeout, outbound, inbound) -> RdmaEnd
+// open_rdma_end(device, port, gid_index, pkey_index, service_level, traffic_class, ack_timeout, outbound, inbound)
+// -> RdmaEnd
 PyObject* open_rdma_end(PyObject* module, PyObject* args);
 // rdma_gids(device, port) -> [(index, GID, kind)], kind as ibv_gid_type
 PyObject* rdma_gids(PyObject* module, PyObject* args);
 PyObject* verbs_fault(PyObject* module, PyObject*);  // why there is no RdmaEnd; empty: there is
 bool add_rdma_end(State* state, PyObject* module);   // the type; false with an exception set
 
-// open_kernel_pair(device, port, gid_index, pkey_index, service_level, traffic_class, ack_timeout, blocks, staging, inbox, rings), of
-// which the last three are (address, bytes, file of a dma-buf or -1); rings of no bytes are libmlx5's -> KernelPair
+// open_kernel_pair(device, port, gid_index, pkey_index, service_level, traffic_class, ack_timeout, blocks, staging, inbox,
+// rings), of which the last three are (address, bytes, file of a dma-buf or -1); rings of no bytes are libmlx5's -> KernelPair
 PyObject* open_kernel_pair(PyObject* module, PyObject* args);
 PyObject* rings_bytes(PyObject* module, PyObject* blocks);  // rings_bytes(blocks)
 PyObject* mlx5_fault(PyObject* module, PyObject*);  // why there is no KernelPair; empty: there is
