@@ -239,9 +239,9 @@ FILTERED = [
 ]
 
 
-@pytest.mark.long(but=["avx2-order0-options0-left0"])
+@pytest.mark.long(but=["quickest-order0-options0-left0"])
 @pytest.mark.parametrize(("order", "options", "left"), FILTERED)
-@pytest.mark.parametrize("name", [native.usable()[0]])
+@pytest.mark.parametrize("name", [native.usable()[0]], ids=["quickest"])
 def test_draws_have_no_bias(name: str, order: tuple[str, ...], options: dict[str, Any], left: list[int]) -> None:
     """10^5 draws of fixed seeds; the control is a distribution whose best token is 5 % off."""
     wanted = torch.zeros_like(PROBABILITIES)

@@ -136,7 +136,8 @@ def test_ranks_leave_with_the_same_bits_each_time_beside_other_work(tiny_lm: Pat
 @pytest.mark.long(but=["who gives"])
 @pytest.mark.parametrize("place", [1, 0], ids=["who gives", "who takes or looks on"])
 def test_a_death_in_the_midst_is_made_good_and_the_change_stands(place: int, tiny_lm: Path) -> None:
-    with open_llm(tiny_lm, transport="shm", enable_prefix_caching=False) as llm:
+    """In float32: KV that is computed again has other sums, and bfloat16 rounds these to other tokens on some CPUs."""
+    with open_llm(tiny_lm, transport="shm", dtype="float32", enable_prefix_caching=False) as llm:
         wanted, killed = run(llm).answers, list[int]()
 
         def kill() -> None:

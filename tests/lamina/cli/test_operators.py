@@ -28,6 +28,20 @@ ANSWERS = {
 }
 
 
+def whole_request(peer: socket.socket) -> bytes:
+    """Head and body: who closes with some of it unread resets the connection, and what was answered with it."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += (more := peer.recv(1 << 16))
+        if not more:
+            return data
+    head, body = data.split(b"\r\n\r\n", 1)
+    lengths = [line.split(b":")[1] for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
+    while len(body) < sum(map(int, lengths)) and (more := peer.recv(1 << 16)):
+        body += more
+    return head + body
+
+
 @pytest.fixture
 def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], str]]:
     """Begins to answer every request with some bytes; the address."""
@@ -39,7 +53,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], str
                 while True:
                     peer, _ = door.accept()
                     with peer:
-                        peer.recv(1 << 16)
+                        whole_request(peer)
                         peer.sendall(data)
 
         def begin(data: bytes) -> str:
