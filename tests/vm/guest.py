@@ -25,6 +25,8 @@ PATIENCE = 10  # a second of a guest may take so many of the host's, which has o
 TICK = os.sysconf("SC_CLK_TCK")
 LOOK_S = 1.0
 LIFE_S = 7200  # no guest outlives this, whatever happens to the tests
+# The kernel ends it with the thread that has started it (PR_SET_PDEATHSIG of prctl(2)); `timeout` passes that on.
+STARTER = ("setpriv", "--pdeathsig", "TERM", "nice", "-n", "5", "timeout", "--kill-after=1", str(LIFE_S))
 MEMORY_MB = 3072
 PYTHON = Path(sys.executable)
 SHELL = (  # pyverbs is the distribution's, and nothing else of its packages is wanted
@@ -141,7 +143,7 @@ class Guest:
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            ["nice", "-n", "5", "timeout", "--kill-after=1", str(LIFE_S), *self._command()],
+            [*STARTER, *self._command()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

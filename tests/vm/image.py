@@ -31,6 +31,7 @@ PROGRAMS = {
     "ibv_devinfo": "ibverbs-utils",
     "ib_write_lat": "perftest",
     "dpkg-deb": "dpkg",
+    "setpriv": "util-linux",
 }
 FILES = {  # the last one where Lamina is built: the engine of verbs is made with it
     "/etc/libibverbs.d/rxe.driver": "ibverbs-providers",
