@@ -63,6 +63,7 @@ class VerbsChannel(BaseChannel):
         self._stride, self._in_stride = stride(outbound), stride(inbound)
         pieces = -(-self._stride // WRITE_BYTES)
         sends, receives = outbound.slots * pieces + inbound.slots + 1, outbound.slots + inbound.slots
+        self._most = sends + receives  # completions that may be there at once
         self._domain, self._packets = Domain(device), device.packets
         try:
             self._staging = self._domain.memory(pages(outbound.slots * self._stride))
@@ -287,11 +288,14 @@ class VerbsChannel(BaseChannel):
             self._lose(str(error))
 
     def _poll(self) -> None:
-        """Take what has completed; give a peer up whose NIC was asked for a sign of life in vain."""
-        asked = monotonic()  # before it looks: a process that was stopped for long finds messages of that time
+        """Take what has completed, no more than may be under way at once: a peer that lies can send as fast as it is
+        taken. Give a peer up whose NIC was asked for a sign of life in vain.
+        """
+        asked, left = monotonic(), self._most  # before it looks: who was stopped for long finds what came meanwhile
         with self._polling:
             try:
-                while completions := self._pair.poll():
+                while left > 0 and (completions := self._pair.poll()):
+                    left -= len(completions)
                     for done in completions:
                         self._handle(done)
                     self._heard = asked

@@ -81,9 +81,9 @@ def test_missing_pyverbs_is_an_error_with_its_fix() -> None:
     assert "nor is there a native way: not built" in run.stdout
 
 
-def book(most_memories: int) -> list[dict[str, Any]]:
+def book(most_memories: int, *more: str) -> list[dict[str, Any]]:
     """Of the protection domains of two channels, both ends here; see verbs_stand_in.py."""
-    command = [sys.executable, STAND_IN, str(most_memories)]
+    command = [sys.executable, STAND_IN, str(most_memories), *more]
     environment = os.environ | {"PYTHONPATH": PATH}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stderr
@@ -111,3 +111,8 @@ def test_a_card_that_no_peer_can_have_is_refused_by_the_listener() -> None:
 
 def test_what_cannot_be_pinned_is_copied() -> None:
     assert [len(d["memories"]) for d in book(2)] == [2] * 4
+
+
+def test_a_peer_that_floods_keeps_no_call_beyond_its_time() -> None:
+    """With credit that is known, of which more is there as soon as some was taken."""
+    assert len(book(100, "7", "300000")) == 4

@@ -2,7 +2,7 @@
 
 As a program it opens two channels of the transport verbs in this process, puts from registered memory, closes all, and
 prints the book as JSON. ``argv[1]``: how many memories a domain takes at most; ``argv[2]``: the number of every queue
-pair.
+pair; ``argv[3]``: how many words a peer sends in all, as fast as receives are posted, to channels that only wait.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from socket import htonl
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -73,6 +74,7 @@ class MR(InDomain):
 
 class QP(InDomain):
     qp_num = int(sys.argv[2]) if len(sys.argv) > 2 else 7
+    words = int(sys.argv[3]) if len(sys.argv) > 3 else 0  # that peers have yet to send
 
     def __init__(self, domain: PD, attributes: Any) -> None:
         super().__init__(domain)
@@ -82,10 +84,17 @@ class QP(InDomain):
     def post_send(self, work: Any) -> None:
         self.queue.done.append(Thing(status=enums.IBV_WC_SUCCESS, opcode=0, wr_id=work.wr_id))
 
+    def post_recv(self, work: Any) -> None:
+        """A peer that floods sends what an honest one may say: the credit that is known."""
+        if QP.words:
+            QP.words -= 1
+            came = enums.IBV_WC_RECV_RDMA_WITH_IMM
+            self.queue.done.append(Thing(status=enums.IBV_WC_SUCCESS, opcode=came, wr_id=0, imm_data=htonl(1 << 31)))
+
     def to_init(self, attributes: Any) -> None:
         pass
 
-    to_rtr = to_rts = post_recv = to_init
+    to_rtr = to_rts = to_init
 
 
 class CQ(Thing):
@@ -93,8 +102,8 @@ class CQ(Thing):
         super().__init__(done=[])
 
     def poll(self, most: int) -> tuple[int, list[Any]]:
-        found, self.done = self.done, []
-        return len(found), found
+        taken, self.done = self.done[:most], self.done[most:]
+        return len(taken), taken
 
     def req_notify(self, wakers_only: bool) -> None:
         pass
@@ -168,11 +177,27 @@ def main() -> None:
             except netstack.HandshakeError:
                 listener.close()  # who accepts waits for the next one
                 raise
-            near.put_signal(near.reserve(1 << 17), b"", source)
-            accepted.result().close()
+            far = accepted.result()
+            if QP.words:
+                wait_in_vain(near)
+            else:
+                near.put_signal(near.reserve(1 << 17), b"", source)
+            far.close()
             near.close()
     fabric.close()
     print(json.dumps(BOOK))
+
+
+def wait_in_vain(channel: Any) -> None:
+    """While words come without end."""
+    from lamina import netstack
+
+    try:
+        channel.wait_signal(timeout_s=0.05)
+    except netstack.ChannelTimeout:
+        if QP.words:
+            return
+    raise SystemExit("it took all words first")
 
 
 if __name__ == "__main__":
