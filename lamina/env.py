@@ -25,7 +25,7 @@ VARIABLES = {
     "LAMINA_EMULATE_MEDIUM": "delays and faults of host memory beside the pool; see lamina.kv.media.emulated",
     "LAMINA_RDMA_DEVICE": "this host's RDMA device, where hosts have different ones; as --rdma-device",
     "LAMINA_RDMA_TRAFFIC_CLASS": "the traffic class of RoCE packets, 0 to 255: DSCP * 4 + ECN; default: 0",
-    "LAMINA_RDMA_SERVICE_LEVEL": "the service level of InfiniBand packets, of RoCE the priority, 0 to 15; default: 0",
+    "LAMINA_RDMA_SERVICE_LEVEL": "InfiniBand packets' service level, 0 to 15; of RoCE the priority, 0 to 7; default: 0",
     "LAMINA_RDMA_PARTITION": "the key of an InfiniBand partition, such as 0x8001; default: the first of the port",
     "LAMINA_RDMA_TIMEOUT": "without an answer a packet is sent again after 4.096 us * 2**this; default: 14, 67 ms",
     "LAMINA_CUDA_DEVICE": "the number of the GPU that transports cuda and mlx5 use; default: the worker's own, or 0",

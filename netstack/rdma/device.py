@@ -22,7 +22,7 @@ from lamina.netstack.contract.base import NAMED_BY
 from .card import Route
 from .packets import PacketNotes, remarks_on
 from .ports import Port, Wanted, partition_index
-from .quality import service
+from .quality import check_level, service
 
 try:
     from pyverbs.addr import GID, AHAttr, GlobalRoute
@@ -52,6 +52,7 @@ NOT_READY_RETRIES = 6  # receives are posted for all that an honest peer sends, 
 CQE_BATCH = 32
 GID_ENTRIES = 2000  # their bytes must fit the 16-bit length of the kernel's interface
 GID_SCORE = {e.IBV_GID_TYPE_ROCE_V2: 2, e.IBV_GID_TYPE_ROCE_V1: 0}
+LINKS = {e.IBV_LINK_LAYER_ETHERNET: "Ethernet"}
 FLUSHED = e.IBV_WC_WR_FLUSH_ERR
 STATUS = {
     FLUSHED: "the queue pair was already broken",
@@ -122,6 +123,7 @@ class RdmaDevice:
         best = max(entries, key=lambda g: (GID_SCORE.get(g.gid_type, 1), _is_routable(g), -g.gid_index))
         self.gid_index = best.gid_index
         self.gid = IPv6Address(best.gid_str()).packed
+        check_level(self.service.level, f"{name}:{self.port}", LINKS.get(state.link_layer, ""))
         here = Port(name, self.port, "ACTIVE", "")
         self.partition = partition_index(here, self.service.partition)
         self.lid, self.mtu, self.message_bytes = state.lid, state.active_mtu, state.max_msg_sz

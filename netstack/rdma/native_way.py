@@ -16,7 +16,7 @@ from .card import Card, Route
 from .nearest import nearest_first
 from .packets import PacketNotes, remarks_on
 from .ports import KINDS, NONE, Gids, Port, Wanted, lack, partition_index, ports
-from .quality import service
+from .quality import check_level, service
 from .way import STALL_S, inbox_bytes, reaching
 
 if TYPE_CHECKING:
@@ -48,10 +48,12 @@ class NativeWay:
             raise ImportError(f"transport {self.scheme!r}: {error}") from error
         tried = []
         for self._port in nearest_first([p for p in there if p.fits(self._named)], gpu):
+            place = f"{self._port.device}:{self._port.number}"
             try:
+                check_level(self._service.level, place, self._port.link)
                 self._partition = partition_index(self._port, self._service.partition)
                 route = self._try(self._place())
-                self.remarks += remarks_on(f"{self._port.device}:{self._port.number}", route.lid, route.mtu)
+                self.remarks += remarks_on(place, route.lid, route.mtu)
                 return
             except (OSError, ValueError) as error:
                 tried.append(str(error))

@@ -17,6 +17,7 @@ TRAFFIC_CLASS, SERVICE_LEVEL = "LAMINA_RDMA_TRAFFIC_CLASS", "LAMINA_RDMA_SERVICE
 PARTITION, TIMEOUT = "LAMINA_RDMA_PARTITION", "LAMINA_RDMA_TIMEOUT"
 # A byte of the IP header; 4 bits of InfiniBand's; 5 bits, where 0 is for ever (InfiniBand 1.4, 9.7.6.1.3).
 NUMBERS = {TRAFFIC_CLASS: range(256), SERVICE_LEVEL: range(16), TIMEOUT: range(1, 32)}
+OF_ROCE = range(8)  # service levels: the priority in a frame's tag has 3 bits (IEEE 802.1Q), NICs drop the fourth
 USUAL_TIMEOUT = 14
 MEMBERS = 0x7FFF  # of a partition have keys that agree in these bits
 SUCH_AS = {
@@ -42,6 +43,15 @@ def service(environ: Mapping[str, str] = os.environ) -> NetworkService:
     """What ``environ`` says; the usual where it says nothing. Raises ValueError, one line that names the variable."""
     traffic_class, level = _number(environ, TRAFFIC_CLASS), _number(environ, SERVICE_LEVEL)
     return NetworkService(traffic_class, level, _partition(environ), _number(environ, TIMEOUT, USUAL_TIMEOUT))
+
+
+def check_level(level: int, place: str, link: str) -> None:
+    """Raise ValueError where packets of the port ``place`` cannot be of the service ``level``; ``link``: as of Port."""
+    if link == "Ethernet" and level not in OF_ROCE:
+        known = f"{OF_ROCE[0]} to {OF_ROCE[-1]}"
+        raise ValueError(
+            f"{place} is RoCE, whose packets carry 3 bits of priority: {SERVICE_LEVEL} is {known} there, not {level}"
+        )
 
 
 def _number(environ: Mapping[str, str], name: str, usual: int = 0) -> int:

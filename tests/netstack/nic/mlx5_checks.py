@@ -438,6 +438,8 @@ def test_mlx5_a_queue_pair_is_as_the_operator_wants_it(infiniband: bool, monkeyp
     monkeypatch.setattr(native_way, "partition_index", lambda _, key: {None: 0, 0x8001: 5}[key])
     monkeypatch.setenv(PARTITION, "0x8001")
     if infiniband:
+        ports = [replace(port, link="InfiniBand") for port in native_way._ports()]
+        monkeypatch.setattr(native_way, "_ports", lambda: ports)
         monkeypatch.setenv("FAKE_MLX5_IS_INFINIBAND", "1")
         monkeypatch.setenv(SERVICE_LEVEL, "11")  # of four bits
     fabric, a, b = ends()

@@ -50,6 +50,10 @@ LACKS = {
     "no link": Lack("mlx5_0:1 is DOWN", "ip link set DEVICE up", spoil=_down),
     "no RoCE": Lack("has no GID", "set an IP address on its network device, and switch RoCE on", spoil=_no_gid),
     "no such GID": Lack("mlx5_0:1 has no GID 7", "choose of 0 (RoCE v2 fe80::1)", {"LAMINA_RDMA_DEVICE": "mlx5_0:1:7"}),
+    "no such level": Lack(
+        "mlx5_0:1 is RoCE, whose packets carry 3 bits of priority", "LAMINA_RDMA_SERVICE_LEVEL is 0 to 7 there, not 8",
+        {"LAMINA_RDMA_SERVICE_LEVEL": "8"},
+    ),
     "another device": Lack("names 'mlx5_1', which is not here", "choose of mlx5_0", {"LAMINA_RDMA_DEVICE": "mlx5_1"}),
     "neither dma-buf nor peermem": Lack(
         "bytes with mlx5_0: Bad address", "`modprobe nvidia-peermem`",
@@ -68,7 +72,7 @@ LACKS = {
         {"FAKE_CUDA_ORDERS_NOTHING": "1"},
     ),
 }  # fmt: skip
-OF_NICS = ["no NIC", "no link", "no RoCE", "no such GID", "another device", "locked memory"]
+OF_NICS = ["no NIC", "no link", "no RoCE", "no such GID", "no such level", "another device", "locked memory"]
 WITHOUT = {
     "no doorbell": ({"FAKE_CUDA_RINGS_NOTHING": "1"}, ["a thread of this host rings for it", "PeerMappingOverride=1"]),
     "no commands to firmware": ({"FAKE_MLX5_HAS_FIRMWARE": None}, ["rings of queue pairs lie in the host's memory"]),
@@ -143,7 +147,7 @@ def test_a_server_starts_all_the_same(tmp_path: Path) -> None:
     assert done.stdout.startswith("would start ")
 
 
-@pytest.mark.long(but=["no NIC", "no link", "no such GID"])
+@pytest.mark.long(but=["no NIC", "no link", "no such GID", "no such level"])
 @pytest.mark.parametrize("name", LACKS)
 def test_doctor_says_in_one_line_what_is_missing(name: str, tmp_path: Path) -> None:
     lack = LACKS[name]

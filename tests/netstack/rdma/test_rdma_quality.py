@@ -9,7 +9,15 @@ from wiring import KEY, connect, open_or_skip
 
 from lamina import netstack
 from lamina.netstack import Geometry
-from lamina.netstack.rdma.quality import PARTITION, SERVICE_LEVEL, TIMEOUT, TRAFFIC_CLASS, NetworkService, service
+from lamina.netstack.rdma.quality import (
+    PARTITION,
+    SERVICE_LEVEL,
+    TIMEOUT,
+    TRAFFIC_CLASS,
+    NetworkService,
+    check_level,
+    service,
+)
 from lamina.netstack.rdma.verbs import VerbsFabric
 
 if TYPE_CHECKING:
@@ -26,6 +34,14 @@ def test_both_are_read_and_absent_is_zero() -> None:
 def test_a_traffic_class_that_no_packet_can_have_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"{TRAFFIC_CLASS} is a number from 0 to 255, such as 106"):
         service({TRAFFIC_CLASS: text})
+
+
+def test_on_roce_a_service_level_has_three_bits() -> None:
+    """Whose top bit would be lost on the way, so that packets are of another class."""
+    check_level(7, "mlx5_0:1", "Ethernet")
+    check_level(15, "mlx5_0:1", "InfiniBand")
+    with pytest.raises(ValueError, match=f"mlx5_0:1 is RoCE, .*: {SERVICE_LEVEL} is 0 to 7 there, not 8$"):
+        check_level(8, "mlx5_0:1", "Ethernet")
 
 
 def test_a_service_level_has_four_bits() -> None:

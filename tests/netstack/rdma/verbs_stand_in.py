@@ -125,7 +125,8 @@ class Context(Thing):
         return Thing(phys_port_cnt=1)
 
     def query_port(self, number: int) -> Any:
-        return Thing(state=enums.IBV_PORT_ACTIVE, lid=1, active_mtu=1, max_msg_sz=1 << 30)
+        link = enums.IBV_LINK_LAYER_ETHERNET
+        return Thing(state=enums.IBV_PORT_ACTIVE, lid=1, active_mtu=1, max_msg_sz=1 << 30, link_layer=link)
 
     def query_gid_table(self, most: int) -> list[Any]:
         return [Thing(port_num=1, gid_index=0, gid_type=enums.IBV_GID_TYPE_ROCE_V2, gid_str=lambda: "fe80::1")]
