@@ -209,6 +209,7 @@ class Verbs final : public Engine, private Teller::Client {
     while (owes() && credits_out_.load() < in_slots_) {
       const std::unique_lock<std::mutex> lock(posting_, std::try_to_lock);
       if (!lock) return;
+      if (!owes() || credits_out_.load() >= in_slots_) continue;  // by another thread meanwhile
       const std::uint64_t released = books_.released.load(std::memory_order_acquire);
       reported_.store(released, std::memory_order_relaxed);
       credits_out_.fetch_add(1);

@@ -8,6 +8,8 @@
 
 #include <atomic>
 #include <cerrno>
+#include <condition_variable>
+#include <cstdint>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -46,6 +48,7 @@ struct Pair : ibv_qp {
   std::uint32_t flood = 0, floods = 0;  // what its peer sends when there is a receive for it, and how often yet
   bool is_late = false;  // what it has sent completes when the test says so:
   std::deque<ibv_wc> late;
+  std::uint32_t words = 0;  // that it has sent
 };
 
 std::mutex mutex;
@@ -54,6 +57,10 @@ std::map<std::uint32_t, Memory*> memories;  // by key
 std::uint32_t next_number = 16, next_key = 0x100;
 int open_domains = 0;
 std::size_t most_memories = 1 << 20;
+std::mutex pinning;
+std::condition_variable pinned;
+std::size_t slow_from = SIZE_MAX;  // memories of so many bytes take until the test says otherwise
+std::uint32_t slow = 0;  // such, that are being registered
 Device device;
 
 Queue* queue_of(ibv_cq* queue) { return static_cast<Queue*>(queue); }
@@ -136,6 +143,7 @@ ibv_wc_status deliver(Pair* pair, ibv_send_wr* work) {
     std::memcpy(to, reinterpret_cast<void*>(work->sg_list[i].addr), work->sg_list[i].length);
   if (work->opcode != IBV_WR_RDMA_WRITE_WITH_IMM) return IBV_WC_SUCCESS;
   if (peer->receives.empty()) return IBV_WC_RNR_RETRY_EXC_ERR;
+  ++pair->words;
   hear(peer, work->imm_data, work->send_flags & IBV_SEND_SOLICITED);
   return IBV_WC_SUCCESS;
 }
@@ -244,6 +252,12 @@ int ibv_dealloc_pd(ibv_pd* domain) {
 }
 
 ibv_mr* ibv_reg_mr(ibv_pd* domain, void* address, std::size_t bytes, int access) {
+  {
+    std::unique_lock<std::mutex> lock(pinning);
+    ++slow;
+    pinned.wait(lock, [bytes] { return bytes < slow_from; });
+    --slow;
+  }
   const std::lock_guard<std::mutex> lock(mutex);
   if (memories.size() >= most_memories) return none<ibv_mr>(ENOMEM);
   auto* memory = new Memory{};
@@ -376,6 +390,10 @@ void fake_flood(std::uint32_t number, std::uint32_t word, std::uint32_t often) {
   peer->flood = word, peer->floods = often;
   while (!peer->receives.empty()) hear(peer, htobe32(word), false);
 }
+std::uint32_t fake_words(std::uint32_t number) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return pairs.at(number)->words;
+}
 std::uint32_t fake_floods(std::uint32_t number) {
   const std::lock_guard<std::mutex> lock(mutex);
   return pairs.at(pairs.at(number)->attr.dest_qp_num)->floods;
@@ -388,6 +406,15 @@ void fake_late(std::uint32_t number, bool is_late) {
   for (; !is_late && !pair->late.empty(); pair->late.pop_front()) complete(pair->send_cq, pair->late.front(), false);
 }
 void fake_most_memories(std::size_t most) { most_memories = most; }
+void fake_slow_from(std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(pinning);
+  slow_from = bytes;
+  pinned.notify_all();
+}
+std::uint32_t fake_slow() {
+  const std::lock_guard<std::mutex> lock(pinning);
+  return slow;
+}
 // Everything that is open: protection domains, memories, queue pairs.
 void fake_open(std::uint32_t to[3]) {
   const std::lock_guard<std::mutex> lock(mutex);

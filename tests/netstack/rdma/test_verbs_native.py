@@ -40,6 +40,11 @@ def test_two_engines_of_four_threads(tmp_path: Path, sanitizer: list[str]) -> No
     assert said == "messages 3000; the peer closed the channel\n"
 
 
+def test_credit_that_two_threads_owe_is_told_once(tmp_path: Path) -> None:
+    """Else a peer that stands still may be sent more than it has posted receives for, which ends the connection."""
+    assert run(build(tmp_path, HERE / "verbs_credit.cpp"), str(fake(tmp_path))) == "acted 1, told 1\n"
+
+
 @pytest.mark.long
 def test_the_contract_and_faults_hold_without_python_on_the_way(tmp_path: Path) -> None:
     """In a process of its own, whose libibverbs is the fake."""
