@@ -15,8 +15,9 @@ PyObject* rdma_gids(PyObject* module, PyObject* args);
 PyObject* verbs_fault(PyObject* module, PyObject*);  // why there is no RdmaEnd; empty: there is
 bool add_rdma_end(State* state, PyObject* module);   // the type; false with an exception set
 
-// open_kernel_pair(device, port, gid_index, pkey_index, service_level, traffic_class, ack_timeout, blocks, staging, inbox,
-// rings), of which the last three are (address, bytes, file of a dma-buf or -1); rings of no bytes are libmlx5's -> KernelPair
+// open_kernel_pair(device, port, gid_index, pkey_index, service_level, traffic_class, ack_timeout, blocks, staging,
+// inbox, rings) -> KernelPair
+// The last three are (address, bytes, file of a dma-buf or -1); rings of no bytes are libmlx5's.
 PyObject* open_kernel_pair(PyObject* module, PyObject* args);
 PyObject* rings_bytes(PyObject* module, PyObject* blocks);  // rings_bytes(blocks)
 PyObject* mlx5_fault(PyObject* module, PyObject*);  // why there is no KernelPair; empty: there is
