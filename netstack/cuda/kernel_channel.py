@@ -139,10 +139,11 @@ class KernelChannel(WatchedChannel):
         with self._open() as is_open:
             if not is_open:
                 return
-            ends = self._struct()
+            lanes = [self._struct(lane) for lane in range(self._lanes)]
+        ends = lanes[0]  # that of calls
         self._grants, self._sent = ends["granted"], ends["published"]
         self._received, self._released = ends["received"], ends["released"]
-        if ends["reported"] != self._released:  # kernels have left it to a message that did not come
+        if any(lane["reported"] != lane["released"] for lane in lanes):  # left to a message that did not come
             self._tell(self._released)
 
     def close(self) -> None:

@@ -128,6 +128,9 @@ def test_mlx5_credits_of_kernels_ride_on_messages() -> None:
     for end in (a, b):
         end.take_back()
     assert requests()[2:] == [60 + 1, 0], "one for both lanes"
+    move(a, b, 2, bulk=True)
+    b.take_back()
+    assert requests()[2:] == [61 + 1, 0], "also where the first has nothing to tell"
     for _ in range(4):
         a.reserve(1, timeout_s=SOON_S)
     for part in (*streams, mail, fabric, driver):
