@@ -108,6 +108,7 @@ class StreamListener:
         self._doors = {sock.fileno(): Door(sock, scheme, screen, welcome, must_seal)}
         self._half_open: dict[int, _HalfOpen] = {}  # by descriptor, oldest first
         self._refusal = ""
+        self._heard = monotonic()  # until when somebody has listened to half-open peers
         self._wake, self._waker = socket.socketpair()
         self._accepting = threading.Lock()
 
@@ -143,13 +144,16 @@ class StreamListener:
             poller.register(self._wake, select.POLLIN)
             for door in self._doors.values():
                 poller.register(door.sock, select.POLLIN)
-            until, whose = deadline, dict[int, int]()
+            until, whose, deaf_s = deadline, dict[int, int](), monotonic() - self._heard
             for number, peer in self._half_open.items():
+                peer.expiry += deaf_s  # in which it may have spoken
                 for fd, events in peer.wants.items():
                     poller.register(fd, events)
                     whose[fd] = number
                 until = min(until, peer.expiry)
-            for fd, _ in poller.poll(max(0.0, until - monotonic()) * 1000):
+            ready = poller.poll(max(0.0, until - monotonic()) * 1000)
+            self._heard = monotonic()
+            for fd, _ in ready:
                 if fd == self._wake.fileno():
                     break
                 if fd in self._doors:

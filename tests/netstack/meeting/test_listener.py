@@ -72,6 +72,21 @@ def test_silent_strangers_are_dropped_after_a_while(place: StreamListener, monke
     sock.close()
 
 
+def test_a_friend_is_not_silent_while_nobody_listens(place: StreamListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who accepts has other work between two calls, for longer than a peer may be silent."""
+    ahead_s = [0.0]
+    monkeypatch.setattr(module, "monotonic", lambda: time.monotonic() + ahead_s[0])
+    hello = Hello(scheme="tcp", outbound=GEOMETRY, inbound=GEOMETRY)
+    with ThreadPoolExecutor(1) as pool, caller(place) as sock:
+        with pytest.raises(netstack.ChannelTimeout):
+            place.accept(timeout_s=0.05)
+        assert len(place._half_open) == 1
+        ahead_s[0] = 2 * module.HANDSHAKE_S
+        proving = pool.submit(run, sock, offer(KEY, hello), place.url, deadline=time.monotonic() + SOON_S)
+        place.accept(timeout_s=SOON_S).close()
+        proving.result(SOON_S)
+
+
 def test_only_so_many_strangers_are_held_and_the_oldest_goes_first(
     place: StreamListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
