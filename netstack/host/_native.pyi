@@ -65,6 +65,9 @@ class RdmaEnd:
         A peer whose NIC says nothing for ``stall_s``, though it was asked, is given up.
         """
 
+    def close(self) -> None:
+        """Give all back, unless it has become a channel."""
+
 def open_rdma_end(
     device: str,
     port: int,

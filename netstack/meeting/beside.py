@@ -6,9 +6,11 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Generic, TypeVar
+
+from .handshake import Wants
 
 T = TypeVar("T")
 
@@ -45,6 +47,17 @@ class BesideCall(Generic[T]):
     def close(self) -> None:
         """The call goes on."""
         os.close(self._over)
+
+
+def beside(call: Callable[[], T], name: str) -> Generator[Wants, None, T]:
+    """What ``call`` returns or raises, as BesideCall makes it. Where nobody waits any more it is dropped."""
+    made = BesideCall(call, name)
+    try:
+        while not made.result.done():
+            yield {made.fileno(): select.POLLIN}
+        return made.result.result()
+    finally:
+        made.close()
 
 
 def hung_up(sock: socket.socket) -> bool:

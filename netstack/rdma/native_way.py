@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import socket
+from contextlib import closing
 from ipaddress import IPv6Address
+from threading import BoundedSemaphore
 from typing import TYPE_CHECKING
 
+from lamina.netstack.contract.fabric import HandshakeError
 from lamina.netstack.contract.terms import Geometry
 from lamina.netstack.host.native import open_rdma_end, rdma_gids
+from lamina.netstack.meeting.beside import beside
 from lamina.netstack.meeting.handshake import PeerSession, exchanged
-from lamina.netstack.meeting.listener import Meeting
+from lamina.netstack.meeting.listener import HALF_OPEN_MAX, Meeting
 from lamina.netstack.meeting.swap import swap
 
 from .card import Card, Route
@@ -22,6 +26,7 @@ from .way import STALL_S, inbox_bytes, reaching
 if TYPE_CHECKING:
     from lamina.netstack.host._native import KernelPair, RdmaEnd
 
+PINNING_MOST = HALF_OPEN_MAX  # peers, those included that have been dropped meanwhile
 TRIAL = Geometry(slots=1, slot_bytes=1)
 Place = tuple[str, int, int, int, int, int, int]  # device, port, GID, partition, service level, traffic class, timeout
 
@@ -36,6 +41,7 @@ class NativeWay:
 
     def __init__(self, wanted: str, spin_s: float, gpu: str = "") -> None:
         self._spin_s, self._packets = spin_s, PacketNotes()
+        self._pinning = BoundedSemaphore(PINNING_MOST)
         self.remarks = list[str]()
         there = _ports()
         if not there:
@@ -70,7 +76,11 @@ class NativeWay:
         outbound, inbound = session.outbound, session.inbound
         if listening:
             outbound, inbound = inbound, outbound
-        end = open_rdma_end(*self._place(), outbound, inbound)
+        place = self._place()
+        if listening:  # whose others go on meanwhile
+            end = yield from beside(lambda: self._pinned(place, outbound, inbound), "lamina-pin")
+        else:
+            end = open_rdma_end(*place, outbound, inbound)
         card = card_of(end)
 
         def connect(theirs: Card) -> None:
@@ -78,15 +88,25 @@ class NativeWay:
             self._packets.compare(card.route, r, peer)
             end.connect(r.gid, r.lid, r.number, r.psn, r.mtu, theirs.key, theirs.address)
 
-        reach = reaching(inbox_bytes(outbound), card.route.lid, connect)
-        yield from exchanged(sock, swap(session, card.pack(), reach, listening=listening))
-        names = peer, session.peer_name(listening=listening)
-        channel = end.channel(sock.fileno(), session.epoch, self._spin_s, STALL_S, *names)
+        with closing(end):  # once it is a channel's, nothing
+            reach = reaching(inbox_bytes(outbound), card.route.lid, connect)
+            yield from exchanged(sock, swap(session, card.pack(), reach, listening=listening))
+            names = peer, session.peer_name(listening=listening)
+            channel = end.channel(sock.fileno(), session.epoch, self._spin_s, STALL_S, *names)
         sock.detach()
         return channel
 
     def close(self) -> None:
         """Nothing is open but what channels have."""
+
+    def _pinned(self, place: Place, outbound: Geometry, inbound: Geometry) -> RdmaEnd:
+        """For a peer. Takes long where inboxes are large. Raises OSError, HandshakeError."""
+        if not self._pinning.acquire(blocking=False):
+            raise HandshakeError(f"memory for {PINNING_MOST} peers is being pinned, as many as may be")
+        try:
+            return open_rdma_end(*place, outbound, inbound)
+        finally:
+            self._pinning.release()
 
     def _try(self, place: Place) -> Route:
         """Of a queue pair that was opened there, and is closed. Raises OSError."""

@@ -36,7 +36,7 @@ void end_dealloc(PyObject* object) {
 }
 
 bool is_open(RdmaEnd* self) {
-  if (!self->end) PyErr_SetString(PyExc_ValueError, "the end has become a channel");
+  if (!self->end) PyErr_SetString(PyExc_ValueError, "the end was closed, or has become a channel");
   return self->end != nullptr;
 }
 
@@ -74,9 +74,17 @@ PyObject* end_channel(PyObject* object, PyObject* args) {
   return make_channel(state, engine, memory, peer, peer_name, epoch, self->outbound, out, self->inbound, in);
 }
 
+PyObject* end_close(PyObject* object, PyObject*) {
+  RdmaEnd* self = end_of(object);
+  self->end.reset();
+  Py_CLEAR(self->memory);
+  Py_RETURN_NONE;
+}
+
 PyMethodDef end_methods[] = {{"card", end_card, METH_NOARGS, nullptr},
                              {"connect", end_connect, METH_VARARGS, nullptr},
                              {"channel", end_channel, METH_VARARGS, nullptr},
+                             {"close", end_close, METH_NOARGS, nullptr},
                              {nullptr, nullptr, 0, nullptr}};
 PyType_Slot end_slots[] = {{Py_tp_dealloc, slot(end_dealloc)}, {Py_tp_methods, end_methods}, {0, nullptr}};
 PyType_Spec end_spec = {"lamina.netstack.host._native.RdmaEnd", sizeof(RdmaEnd), 0,

@@ -7,12 +7,16 @@ import os
 import select
 import socket
 import threading
+from collections.abc import Callable, Generator
+from time import monotonic
 
 import pytest
 from wiring import SOON_S
 
+from lamina.netstack.contract.fabric import ChannelTimeout
 from lamina.netstack.meeting import beside
 from lamina.netstack.meeting.beside import BesideCall, hung_up
+from lamina.netstack.meeting.handshake import Wants, drive
 
 
 def descriptors() -> int:
@@ -59,6 +63,24 @@ def test_one_that_nobody_waits_for_touches_no_other_descriptor() -> None:
             if thread.name == "test":
                 thread.join(SOON_S)
         os.fstat(other.fileno())
+    assert descriptors() <= before  # threads of tests before may give some back meanwhile
+
+
+def test_a_meeting_waits_for_it_and_has_what_it_makes() -> None:
+    def meeting(call: Callable[[], int]) -> Generator[Wants, None, int]:
+        return (yield from beside.beside(call, "test"))
+
+    before = descriptors()
+    assert drive(meeting(lambda: 7), "peer", deadline=monotonic() + SOON_S) == 7
+    with pytest.raises(ZeroDivisionError):
+        drive(meeting(lambda: 1 // 0), "peer", deadline=monotonic() + SOON_S)
+    may_end = threading.Event()
+    with pytest.raises(ChannelTimeout):
+        drive(meeting(lambda: int(may_end.wait(SOON_S))), "peer", deadline=monotonic())
+    may_end.set()
+    for thread in threading.enumerate():
+        if thread.name == "test":
+            thread.join(SOON_S)
     assert descriptors() <= before  # threads of tests before may give some back meanwhile
 
 

@@ -7,6 +7,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,12 +19,14 @@ from wiring import KEY, SOON_S, connect, send
 from lamina import netstack
 from lamina.netstack import Channel, Fabric, Geometry
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
+from lamina.netstack.meeting.listener import StreamListener
 from lamina.netstack.rdma import native_way
 from lamina.netstack.rdma.quality import PARTITION, SERVICE_LEVEL, TIMEOUT, TRAFFIC_CLASS
 from lamina.netstack.rdma.way import stride
 
 QP_FATAL, QP_ACCESS_ERR, PORT_ERR, DEVICE_FATAL = 1, 3, 10, 8  # of ibv_event_type
 CREDIT = 1 << 31
+LARGE = Geometry(slots=1, slot_bytes=1 << 20)
 
 
 def opened(device: str = "") -> Fabric:
@@ -174,6 +177,67 @@ def test_memory_that_cannot_be_pinned_is_one_line_with_the_fix() -> None:
         FAKE.fake_most_memories(ctypes.c_size_t(1 << 20))
     fabric.close()
     assert in_use() == [0, 0, 0]
+
+
+@contextmanager
+def slow_memory() -> Iterator[None]:
+    """That of LARGE takes as long as the block."""
+    FAKE.fake_slow_from(ctypes.c_size_t(LARGE.slot_bytes))
+    try:
+        yield
+    finally:
+        FAKE.fake_slow_from(ctypes.c_size_t((1 << 64) - 1))
+
+
+def until(happens: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not happens() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert happens()
+
+
+def test_a_peer_whose_memory_takes_long_holds_up_no_other() -> None:
+    fabric = opened()
+    listener = fabric.listen()
+    terms = netstack.Terms(outbound=LARGE, inbound=LARGE)
+    with ThreadPoolExecutor(2) as pool:
+        with slow_memory():
+            accepted = pool.submit(listener.accept, timeout_s=SOON_S)
+            late = pool.submit(fabric.connect, listener.url, terms, timeout_s=SOON_S)
+            until(lambda: FAKE.fake_slow() == 2)
+            quick = fabric.connect(listener.url, netstack.Terms(outbound=SMALL, inbound=SMALL), timeout_s=3.0)
+            send(quick, b"hello")
+            assert accepted.result(SOON_S).wait_signal(timeout_s=SOON_S).data == b"hello"
+            assert not late.done()
+        end = listener.accept(timeout_s=SOON_S)
+        send(late.result(SOON_S), b"at last")
+        assert end.wait_signal(timeout_s=SOON_S).data == b"at last"
+    fabric.close()
+    assert in_use() == [0, 0, 0]
+
+
+def test_memory_for_a_peer_that_was_dropped_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And as long as it is being pinned it counts."""
+    monkeypatch.setattr(native_way, "PINNING_MOST", 1)
+    fabric = opened()
+    listener = fabric.listen()
+    assert isinstance(listener, StreamListener)
+    with ThreadPoolExecutor(2) as pool:
+        with slow_memory():
+            accepted = pool.submit(listener.accept, timeout_s=SOON_S)
+            late = pool.submit(fabric.connect, listener.url, netstack.Terms(outbound=LARGE, inbound=LARGE))
+            until(lambda: FAKE.fake_slow() == 2)
+            with pytest.raises(netstack.HandshakeError, match="it could not make or reach a queue pair"):
+                fabric.connect(listener.url, netstack.Terms(outbound=SMALL, inbound=SMALL))
+            until(lambda: "memory for 1 peers is being pinned, as many as may be" in listener._refusal)
+            listener.close()
+            with pytest.raises(netstack.ChannelAborted):
+                accepted.result(SOON_S)
+            assert FAKE.fake_slow() == 2
+        with pytest.raises(netstack.HandshakeError):
+            late.result(SOON_S)
+    until(lambda: in_use() == [0, 0, 0])
+    fabric.close()
 
 
 @pytest.mark.parametrize("name", ["fake0:2", "fake0:1:9", "other", "fake0:x"])
