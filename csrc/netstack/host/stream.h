@@ -20,6 +20,9 @@ namespace lamina {
 
 constexpr std::uint64_t kLookNs = 100'000'000;   // a sender that never waits looks at the socket this often
 constexpr std::uint64_t kSleepNs = 100'000'000;  // the longest sleep in a read
+// Before the next look at the clock, as a peer that lies can send as fast as it is read. All that an honest one may have
+// under way in small messages are fewer.
+constexpr int kReadsMost = 1024;
 
 class Stream final : public Engine, private Teller::Client {
  public:
@@ -151,14 +154,14 @@ class Stream final : public Engine, private Teller::Client {
     });
   }
 
-  // Reads what has come until `role` can go on or nothing is left; with `flags` 0 sleeps, for a slice at most, until
-  // something comes. False if another thread is reading, which rings.
+  // Reads what has come until `role` can go on or nothing is left, kReadsMost times at most; with `flags` 0 sleeps, for
+  // a slice at most, until something comes. False if another thread is reading, which rings.
   bool read(Role role, int flags = MSG_DONTWAIT) {
     const std::unique_lock<std::mutex> lock(reading_, std::try_to_lock);
     if (!lock) return false;
     looked_ns_.store(now_ns(), std::memory_order_relaxed);
     if (flags == 0 && ready(role) != Status::pending) return true;
-    while (end_.load(std::memory_order_relaxed) == Status::ready) {
+    for (int reads = 0; reads < kReadsMost && end_.load(std::memory_order_relaxed) == Status::ready; ++reads) {
       iovec pieces[3] = {};
       const std::size_t count = decoder_.room(pieces);
       const std::uint64_t room = pieces[0].iov_len + pieces[1].iov_len + pieces[2].iov_len;
@@ -226,7 +229,7 @@ class Stream final : public Engine, private Teller::Client {
       if (push == Writer::Push::broken) {
         const int error = errno;
         timed_out_ = error == ETIMEDOUT;  // which the kernel says once: to those who read it says the end
-        read(Role::sender);               // its farewell, if there is one
+        read(Role::sender);  // its farewell, if there is one
         broke(error);
         return ended();
       }
@@ -257,7 +260,7 @@ class Stream final : public Engine, private Teller::Client {
   Books books_;
   Side sides_[2];
   std::uint64_t granted_ = 0;  // by the sender
-  std::uint64_t taken_ = 0;    // by the receiver
+  std::uint64_t taken_ = 0;  // by the receiver
   std::atomic<bool> timed_out_{false};
 
   std::mutex reading_;
@@ -267,8 +270,8 @@ class Stream final : public Engine, private Teller::Client {
   Writer writer_;
   std::uint64_t stalled_ns_ = 0;  // since when the kernel takes nothing of the put in progress; 0: it does
 
-  std::atomic<bool> stopped_{false};        // by this side
-  std::atomic<bool> ending_{false};         // the peer's end is being written
+  std::atomic<bool> stopped_{false};  // by this side
+  std::atomic<bool> ending_{false};  // the peer's end is being written
   std::atomic<Status> end_{Status::ready};  // then gone or fault
   char why_[kTextBytes] = {};
   Teller& teller_;
