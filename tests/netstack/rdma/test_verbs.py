@@ -116,3 +116,11 @@ def test_what_cannot_be_pinned_is_copied() -> None:
 def test_a_peer_that_floods_keeps_no_call_beyond_its_time() -> None:
     """With credit that is known, of which more is there as soon as some was taken."""
     assert len(book(100, "7", "300000")) == 4
+
+
+def test_a_service_level_that_roce_has_not_is_refused_without_the_engine_too() -> None:
+    environment = os.environ | {"PYTHONPATH": PATH, "LAMINA_RDMA_SERVICE_LEVEL": "8"}
+    command = [sys.executable, STAND_IN]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 1
+    assert "RoCE, whose packets carry 3 bits of priority" in run.stderr.splitlines()[-1]
