@@ -149,8 +149,11 @@ class Sequence:
             self.output.stop_reason = stop_reason
 
     def roll_back(self, kept: int) -> None:
-        """Forget all that is in flight; ``kept`` tokens of its KV are there. Behind prefill workers it begins anew."""
-        self._want_logits_again()
+        """Forget all that is in flight; ``kept`` tokens of its KV are there. Behind prefill workers it begins anew. A
+        row is left to draw: whatever was drawn while KV was loaded, and told to nobody, is drawn again.
+        """
+        self.awaits_choice = False
+        kept = min(kept, len(self.tokens) - 1)
         whole = self.prefill_worker is None and kept >= self.num_cached  # others may hold the blocks that it began with
         whole = whole and not self.sparse  # what it has lost is needed to compute the rest again
         self.num_scheduled = min(self.num_scheduled, kept) if whole else 0
@@ -160,19 +163,12 @@ class Sequence:
 
     def restart(self) -> None:
         """Forget what was scheduled; everything that is known will be computed again under a new id."""
-        self._want_logits_again()
-        self.id = -1
+        self.id, self.awaits_choice = -1, False
         self.num_scheduled = self.num_cached = self.num_loading = self.num_offered = 0
         self.num_told = -1
         self.awaits_scores = self.moving = False
         if self.scores is not None:
             self.scores.begin_again()
-
-    def _want_logits_again(self) -> None:
-        """Behind the last token: nobody has chosen by the old ones."""
-        if self.awaits_choice:
-            self.num_scheduled = min(self.num_scheduled, len(self.tokens) - 1)
-            self.awaits_choice = False
 
 
 class Shadow(Sequence):

@@ -79,11 +79,15 @@ class Swaps:
         return kept is not None and self._tier.is_saving(kept.number)
 
     def find(self, sequence: Sequence) -> Load | None:
-        """The sequence's own KV, as far as the medium has it."""
+        """The sequence's own KV, as far as the medium has it. Behind a loss some is of tokens that were drawn and never
+        told: not of these, which are drawn again.
+        """
         kept = self._kept.get(sequence)
         if kept is None:
             return None
-        there = {place: self._tier.num_there(kept.keys, place) for place in self._tier.places(kept.place)}
+        known = len(sequence.tokens) - 1  # a row is left to draw
+        keys = kept.keys if kept.length <= known else kept.keys[: known // self._tier.page]
+        there = {place: self._tier.num_there(keys, place) for place in self._tier.places(kept.place)}
         pages, whole = max(there.values()), self._tier.whole
         places = tuple(place for place, n in there.items() if n == pages)
         length = kept.length if pages == len(kept.keys) else pages * self._tier.page // whole * whole

@@ -96,6 +96,16 @@ def test_a_restart_keeps_what_is_known_and_forgets_what_was_scheduled() -> None:
     assert (one.tokens, one.num_scored) == ([1, 2, 3, OTHER], 1)
 
 
+@pytest.mark.parametrize("drawn", [1, 2])
+def test_what_was_drawn_while_it_was_loaded_is_drawn_again(drawn: int) -> None:
+    """The rows are done, and the end of the load was not heard of: memory workers have KV of all rows, of tokens too
+    that nobody was told.
+    """
+    one = sequence(num_loading=2, num_cached=2, num_scheduled=2 + drawn, num_drawing=drawn)
+    one.roll_back(2 + drawn)
+    assert (one.num_scheduled, one.num_drawing, one.wants_rows) == (2, 0, True)
+
+
 def test_logits_that_come_behind_a_choice_are_of_the_token_before() -> None:
     """A held one that is computed again may be chosen for while its row is on the way: nobody may see these logits."""
     one = sequence(held=True, max_len=100)

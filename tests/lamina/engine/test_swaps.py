@@ -239,6 +239,25 @@ def test_what_was_saved_before_others_came_is_loaded_wherever_it_lies_now() -> N
     assert swaps.find(sequence) == own._replace(places=(Place(1), FIRST))
 
 
+@pytest.mark.parametrize("drawing", [0, 1, 2])
+def test_what_steps_have_drawn_that_were_never_told_is_drawn_again(drawing: int) -> None:
+    """One that goes has rows in flight, whose KV goes with it. Behind a loss its tokens are drawn anew, perhaps others:
+    it comes back with KV of tokens that are known, in whole pages, and a row is left to draw.
+    """
+    ledger, facts = BlockTables((0,), [20], SIZE), TierFacts(secret=b"s" * 32, identity=b"i", page=PAGE, pages=[[]])
+    tier = Tier(facts, ledger, [[0]])
+    swaps, sequence = Swaps(tier, "swap", b"n"), make(1, 9, 4)
+    sequence.id, sequence.num_drawing, sequence.num_scheduled = 0, drawing, 8 + drawing
+    ledger.apply(StepPlan(step=0, ops=[New(0)], rows=[Rows(0, 0, 8 + drawing)]))
+    swaps.save(sequence)
+    keys = list(swaps._kept[sequence].keys)
+    sequence.restart()
+    sequence.roll_back(0)
+    tier.cancel()
+    tier.learn(structs.replace(facts, pages=[keys]), [[0]])
+    assert swaps.find(sequence) == Load(8, (FIRST,), tuple(keys[:2]), own=True)
+
+
 def test_where_bits_count_no_clock_decides() -> None:
     for mode, worth_it in (("auto", True), ("swap", True), ("recompute", False)):
         swaps = Swaps(TierHouse(11).tier, mode, b"n", fixed=True)
