@@ -24,11 +24,11 @@ from lamina.protocol.plan import MOST_PAGES, MOST_PROLONGED_S, Drop, Export, Imp
 from lamina.protocol.tiers import GateOpened, TierFacts, Transferred
 
 from .ahead import Ahead, Load
+from .drops import PageDrops
 from .page_keys import PageKeys
 from .under_way import LoadingSequence, Moved, MovingPages, SavingSequence
 
 UNNUMBERED = 0  # a transfer whose plan is not made yet
-MOST_DROPPED = 1024  # pages in one plan
 MOST_SAVED = 8  # pages of one Export, so that a worker whose disk is slow is heard of now and then
 
 
@@ -60,7 +60,7 @@ class Tier:
         self._saving: dict[int, SavingSequence] = {}  # by retained sequence
         self._loading: dict[int, LoadingSequence] = {}  # by sequence
         self._gone: set[bytes] = set()  # pages that some worker has given up while others may still save them
-        self._to_drop: list[bytes] = []  # pages that nobody will find any more
+        self._drops = PageDrops()
         self._found: tuple[Sequence, int, int, Load | None] | None = None  # what was asked for last, and the answer
         self.num_queried = 0  # tokens of admitted sequences that the pool has not
         self.num_hit = 0  # how many of them were loaded
@@ -83,7 +83,7 @@ class Tier:
             0 if self.complete else self._room(facts.rooms)
         )  # workers have been told of no waiting turn yet
         self._lanes: dict[bytes, set[int]] = {}  # page -> lanes whose workers can load it
-        told = [set(keys) for keys in facts.pages]
+        told = [self._drops.without(keys) for keys in facts.pages]
         self._keys.era = facts.era
         for lane, owners in enumerate(self._owners):
             for key in set.intersection(*(told[w] for w in owners)):
@@ -178,7 +178,7 @@ class Tier:
     @property
     def owes(self) -> bool:
         """Whether the media are to be told of pages that nobody will find any more."""
-        return bool(self._to_drop)
+        return bool(self._drops.due)
 
     def is_saving(self, number: int) -> bool:
         """Whether some page of a sequence is on its way to a medium."""
@@ -255,6 +255,7 @@ class Tier:
             saving.left += len(ops)
             saving.place = sequence.place  # which may know more runs by now
             self._gone -= page_keys
+            self._drops.given(page_keys)
         return ops
 
     def open(self, said: GateOpened) -> None:
@@ -290,7 +291,7 @@ class Tier:
         self.drop(keys)
         if self._saving:
             self._gone.update(keys)
-        return [Drop(sequence, list(keys[low : low + MOST_PAGES])) for low in range(0, len(keys), MOST_PAGES)]
+        return self._drops.of(sequence, keys)
 
     def prolong(self, sequence: Sequence, length: int) -> list[Prolong]:
         """Have the media keep the pages of its first ``length`` tokens for as long as it asks for."""
@@ -301,6 +302,7 @@ class Tier:
 
     def cancel(self) -> None:
         """Behind a loss: no transfer under way will be done."""
+        self._drops.again()
         self._moving.clear()
         self._saving.clear()
         self._loading.clear()
@@ -314,15 +316,14 @@ class Tier:
             self._keys.forget(sequence)
         loading = set[bytes]().union(*(x.wanted.keys for x in self._loading.values()))
         saving = set[bytes]().union(*(x.keys for x in self._saving.values()))
-        self._to_drop += sorted((self._lanes.keys() | saving) - loading)
+        self._drops.due += sorted((self._lanes.keys() | saving) - loading)
         self._gone |= saving
         self._lanes.clear()
         self._found, self._keys.era = None, era
 
     def drops(self) -> list[Drop]:
         """For the next plan, of pages that nobody will find any more."""
-        some, self._to_drop = self._to_drop[:MOST_DROPPED], self._to_drop[MOST_DROPPED:]
-        return [Drop(-1, some[low : low + MOST_PAGES]) for low in range(0, len(some), MOST_PAGES)]
+        return self._drops.next()
 
     def _loaded(self, moving: MovingPages) -> Moved | None:
         op, loading = moving.op, self._loading[moving.op.sequence]

@@ -179,6 +179,34 @@ def test_a_session_that_is_deleted_in_its_turn_leaves_nothing(*, alone: bool) ->
     assert house.medium == shared
 
 
+@pytest.mark.parametrize(("told", "saved_again"), [(False, False), (True, False), (True, True)])
+def test_a_session_that_is_deleted_before_a_loss_leaves_nothing(*, told: bool, saved_again: bool) -> None:
+    """Also where a plan had told of it, which memory workers may not have come to; but what is saved since stays."""
+    house, name = TierHouse(40), SessionName(b"me", "a")
+    turn, other = make(1, 9, 3), make(1, 9, 3)
+    turn.session = house.scheduler.sessions.of(name)
+    house.scheduler.add(turn)
+    house.serve([turn])
+    before = dict(house.medium)
+    assert house.scheduler.drop_session(name)
+    steps = house.scheduler.schedule() if told else []
+    assert told == any(isinstance(op, Drop) for step in steps for op in step.plan.ops)
+    if saved_again:
+        house.pool.run(steps.pop())
+        house.scheduler._in_flight.clear()
+        house.scheduler.add(other)
+        house.serve([other])
+    keep = house.scheduler.roll_back(steps, lambda each: each.length)
+    house.pool.tables.reconcile(keep)
+    house.tier.learn(TierFacts(secret=b"s" * 32, identity=b"i", page=PAGE, pages=[list(before)]), [[0]])
+    house.medium |= before
+    assert (house.tier.find(make(1, 9, 3), 0) is not None) == saved_again
+    house.scheduler.give_up_retained()
+    house.serve([other] if other.finished else [])
+    assert (house.medium == before) == saved_again
+    assert bool(house.medium) == saved_again
+
+
 def test_of_a_session_that_is_deleted_another_one_keeps_the_page_that_is_not_whole() -> None:
     house, name = TierHouse(40), SessionName(b"me", "a")
     turn, other = make(1, 9, 3), make(1, 9, 3)
