@@ -22,7 +22,7 @@ from lamina.engine.exodus import Exodus
 from lamina.engine.wire import Clock
 from lamina.facts.room import free_bytes, too_little
 from lamina.protocol.control import Failed, LinkClosedError, MemoryReady, Stop
-from lamina.protocol.groups import Capacity, of_all_ranks, partition_of, together
+from lamina.protocol.groups import Capacity, of_all_ranks, together
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.options.topology import TopologyOptions
 from lamina.protocol.plan import Bind, Keep
@@ -30,7 +30,7 @@ from lamina.protocol.recut import Leaving, MakeRoom, Recut, Recutted, RoomMade
 
 from .cohort import Cohort
 from .members import JOIN_S, LostError, Member, Members
-from .seats import NotInPlaceError, bounds_of, check_in_place, known_to, seated, staying
+from .seats import NotInPlaceError, binds_of, bounds_of, check_in_place, known_to, seated, staying
 from .standing import STOPPED_S, StandingStill
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,8 @@ class Elastic:
         parts = tuple(weights) or topology.memory_weights
         wanted = structs.replace(topology, memory_workers=count, memory_weights=parts)
         asked, had = self._config.devices.kv_bytes(), self._cohort.kv_bytes
-        by_rank = [self._binds_of(wanted, r, bind, asked, sum(had[r])) for r, bind in enumerate(binds)]
+        backend = self._cohort.backend
+        by_rank = [binds_of(wanted, r, bind, backend, asked, sum(had[r])) for r, bind in enumerate(binds)]
         more = sum(bind.kv_bytes for rank in by_rank for bind in rank) - sum(map(sum, had))
         # Staying workers hold a layer twice while it moves.
         more += sum(b.kv_bytes // len(b.layers) for rank in by_rank for b in rank[: len(had[0])])
@@ -122,7 +123,7 @@ class Elastic:
         cohort, (bind,) = self._cohort, self._cohort.binds
         kv_bytes = [n for worker, n in enumerate(cohort.kv_bytes[0]) if worker not in leaving] + list(coming)
         wanted = structs.replace(cohort.topology, memory_workers=len(kv_bytes))
-        made = self._binds_of(wanted, 0, bind, 0, 0)
+        made = binds_of(wanted, 0, bind, cohort.backend)
         binds = [structs.replace(each, kv_bytes=n) for each, n in zip(made, kv_bytes, strict=True)]
         return Change(wanted, [binds], together(bounds_of(binds, self._more)))
 
@@ -311,22 +312,6 @@ class Elastic:
         for member, due in self._gone.items():
             member.handle.join(max(0.0, due - self._clock()))
         self._coming, self._change, self._leaving, self._going, self._gone = {}, None, [], [], {}
-
-    def _binds_of(self, wanted: TopologyOptions, rank: int, bind: Bind, asked: int, had: int) -> list[Bind]:
-        """Of a rank's memory workers. Without --kv-memory they share what there was."""
-        weights = wanted.of_rank(wanted.weights, rank)
-        partition = partition_of(wanted.partition, bind.layers, weights, bind.max_model_len)
-        others = structs.replace(bind.kv, attention=self._cohort.backend)
-        return [
-            structs.replace(
-                bind,
-                worker=worker,
-                partition=partition,
-                kv=others if worker else bind.kv,
-                kv_bytes=asked or int(had * weight / sum(weights)),
-            )
-            for worker, weight in enumerate(weights)
-        ]
 
     def _orders(
         self, before: list[Member], after: list[Member], partition: Any, binds: list[Bind]

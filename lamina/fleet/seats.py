@@ -8,8 +8,10 @@ from msgspec import structs
 
 from lamina.netstack import made_at_start
 from lamina.protocol.control import Address
+from lamina.protocol.groups import partition_of
 from lamina.protocol.move_ops import Neighbour
 from lamina.protocol.options.engine import EngineConfig
+from lamina.protocol.options.topology import TopologyOptions
 from lamina.protocol.plan import Bind, Bound
 
 from .members import Member
@@ -81,6 +83,25 @@ def movers_of(workers: Sequence[Address], own: Address) -> list[Neighbour]:
         reached = Neighbour(each.name, reached=True, url=each.url, key=each.key)
         told.append(reached if meets and first else Neighbour(each.name, awaited=meets))
     return told
+
+
+def binds_of(wanted: TopologyOptions, rank: int, first: Bind, backend: str, asked: int = 0, had: int = 0) -> list[Bind]:
+    """Of the memory workers that a rank is to have, by that of its ``first`` one and the ``backend`` of the others.
+    ``asked``: bytes of each by --kv-memory; without it they share the bytes that there were.
+    """
+    weights = wanted.of_rank(wanted.weights, rank)
+    partition = partition_of(wanted.partition, first.layers, weights, first.max_model_len)
+    others = structs.replace(first.kv, attention=backend)
+    return [
+        structs.replace(
+            first,
+            worker=worker,
+            partition=partition,
+            kv=others if worker else first.kv,
+            kv_bytes=asked or int(had * weight / sum(weights)),
+        )
+        for worker, weight in enumerate(weights)
+    ]
 
 
 def bounds_of(binds: Sequence[Bind], more: int = 0) -> list[Bound]:
