@@ -266,21 +266,32 @@ class Elastic:
             raise lost
 
     def _answers(self, owing: Sequence[Member], leaving: Sequence[Member]) -> list[Recutted]:
-        """Of all, or of those so far and an error where one that goes has died or is stopped. Raises LostError."""
-        limit, answers = self._config.deadlines.start_timeout_s, dict[Member, Recutted]()
-        deadline = self._clock() + limit
-        while left := [m for m in owing if m not in answers]:
-            answers |= dict(self._members.arrived(Recutted))
+        """Of all, or of those so far and an error where one that goes gives no more, or one hangs: behind the first
+        answer it takes a step's time, and as long again. Who it is shows as all come to rest. Raises LostError.
+        """
+        limits, answers, begun = self._config.deadlines, dict[Member, Recutted](), self._clock()
+        deadline = begun + limits.start_timeout_s
+        while owing := [m for m in owing if m not in answers]:
+            said, now = dict(self._members.arrived(Recutted)), self._clock()
+            answers |= said
+            deadline = min(deadline, now + max(now - begun, limits.step_timeout_s)) if said else deadline
             stopped = self._standing.look([m for m in leaving if m.handle.stopped])
             lost = dict.fromkeys(stopped, f"has been stopped for {STOPPED_S:g} s")
-            if lost := lost | {m: fate for m in leaving if (fate := m.handle.fate()) is not None}:
+            lost |= dict.fromkeys([m for m in owing if m not in answers and now > deadline], "takes too long")
+            if lost := lost | {m: fate for m in leaving if (fate := self._fate(m)) is not None}:
                 error = ", ".join(f"{m.name} {how}" for m, how in lost.items())
                 return [*answers.values(), Recutted(view=self._members.view, error=error)]
-            if self._clock() > deadline:
-                raise self._members.late(left, f"to move KV (--start-timeout-s {limit:g})")
-            if any(m not in answers for m in left):
+            if answers.keys().isdisjoint(owing):
                 self._members.listen(LISTEN_S)
         return list(answers.values())
+
+    def _fate(self, leaving: Member) -> str | None:
+        """Why one that goes gives no more KV; None: it does, or has given all."""
+        with suppress(LinkClosedError, TimeoutError):  # its process has ended, or will have
+            said = self._members.hear(leaving)
+            if isinstance(said, Recutted) and said.error:
+                return f"gives no more: {said.error}"
+        return leaving.handle.fate()
 
     def end(self) -> None:
         """All have met anew."""

@@ -131,3 +131,17 @@ def test_one_that_hangs_as_kv_comes_back_by_parity_is_replaced_too(place: int) -
     played = check_fleet(replace(of, options=options, windows=(0,), asks=asks, hits=hits))
     assert (played.deaths, played.hangs) == (1, 1)
     assert played.seconds < 5 * HANG_S
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_that_hangs_as_kv_moves_is_replaced_within_few_times_of_a_step(place: int) -> None:
+    """One that gives, or the one that takes: the others have done all, or give it up, and then it does not rest."""
+    of = fleet_scenario(0)
+    options = {**of.options, "partition": "head", "memory_workers": 1 + place % 2, "kv_memory": "1MiB"}
+    options |= {"pipeline": 1, "prefill_workers": 0, "step_timeout_s": HANG_S, "start_timeout_s": 10 * HANG_S}
+    asks = tuple(longer(random.Random(0), ask) for ask in of.asks)
+    hits = (Strike(("memory", place // 2), 3, HANGS, "Recut"),)
+    change = FleetChange(0.02, 2 - place % 2)
+    played = check_fleet(replace(of, options=options, windows=(0,), asks=asks, hits=hits, changes=(change,)))
+    assert (played.hangs, played.changes) == (1, 1)
+    assert played.seconds < 5 * HANG_S
