@@ -110,14 +110,15 @@ class Supervisor:
 
     def _is_curable(self, loss: LostError) -> bool:
         """Whether all that are lost are processes that ended without a word, or can be ended; not one that has failed
-        and said why, and would again. One that is late is asked to come to rest, unless that is what it was asked.
+        and said why, and would again. One that is late is asked to come to rest, unless it has come in place of
+        another and has not started: the next one would be as late.
         """
         lost = self._members.lost
         late = [m for m in loss.members if m not in lost and not loss.ended]
         each = {*lost, *loss.members}
         if not each:
             return loss.ended  # of a view: nobody is lost, and all meet anew
-        if late and self._recoveries.under_way:
+        if self._recoveries.under_way and not all(map(self._cohort.has_started, late)):
             return False
         return all(x.ended for x in lost.values()) and all(map(self._cohort.may_replace, each))
 
@@ -131,6 +132,7 @@ class Supervisor:
         ViewChanged. What was said before may be taken by Members.said. ``loss``: None where nobody is lost, so far.
         Raises LostError where no more can be made good.
         """
+        meets_late = loss is not None and not loss.ended and self._recoveries.under_way
         if loss is not None:
             log.warning("%s; whoever is lost is replaced, and all requests go on", str(loss))  # not the processes
             self._count()
@@ -152,6 +154,8 @@ class Supervisor:
                 if not self.may_make_good(another):
                     raise
                 self._count()
+        if meets_late and not self._members.lost:
+            raise LostError(f"{loss}, and nobody hangs", [])  # it would be so again
         for lost in self._members.lost:
             kept.pop(lost, None)  # its report from before its death
         return self._parity.left([kept.get(member, {}) for member in self._members.memory])

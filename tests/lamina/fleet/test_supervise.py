@@ -770,6 +770,20 @@ def test_one_that_hangs_is_replaced_once_it_is_late(role: str) -> None:
     assert len(run.world.workers) == NUM_WORKERS + 1
 
 
+def test_where_all_meet_too_slowly_and_nobody_hangs_the_run_ends() -> None:
+    """They would be as late once more."""
+    run = Run()
+    run.now("memory", 0).kill()
+    run.supervisor.halt(run.loss())
+    run.cohort.replace()
+    late = run.members.late(run.members.compute[:1], "to start")
+    assert run.supervisor.may_make_good(late)
+    with pytest.raises(LostError, match=r"took too long to start, and nobody hangs$") as told:
+        run.supervisor.halt(late)
+    assert not run.supervisor.may_make_good(told.value)
+    assert run.supervisor.last_words(told.value) == str(told.value)
+
+
 def test_a_replacement_that_takes_too_long_to_start_ends_the_run() -> None:
     run = Run()
     run.world.load_s = LIMIT_S + 1.0

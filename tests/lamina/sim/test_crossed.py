@@ -145,3 +145,20 @@ def test_one_that_hangs_as_kv_moves_is_replaced_within_few_times_of_a_step(place
     played = check_fleet(replace(of, options=options, windows=(0,), asks=asks, hits=hits, changes=(change,)))
     assert (played.hangs, played.changes) == (1, 1)
     assert played.seconds < 5 * HANG_S
+
+
+@pytest.mark.parametrize(
+    ("lost", "hangs", "call"),
+    [("memory", "compute", 4), ("memory", "prefill", 4), ("memory", "memory", 2), ("compute", "memory", 2)],
+)
+def test_one_that_hangs_as_all_meet_behind_a_loss_is_replaced_too(lost: str, hangs: str, call: int) -> None:
+    """Whoever waits for it is late, one that has just come, too; who hangs shows as all come to rest."""
+    of = fleet_scenario(0)
+    options = {**of.options, "partition": "head", "memory_workers": 2, "kv_memory": "1MiB", "pipeline": 1}
+    options |= {"prefill_workers": 1, "step_timeout_s": HANG_S, "start_timeout_s": 3 * HANG_S}
+    options.pop("prefill_kv_memory", None)
+    asks = tuple(longer(random.Random(0), ask) for ask in of.asks)
+    hits = Strike((lost, 0), 60), Strike((hangs, int(hangs == "memory")), call, HANGS, "Halt")
+    played = check_fleet(replace(of, options=options, windows=(0,), asks=asks, hits=hits))
+    assert (played.deaths, played.hangs) == (1, 1)
+    assert 4 * HANG_S < played.seconds < 6 * HANG_S
