@@ -121,13 +121,15 @@ class Engine:
         return request_id
 
     def _catch_up(self, request: Request, told: Told) -> None:
-        """Take the tokens of one completion as if they were drawn now. The prompt's scores were told with the first."""
+        """Take the tokens of one completion as if they were drawn now, but without log-probabilities, which its reader
+        has. The prompt's scores were told with the first.
+        """
         sequence = request.sequences[told.index]
         if told.index == 0 and told.tokens:
             request.output.prompt_logprobs, sequence.num_scored = None, len(sequence.prompt) - 1
-        for token, logprobs in zip(told.tokens, told.logprobs or [[]] * len(told.tokens), strict=True):
+        for token in told.tokens:
             sequence.num_drawing += 1
-            request.append(sequence, Drawn(sequence.id, token, logprobs))
+            request.append(sequence, Drawn(sequence.id, token))
 
     def check(self, prompt: list[int], params: SamplingParams, terms: KVTerms = PLAIN) -> None:
         """Raises ValueError, in one line, for a prompt or parameters that cannot be served."""

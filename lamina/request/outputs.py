@@ -104,11 +104,12 @@ class CompletionOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """The part of an unfinished completion that its reader has, for another engine to go on with."""
+    """The part of an unfinished completion that its reader has, for another engine to go on with. Its log-probabilities
+    are not told: there may be more of them than a link's frame holds, and nobody computes with them.
+    """
 
     index: int
     tokens: list[int]
-    logprobs: list[list[Score]] | None = None  # of each token: itself first, then the best
     chars: int = 0  # of its text
     ended: bool = False  # whether its reader knows how it has ended
 

@@ -19,7 +19,7 @@ from lamina.engine.engine import Engine
 from lamina.engine.exodus import Exodus
 from lamina.netstack import HERE
 from lamina.protocol.options.engine import EngineConfig
-from lamina.request import CompletionOutput, RequestOutput, Told, scored
+from lamina.request import CompletionOutput, RequestOutput, Told
 
 from .clock import VirtualClock
 from .elastic import capacity_of
@@ -42,13 +42,14 @@ class Played(NamedTuple):
 
 class BegunRequest(NamedTuple):
     """A request that is not over, as its reader has it: the part of its completions that the next engine is told, the
-    part that was seen, and the log-probabilities of its prompt.
+    part that was seen, and the log-probabilities of its prompt and of that part.
     """
 
     place: int
     told: list[Told]
     seen: dict[int, SoFar]
     scores: Any
+    logprobs: list[Any]
 
 
 class HeardByReaders(NamedTuple):
@@ -166,6 +167,7 @@ class EnginePlay(Play):
         self._views = self._wire.view
         self._ended: dict[int, RequestOutput] = {}  # by place: of an engine before this one
         self._scores: dict[int, Any] = {}  # by request: of its prompt, told by an engine before this one
+        self._logprobs: dict[int, list[Any]] = {}  # by request: of the tokens of each completion, likewise
 
     def run(self) -> Played:
         assert self.take_steps(MOST_STEPS), "nothing comes to its end"
@@ -179,6 +181,9 @@ class EnginePlay(Play):
             output = self._outputs.get(request)
             if output and request in self._scores:
                 output.prompt_logprobs = self._scores[request]
+            for one, had in zip(output.outputs if output else (), self._logprobs.get(request, ()), strict=False):
+                if one.logprobs is not None:
+                    one.logprobs[: len(had)] = had
             answers[place] = _told(output)
         for place, output in self._ended.items():
             answers[place] = _told(output)
@@ -194,19 +199,20 @@ class EnginePlay(Play):
                 ended[place] = output
                 continue
             told = [_as_told(one) for one in output.outputs] if output else []
+            logprobs = [copy(one.logprobs) for one in output.outputs] if output else []
             seen = {i: seen for (r, i), seen in self._seen.items() if r == request}
             scores = output.prompt_logprobs if output and output.outputs[0].token_ids else None
-            asked.append(BegunRequest(place, told, seen, copy(scores)))
+            asked.append(BegunRequest(place, told, seen, copy(scores), logprobs))
         return HeardByReaders(ended, asked, [place for place, _ in self._left])
 
     def go_on_from(self, heard: HeardByReaders) -> None:
         """With the requests of an engine that has died, as far as readers have them."""
         asks = self._of.asks
         self._left, self._ended = [(place, asks[place]) for place in heard.left], dict(heard.ended)
-        for place, told, seen, scores in heard.asked:
+        for place, told, seen, scores, logprobs in heard.asked:
             ask = asks[place]
             again = self._engine.add(list(ask.prompt), ask.sampling, make_pieces=Letters, told=told)
-            self._asked[again] = place, ask
+            self._asked[again], self._logprobs[again] = (place, ask), logprobs
             if any(one.tokens for one in told[:1]):
                 self._scores[again] = scores
             self._seen |= {(again, i): one for i, one in seen.items()}
@@ -240,8 +246,7 @@ def _told(output: RequestOutput | None) -> tuple[Completion, ...]:
 
 
 def _as_told(of: CompletionOutput) -> Told:
-    scores = None if of.logprobs is None else [scored(each, 0) for each in of.logprobs]
-    return Told(index=of.index, tokens=list(of.token_ids), logprobs=scores)
+    return Told(index=of.index, tokens=list(of.token_ids))
 
 
 def main(first: int = 0, count: int = 1000) -> None:

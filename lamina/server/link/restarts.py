@@ -166,12 +166,8 @@ class Hearing:
         """A delta has come, whose lists are the reader's."""
         had = self._told.get(delta.index, Told(index=delta.index, tokens=[]))
         had.tokens.extend(delta.tokens)
-        logprobs = had.logprobs
-        if delta.logprobs is not None:
-            logprobs = [] if logprobs is None else logprobs
-            logprobs.extend(delta.logprobs)
         ended, chars = delta.finish_reason is not None, had.chars + len(delta.text)
-        self._told[delta.index] = dataclasses.replace(had, logprobs=logprobs, chars=chars, ended=ended)
+        self._told[delta.index] = dataclasses.replace(had, chars=chars, ended=ended)
 
     def ask(self, key: int) -> Add:
         """For the prompt, and what is still to come of it. Whoever is asked again need not be accepted."""

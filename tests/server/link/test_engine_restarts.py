@@ -148,19 +148,35 @@ def test_another_engine_is_told_all_that_readers_have() -> None:
         late = client.add([2], SamplingParams(), ReplyFeed(), Quiet())
         second.link.send(READY)
         again, new = await asyncio.to_thread(second.asked), await asyncio.to_thread(second.asked)
-        scores = [[(4, -1.0, 1), (6, -2.0, 1)], [(5, -0.5, 1)], [(3, -0.25, 1)]]
         assert msgspec.structs.replace(again, told=[], accepted=False) == asked[0]
         assert (again.accepted, new.accepted) == (True, False), "who was taken once is not refused for load"
         assert again.terms == KVTerms(b"salt")
         assert again.told == [
-            Told(index=0, tokens=[4, 5, 3], logprobs=scores, chars=3),
-            Told(index=1, tokens=[6], logprobs=[[(6, -3.0, 1)]], chars=1, ended=True),
+            Told(index=0, tokens=[4, 5, 3], chars=3),
+            Told(index=1, tokens=[6], chars=1, ended=True),
         ]
         assert (new.key, new.told) == (late, [])
         assert not client.state.recovering
         second.say(grown(key, 0, [2], "e", [[(2, -1.0, 1)]], finish_reason="length", times=TIMES))
         assert await all_of(feed, 5) == {0: [4, 5, 3, 2], 1: [6]}
         assert client.failure is None
+
+    play(work)
+
+
+def test_log_probabilities_that_readers_have_are_not_told_to_the_next_engine() -> None:
+    """Of a long completion they are more than a frame holds, and no engine can go on with a link that is broken."""
+
+    async def work(client: EngineClient, engines: Engines) -> None:
+        entry = [(token, -1.0, 1) for token in range(21)]
+        key = client.add([7, 8], SamplingParams(logprobs=20), ReplyFeed(), Quiet())
+        await asyncio.to_thread(engines.all[0].say, grown(key, 0, [4] * 1000, "", [entry] * 1000))
+        engines.all[0].link.close()
+        second = await engines.next(client)
+        second.link._most_bytes = 1 << 14
+        second.link.send(READY)
+        again = await asyncio.to_thread(second.asked)
+        assert [len(told.tokens) for told in again.told] == [1000]
 
     play(work)
 
