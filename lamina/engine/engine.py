@@ -121,9 +121,7 @@ class Engine:
         return request_id
 
     def _catch_up(self, request: Request, told: Told) -> None:
-        """Take the tokens of one completion as if they were drawn now, but without log-probabilities, which its reader
-        has. The prompt's scores were told with the first.
-        """
+        """Take the tokens of one completion as if they were drawn now. The prompt's scores were told with the first."""
         sequence = request.sequences[told.index]
         if told.index == 0 and told.tokens:
             request.output.prompt_logprobs, sequence.num_scored = None, len(sequence.prompt) - 1

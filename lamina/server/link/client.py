@@ -21,7 +21,7 @@ from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, St
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import Blame, Refusal, SamplingParams
 
-from .engine_watch import EngineWatch
+from .engine_watch import EngineWatch, fate_of
 from .messages import (
     AskSessions,
     Cancel,
@@ -39,6 +39,7 @@ from .messages import (
     WorkerCounters,
     fitted,
 )
+from .output_parts import OutputParts
 from .questions import ANSWER_S, Questions
 from .reply_feed import ReplyFeed
 from .resizing import BusyError, Resizing
@@ -124,6 +125,7 @@ class EngineClient:
 
     async def _open(self, on_progress: Callable[[Progress], None]) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=self._handle.sock)
+        self._parts = OutputParts()  # of this engine
         while True:
             message = await self._receive()
             if isinstance(message, Ready):
@@ -267,7 +269,7 @@ class EngineClient:
                 raise EngineGoneError(f"the engine process sent a frame of {length} bytes")
             return self._decoder.decode(await self._reader.readexactly(length))
         except (EOFError, OSError) as e:
-            fate = await asyncio.to_thread(_fate, self._handle)
+            fate = await asyncio.to_thread(fate_of, self._handle)
             raise EngineGoneError(f"the engine process (pid {self._handle.pid}) {fate}") from e
 
     async def _read(self) -> None:
@@ -355,6 +357,8 @@ class EngineClient:
     def _handle_message(self, message: Any) -> None:
         if isinstance(message, Outputs):
             self._state_at = time.monotonic()
+            if (message := self._parts.add(message)) is None:
+                return
             if self._records is not None:
                 self._records.grown(message.deltas)
             if message.tokens:
@@ -391,10 +395,3 @@ def launch_engine(start: Start) -> WorkerHandle:
     handle = ProcessWorker("engine", 0)
     ControlLink(handle.sock, Ready).send(start)
     return handle
-
-
-def _fate(handle: WorkerHandle) -> str:
-    deadline = time.monotonic() + 1.0
-    while handle.fate() is None and time.monotonic() < deadline:
-        time.sleep(0.01)  # the link ends a moment before the process can be waited for
-    return handle.fate() or "closed its link"

@@ -43,6 +43,7 @@ from .messages import (
     WorkerCounters,
 )
 from .orders import obey
+from .output_parts import parted
 from .reweigh import REASON, Reweigh
 
 log = logging.getLogger(__name__)
@@ -364,7 +365,8 @@ class _Loop:
     def _write(self) -> None:
         try:
             while (message := self._outbox.get()) is not None:
-                self._link.send(message)
+                for part in parted(message) if isinstance(message, Outputs) else (message,):
+                    self._link.send(part)
         except LinkClosedError:
             pass  # the reader says so
         except Exception as e:  # noqa: BLE001 - the same

@@ -31,3 +31,11 @@ class EngineWatch:
         if slept_s >= (max(self._step_s, self._start_s) if recovering else self._step_s):
             return f"hangs: it has not woken up for {slept_s:.1f} s, as an idle one does (--step-timeout-s)"
         return ""
+
+
+def fate_of(engine: WorkerHandle) -> str:
+    """How its process has ended, in words; its link ends a moment before that can be known."""
+    deadline = time.monotonic() + 1.0
+    while engine.fate() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return engine.fate() or "closed its link"

@@ -220,11 +220,12 @@ def fitted(state: State, ready: Ready) -> State:
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     """Engine -> server: everything that one step has brought. ``tokens``: of the completions, and of prompts whose
-    first token is among them.
+    first token is among them. ``more``: the rest follows; see output_parts.
     """
 
     deltas: list[Delta]
     tokens: int = 0
+    more: bool = False
 
 
 class WorkerCounters(msgspec.Struct, frozen=True, tag="counters"):

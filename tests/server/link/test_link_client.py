@@ -21,6 +21,7 @@ from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, St
 from lamina.request import Blame, SamplingParams
 from lamina.server.errors import ApiError
 from lamina.server.link import client as module
+from lamina.server.link import engine_watch
 from lamina.server.link.client import EngineClient, EngineGoneError, PromptRefusedError
 from lamina.server.link.messages import (
     Add,
@@ -145,8 +146,8 @@ def test_an_end_is_waited_for_a_second_and_looked_at_often(monkeypatch: pytest.M
         monotonic = staticmethod(lambda: now[0])
 
     Clock.sleep = staticmethod(sleep)  # type: ignore[attr-defined]
-    monkeypatch.setattr(module, "time", Clock)
-    assert module._fate(Handle(ours, None)) == "closed its link"  # type: ignore[arg-type]
+    monkeypatch.setattr(engine_watch, "time", Clock)
+    assert engine_watch.fate_of(Handle(ours, None)) == "closed its link"  # type: ignore[arg-type]
     assert sum(slept) == pytest.approx(1.0, abs=0.05)
     assert max(slept) < 0.1
     ours.close()
