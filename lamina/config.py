@@ -50,3 +50,17 @@ def flat(config: EngineConfig) -> dict[str, Any]:
 def changed(config: EngineConfig, options: Mapping[str, Any]) -> EngineConfig:
     """``config`` with other values for ``options``. Raises ValueError as ``make_config`` does."""
     return make_config({**flat(config), **options})
+
+
+def fewer(config: EngineConfig, left: Mapping[str, int]) -> dict[str, Any]:
+    """Sizes, by option, with which ``config`` does with so many workers as are ``left``, by option: of those that work
+    together none or all. Raises ValueError as ``changed`` does, where it cannot.
+    """
+    topology, had = config.topology, flat(config)
+    together = {"memory_workers": topology.tensor_parallel_size, "prefill_workers": topology.prefill_pipeline}
+    sizes: dict[str, Any] = {name: count - count % together[name] for name, count in left.items()}
+    if sizes.get("prefill_workers") == 0:
+        alone = {"prefill_pipeline": 1, "prefill_kv_memory": "auto"}
+        sizes |= {name: value for name, value in alone.items() if value != had[name]}
+    changed(config, sizes)
+    return sizes

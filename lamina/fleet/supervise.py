@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
+from lamina.config import fewer
 from lamina.engine.wire import Clock, FewerError, WorkerError
 from lamina.protocol.control import ComputeReady, Halt, Halted, StepDone
 from lamina.protocol.options.declare import flag
@@ -30,7 +32,7 @@ class Supervisor:
     """``halt`` behind a loss; then ``resume``, and ``halt`` again where that brings another one."""
 
     def __init__(self, config: EngineConfig, members: Members, cohort: Cohort, clock: Clock = time.monotonic) -> None:
-        self._members, self._cohort, self._clock = members, cohort, clock
+        self._config, self._members, self._cohort, self._clock = config, members, cohort, clock
         self._step_s, self._start_s = config.deadlines.step_timeout_s, config.deadlines.start_timeout_s
         self._recoveries = Recoveries(config.launching.max_recoveries, clock)
         self._deaths = Recoveries(config.launching.max_recoveries, clock)  # of spares
@@ -102,11 +104,17 @@ class Supervisor:
         roles = {member.handle.role for member in lost}
         if isinstance(error, NoHostError) and roles and roles <= others.keys():
             left = {f"{role}_workers": sum(m not in lost for m in others[role]) for role in sorted(roles)}
-            if left.get("memory_workers", 1):
-                most = " ".join(f"{flag(name)} {count}" for name, count in left.items())
-                text += f"; there is room for a run with {most} at most"
-            return FewerError(text, left, error.without)
+            words = self._words_of(left) if left.get("memory_workers", 1) else ""
+            return FewerError(text + words, left, error.without)
         return WorkerError(text)
+
+    def _words_of(self, left: Mapping[str, int]) -> str:
+        """Which run those that are ``left`` could do, by its options; else why none."""
+        try:
+            sizes = fewer(self._config, left)
+        except ValueError as why:
+            return f"; no run can go on with {_flags(left)}, which is left: {why}"
+        return f"; there is room for a run with {_flags(sizes)} at most"
 
     def _is_curable(self, loss: LostError) -> bool:
         """Whether all that are lost are processes that ended without a word, or can be ended; not one that has failed
@@ -193,3 +201,7 @@ class Supervisor:
         left = self._start_s if loading else deadline - self._clock()
         halted: Halted = self._members.wait_for([member], Halted, left, "to come to rest behind a loss")
         return halted.kept
+
+
+def _flags(sizes: Mapping[str, Any]) -> str:
+    return " ".join(f"{flag(name)} {value}" for name, value in sizes.items())

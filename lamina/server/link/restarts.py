@@ -10,11 +10,10 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from msgspec import structs
 
-from lamina.config import changed, flat
+from lamina.config import changed, fewer, flat
 from lamina.engine.conversations.terms import PLAIN, KVTerms
 from lamina.fleet.launchers import WorkerHandle
 from lamina.fleet.recoveries import Recoveries
@@ -77,17 +76,14 @@ class EngineRestarts:
         """There is room for so many workers, by option: the next engine is to have no more, on hosts that are not
         ``without``, until the next plan. Whether that can be.
         """
-        topology, had = self.config.topology, flat(self.config)
-        together = {"memory_workers": topology.tensor_parallel_size, "prefill_workers": topology.prefill_pipeline}
-        sizes: dict[str, Any] = {name: count - count % together[name] for name, count in left.items()}
-        if sizes.get("prefill_workers") == 0:
-            sizes |= {"prefill_pipeline": 1, "prefill_kv_memory": "auto"}
-        if not (sizes := {name: value for name, value in sizes.items() if value != had[name]}):
-            return False
+        had = flat(self.config)
         try:
-            self.adopt(changed(self.config, sizes))
-        except ValueError:
+            sizes = {name: value for name, value in fewer(self.config, left).items() if value != had[name]}
+        except ValueError:  # the engine has said so, too
             return False
+        if not sizes:
+            return False
+        self.adopt(changed(self.config, sizes))
         self._start = structs.replace(self._start, without=list(without))
         words = " ".join(f"{flag(name)} {value}" for name, value in sizes.items())
         log.warning("the server goes on with %s: say `lamina-launch scale` once there are more", words)

@@ -12,7 +12,7 @@ from msgspec import structs
 from simulated import SimulatedWorker, World
 from test_cohort import LIMIT_S, OPTIONS
 
-from lamina.config import make_config
+from lamina.config import changed, fewer, make_config
 from lamina.engine.wire import FewerError, ViewChanged, WorkerError
 from lamina.fleet.cohort import Cohort
 from lamina.fleet.elastic import Change, Elastic
@@ -673,6 +673,40 @@ def test_a_run_without_room_for_workers_says_how_many_are_left(
     assert str(told.value).endswith(f"no host has room{said}")
     assert not left or told.value.without == ["n1", "n3"]  # type: ignore[attr-defined]
     assert pools.closed
+
+
+@pytest.mark.parametrize(
+    ("options", "left", "words"),
+    [
+        ({"memory_weights": "2,1"}, {"memory_workers": 1}, "--memory-weights names 2 weights for --memory-workers 1"),
+        ({"memory_workers": 4, "tensor_parallel_size": 2}, {"memory_workers": 3}, ""),
+        ({"memory_workers": 4, "tensor_parallel_size": 2}, {"memory_workers": 1}, "--memory-workers must be at least"),
+        ({"prefill_workers": 4, "prefill_pipeline": 2}, {"prefill_workers": 1}, ""),
+    ],
+)
+def test_a_run_is_told_of_sizes_that_it_could_have(options: dict[str, Any], left: dict[str, int], words: str) -> None:
+    """Not of a number of workers with which nothing would start."""
+    config = make_config({"transport": "shm", "memory_workers": 2, **options})
+    if words:
+        with pytest.raises(ValueError, match=words):
+            fewer(config, left)
+    else:
+        sizes = fewer(config, left)
+        assert all(sizes[name] <= count for name, count in left.items())
+        assert changed(config, sizes)
+
+
+def test_a_run_whose_workers_that_are_left_cannot_do_it_says_why() -> None:
+    run = Run(memory_weights="2,1")
+    pools = pools_of(run)
+    run.world.start = no_room  # type: ignore[method-assign]
+    run.worker(0).kill()
+    pools._loss = run.loss()
+    assert isinstance(pools.wait(), ViewChanged)
+    with pytest.raises(FewerError, match="is lost") as told:
+        pools.resume(KEEP)
+    why = "--memory-weights names 2 weights for --memory-workers 1"
+    assert str(told.value).endswith(f"; no run can go on with --memory-workers 1, which is left: {why}")
 
 
 def test_a_replica_without_room_is_done_without_for_good(caplog: pytest.LogCaptureFixture) -> None:
