@@ -16,14 +16,15 @@ from .records import Accepted, Unanswerable
 
 
 class Entry:
-    """``accepted``: what was asked. ``has_gap``: a part of its answer could not be written, so none behind it is.
+    """``accepted``: what was asked. ``gap_in``: the segment where a part of its answer could not be written, so
+    none behind it is.
     ``times_begun``: servers that have begun it again and ended by accident, this one included as long as it runs.
     """
 
     def __init__(self, accepted: Accepted) -> None:
         self.accepted = accepted
         self.refusal: Unanswerable | None = None
-        self.has_gap = False
+        self.gap_in = -1
         self.times_begun = 0
         self.ended_in = -1  # number of the segment
         self.params = accepted.params

@@ -8,7 +8,8 @@ that loses its power loses the last of it, which is then computed again.
 segment first, with all that is known.
 
 **Kept how long.** Records go to the newest segment. At half of --journal-size another one begins with the requests
-under way, and all but the one before are removed: so answers stay for as long as a segment or two take to fill.
+under way, and all but the one before are removed: so answers stay for as long as a segment or two take to fill. A
+thread waits for the disk meanwhile, and nobody else does.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from lamina.server.link.messages import Delta
 
 from .entry import Entry
 from .folder import Folder, model_digest
-from .records import FORMAT, Accepted, Begun, Dropped, Grown, Heading, Synced, Unanswerable
-from .segment import Contents, Segment, damaged, framed
+from .following import DiskFailedError, FollowingSegment, begun, is_whole
+from .records import FORMAT, Accepted, Begun, Dropped, Grown, Heading, Unanswerable
+from .segment import Contents, Segment, framed
 
 RETRY_S = 10.0  # to begin another segment
 
@@ -48,6 +50,9 @@ class Journal:
         self._folder = Folder(path)
         self._path, self._written, self._synced = path, 0, 0
         self._next_try = 0.0  # of another segment
+        self._following: FollowingSegment | None = None
+        self._behind_at = 0  # bytes that had been written as it was begun
+        self._left = set[str]()  # answers that it does not have, as the segments before do
         self._syncing: asyncio.Future[None] | None = None
         self._full = False  # the last write has failed
         self._unsure = False  # the last wait for the disk has failed
@@ -62,10 +67,7 @@ class Journal:
         segments, size = self._folder.segments(), 0
         for place, (number, path) in enumerate(segments):
             contents = Contents(path)
-            last = place == len(segments) - 1
-            if contents.torn and not last:
-                raise damaged(path, contents.end)
-            if place and last and not any(isinstance(record, Synced) for record in contents.records):
+            if place and place == len(segments) - 1 and not is_whole(contents.records):
                 log.warning("--journal: %s was not begun whole: left out, as the one before has all of it", path)
                 size = 0
                 break
@@ -77,7 +79,7 @@ class Journal:
         number = segments[-1][0] if segments else 0
         segment = Segment(self._folder.path_of(number), size)
         if not size:
-            self._begin(segment, self.unfinished())
+            begun(segment, self._opening(self.unfinished()), self._folder).note_synced(segment.size)
         return number, segment
 
     def _replay(self, record: Any, *, first: bool, number: int) -> None:
@@ -119,9 +121,10 @@ class Journal:
 
     async def accept(self, record: Accepted) -> Entry:
         """A request that is about to begin; on the disk when this returns. Raises OSError: then it is not there."""
-        if self._unsure and not self._replace():
-            raise OSError(errno.EIO, "its disk has failed")
+        while self._unsure:
+            await self._make_sure()
         self._append(record)
+        self._note(record)
         entry = Entry(record)
         self._enter(entry)
         try:
@@ -134,13 +137,13 @@ class Journal:
     def grown(self, deltas: Sequence[Delta]) -> None:
         """What a step has brought, of these requests or of others."""
         own = [d for d in deltas if d.key in self._by_key]
-        gaps = [d for d in own if self._by_key[d.key].has_gap]
-        if own and not self._try(Grown([d for d in own if d not in gaps] if gaps else own)):
+        gaps = [d for d in own if self._by_key[d.key].gap_in == self._number]
+        if own and not self._try(Grown([d for d in own if d not in gaps] if gaps else own), Grown(own)):
             gaps = own
         self._grow(own, self._number)
         for delta in gaps:
             if entry := self._by_key.get(delta.key):
-                entry.has_gap = True
+                entry.gap_in = self._number
         self._turn_over()
 
     def drop(self, answer_id: str) -> None:
@@ -167,6 +170,9 @@ class Journal:
 
     def close(self) -> None:
         """Another server may have it. Idempotent."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.left()
         self._segment.close()
         self._folder.close()
 
@@ -191,8 +197,16 @@ class Journal:
         self._segment.append(data)
         self._written += len(data)
 
-    def _try(self, record: Any) -> bool:
-        """Append it where that can be; whether it could. What is under way goes on without."""
+    def _note(self, record: Any) -> None:
+        """For the segment that follows, if one is begun."""
+        if self._following is not None:
+            self._following.add(framed(record))
+
+    def _try(self, record: Any, whole: Any = None) -> bool:
+        """Append it where that can be; whether it could. What is under way goes on without. ``whole``: the record for
+        a segment that has no gaps.
+        """
+        self._note(record if whole is None else whole)
         try:
             self._append(record)
         except OSError as e:
@@ -222,12 +236,11 @@ class Journal:
             raise
         finally:
             self._syncing = None
-        with suppress(OSError):  # without it a hole behind counts as a tail, no more
-            self._segment.append(framed(Synced(size)))
+        self._segment.note_synced(size)
         self._turn_over()  # where requests keep coming, somebody waits nearly always
 
-    def _begin(self, segment: Segment, entries: Iterable[Entry]) -> None:
-        """Write what a segment begins with: all that is needed to go on without those before. Raises OSError."""
+    def _opening(self, entries: Iterable[Entry]) -> bytes:
+        """What a segment begins with: all that is needed to go on without those before."""
         parts = [framed(self._heading)]
         for entry in entries:
             parts.append(framed(entry.accepted))
@@ -237,62 +250,62 @@ class Journal:
                 parts.append(framed(entry.refusal))
             if entry.times_begun:
                 parts.append(framed(Begun({entry.accepted.id: entry.times_begun})))
-        segment.append(b"".join(parts))
-        segment.sync()
-        self._folder.sync()
-        segment.append(framed(Synced(segment.size)))
+        return b"".join(parts)
+
+    async def _make_sure(self) -> None:
+        """Have all that is known stand in another segment. Raises OSError where none is begun now."""
+        self._follow()
+        if self._following is None:
+            raise OSError(errno.EIO, "its disk has failed")
+        with suppress(OSError):
+            await asyncio.shield(asyncio.wrap_future(self._following.work))
+        self._turn_over()
 
     def _turn_over(self) -> None:
-        """Begin another segment where this one is full, and there is no wait for this one."""
-        full = self._segment.size >= max(self._half, 2 * self._begun_with)
-        if full and self._syncing is None and not self._unsure:
-            self._replace()
+        """Begin another segment where this one is full, and go over to it once there is no wait for either."""
+        if self._syncing is not None:
+            return
+        if self._following is not None:
+            if self._following.work.done():
+                self._go_over()
+        elif self._segment.size >= max(self._half, 2 * self._begun_with) and not self._unsure:
+            self._follow()
 
-    def _replace(self) -> bool:
-        """Begin another segment, with the requests under way; with all, where nobody knows about this one. Whether it
-        could.
-        """
-        if time.monotonic() < self._next_try:
-            return False
+    def _follow(self) -> None:
+        """Begin another segment, with the requests under way; with all, where nobody knows about this one."""
+        if self._following is not None or time.monotonic() < self._next_try:
+            return
         self._next_try = time.monotonic() + RETRY_S  # where the disk is full
-        number, before = self._number + 1, self._number
-        path, carried = self._folder.path_of(number), list(self._entries.values())
+        carried = list(self._entries.values()) if self._unsure else self.unfinished()
+        self._left, self._behind_at = self._entries.keys() - {e.accepted.id for e in carried}, self._written
+        before = None if self._unsure else self._segment
+        self._following = FollowingSegment(self._number + 1, self._folder, self._opening(carried), before)
+
+    def _go_over(self) -> None:
+        """To the segment that follows, if there is one; waits for it."""
+        following, self._following = self._following, None
+        if following is None:
+            return
         try:
-            if not self._unsure and self._is_on_disk():
-                carried = self.unfinished()
-            new = Segment(path, 0)
-            try:
-                self._begin(new, carried)
-            except OSError:
-                new.close()
-                path.unlink(missing_ok=True)
-                raise
+            new = following.taken(self._segment)
+        except DiskFailedError as e:
+            log.error("--journal %s: its disk has failed (%s): another file gets all of it", self._path, e.strerror)
+            self._unsure, self._next_try = True, 0.0
+            self._follow()
+            return
         except OSError as e:
             log.error("--journal %s: no other segment can be begun (%s)", self._path, e.strerror)
-            return False
+            return
         self._segment.close()
-        self._next_try = 0.0
-        self._number, self._segment = number, new
-        self._begun_with, self._synced = new.size, self._written
-        for entry in carried:
-            entry.has_gap = False
-            if entry.ended:
-                entry.ended_in = number
-        for entry in list(self._entries.values()):
-            if entry.ended and entry.ended_in < before:
-                self._forget(entry.accepted.id)
-        self._remove(number if self._unsure else before)
+        before, self._number, self._segment, self._next_try = self._number, following.number, new, 0.0
+        self._begun_with, self._synced = new.size, max(self._synced, self._behind_at)
+        for answer_id, entry in list(self._entries.items()):
+            if answer_id not in self._left and entry.ended:
+                entry.ended_in = self._number
+            elif entry.ended and entry.ended_in < before:
+                self._forget(answer_id)
+        self._remove(self._number if following.has_all else before)
         self._unsure = False
-        return True
-
-    def _is_on_disk(self) -> bool:
-        """Whether all of this segment is, behind a wait; else nobody knows about it."""
-        try:
-            self._segment.sync()
-        except OSError as e:
-            log.error("--journal %s: its disk has failed (%s): another file gets all of it", self._path, e.strerror)
-            self._unsure = True
-        return not self._unsure
 
     def _remove(self, before: int) -> None:
         """The segments before that one."""

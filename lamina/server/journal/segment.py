@@ -111,6 +111,11 @@ class Segment:
         """Behind it, what was written outlives the host. Raises OSError."""
         os.fdatasync(self._fd)
 
+    def note_synced(self, size: int) -> None:
+        """Write that so many bytes are on the disk, where that can be: without it a hole there counts as a tail."""
+        with suppress(OSError):
+            self.append(framed(Synced(size)))
+
     def close(self) -> None:
         """Idempotent."""
         if self._fd >= 0:

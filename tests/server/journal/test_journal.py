@@ -45,6 +45,14 @@ def accepted(journal: Journal, prompts: int = 1, n: int = 1) -> Entry:
     return asyncio.run(journal.accept(request(journal, prompts, n)))
 
 
+def turn_over(journal: Journal) -> None:
+    """To another segment, whose thread is waited for."""
+    journal._follow()
+    assert journal._following is not None
+    while journal._following is not None:
+        journal._go_over()
+
+
 def delta(key: int, token: int, index: int = 0, end: str | None = None) -> Delta:
     return Delta(
         key=key, index=index, tokens=[token], text=f"<{token}>", logprobs=[[(token, -0.5, 1)]], finish_reason=end
@@ -204,7 +212,7 @@ def test_so_it_has_where_the_wait_has_failed_as_a_full_segment_was_to_end(
             raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fdatasync", sync)
-    assert journal._replace()
+    turn_over(journal)
     assert [path.name for _, path in journal._folder.segments()] == ["segment-00000001"]
     assert shown(journal) == was
     journal.close()
@@ -393,7 +401,7 @@ def test_a_server_that_ends_as_it_begins_a_segment_loses_nothing_that_was_told(
     accepted(journal, prompts=9)
     journal.grown([delta(0, 10)])
     was = shown(journal)
-    assert journal._replace()
+    turn_over(journal)
     assert shown(journal) == was
     begun_with = journal._begun_with
     journal.close()
