@@ -37,6 +37,7 @@ from .messages import (
     Start,
     State,
     WorkerCounters,
+    emptied,
     fitted,
 )
 from .output_parts import OutputParts
@@ -341,16 +342,15 @@ class EngineClient:
 
     async def _next_engine(self, restarts: EngineRestarts) -> None:
         """Start it, and tell it of all open prompts. Raises EngineGoneError, TimeoutError, ValueError, OSError."""
-        changed = restarts.planned
+        had = self.ready
         self._handle = await restarts.begin(self._handle, self._workers)
         async with asyncio.timeout(restarts.limit_s):
             await self._open(lambda progress: None)
         restarts.end()
         assert self.state is not None
         self.state = msgspec.structs.replace(self.state, recovering=False)
-        if changed:  # it has other workers than the last one
-            free = list(map(min, self.ready.num_blocks))
-            self.state, self.counters = msgspec.structs.replace(self.state, free_blocks=free), {}
+        if self.ready.num_blocks != had.num_blocks:  # it has other workers than the last one
+            self.state, self.counters = emptied(self.state, self.ready), {}
         for message in [*restarts.take_owed(), *(each.hearing.ask(key) for key, each in self._live.items())]:
             self._send(message)
 

@@ -212,8 +212,11 @@ def fitted(state: State, ready: Ready) -> State:
     """``state`` beside ``ready``: where one of them is of other memory workers, which come and go, all blocks count as
     free until the next State.
     """
-    if len(state.free_blocks) == len(ready.num_blocks):
-        return state
+    return state if len(state.free_blocks) == len(ready.num_blocks) else emptied(state, ready)
+
+
+def emptied(state: State, ready: Ready) -> State:
+    """``state`` with all blocks of ``ready`` free."""
     free = list(map(min, ready.num_blocks))
     return msgspec.structs.replace(state, free_blocks=free, evictable_blocks=[0] * len(free), borrowed=None)
 

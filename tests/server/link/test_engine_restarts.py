@@ -38,6 +38,7 @@ from lamina.server.link.messages import (
 from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.link.resizing import BusyError
 from lamina.server.link.restarts import EngineRestarts, PlanFailedError
+from lamina.server.watch.gauges import EngineGauges
 
 LIMIT_S = 10.0
 TIMES = Times(0.1, 0.1, 0.1)
@@ -201,7 +202,7 @@ def test_pages_are_forgotten_that_the_next_engine_would_find_beside_its_pools() 
 
 
 READY_TWICE = msgspec.structs.replace(READY, num_blocks=[[5, 3], [4, 9]])
-STATE = State(running=1, waiting=2, free_blocks=[3, 2], preemptions=4, steps=5)
+STATE = State(running=1, waiting=2, free_blocks=[3, 2], evictable_blocks=[1, 1], preemptions=4, steps=5)
 
 
 @pytest.mark.parametrize("before", [None, STATE])
@@ -224,7 +225,7 @@ def test_what_is_known_while_another_one_starts(before: State | None, caplog: py
         assert old.is_closing()
         key = client.add([7], SamplingParams(), ReplyFeed(), Quiet())
         client.cancel(key)
-        second.link.send(READY)
+        second.link.send(READY_TWICE)
         await until(lambda: client.state == known)
         again = client.add([8], SamplingParams(), ReplyFeed(), Quiet())
         assert (await asyncio.to_thread(second.asked)).key == again, "nobody heard of the one that was cancelled"
@@ -338,6 +339,23 @@ def test_one_whose_workers_have_no_room_is_followed_by_one_with_fewer(
 
     with caplog.at_level(logging.WARNING):
         play(work, **options)
+
+
+def test_gauges_are_of_the_workers_that_the_next_engine_has() -> None:
+    """Also before that says how many blocks are free: else /metrics fails, and the lines of the log end for good."""
+
+    async def work(client: EngineClient, engines: Engines) -> None:
+        client.ready = READY_TWICE
+        engines.all[0].link.send(STATE)
+        await until(lambda: client.state == STATE)
+        engines.all[0].link.send(Failed(text="no host has room", left={"memory_workers": 1}))
+        (await engines.next(client)).link.send(READY)
+        await until(lambda: client.state is not None and not client.state.recovering)
+        gauges = EngineGauges(client, {"model_name": "m"})
+        assert gauges.kv_usage == 0.0
+        assert list(gauges.collect())
+
+    play(work, memory_workers=2)
 
 
 @pytest.mark.parametrize(
