@@ -18,6 +18,7 @@ NEAR = 0.01  # of log-probabilities: a larger error is none of rounding
 # Of the largest error of a log-probability: what logits are pushed by, at most. It is what lamina.cli.check.agreement
 # allows between two that are a tie.
 MOST = 10.0
+ROUNDS = 8  # of which each leaves one more token as it is, whose share is too large
 LOOKS = 12  # at a push that is neither too much nor too little: then the unit of a logit's last place is reached
 Undisturbed = Callable[[dict[str, Any]], StreamTold]  # what a run in which nobody is hit tells of a request
 
@@ -90,22 +91,23 @@ def error_of(told: StreamTold, wanted: StreamTold) -> float:
     return worst
 
 
-def pushed(body: Mapping[str, Any], fork: StreamFork, by: float, count: int | None = None) -> dict[str, Any]:
+def pushed(body: Mapping[str, Any], fork: StreamFork, by: float) -> dict[str, Any]:
     """The request of a stream, with logits that are pushed by so much towards the other token: where the best one is
     taken that one alone; else all on its side of the place where the number falls, as tokens have their shares in the
-    order of their numbers, or the first ``count`` of these.
+    order of their numbers.
     """
-    token, other = fork.token, fork.other
-    if not body["temperature"]:
-        bias = {other: by}
-    else:
-        bias = dict.fromkeys(range(_aside(fork) if count is None else count), -by if other > token else by)
-    return {**body, "logit_bias": {str(t): x for t, x in bias.items()}}
+    return _pushed_each(body, fork, dict.fromkeys(_movers(body, fork), by))
 
 
-def _aside(fork: StreamFork) -> int:
-    """Tokens on the other one's side of the place where the number falls, that one with them if it is the lower."""
-    return fork.other if fork.other > fork.token else fork.other + 1
+def _pushed_each(body: Mapping[str, Any], fork: StreamFork, pushes: Mapping[int, float]) -> dict[str, Any]:
+    sign = -1.0 if body["temperature"] and fork.other > fork.token else 1.0
+    return {**body, "logit_bias": {str(token): sign * by for token, by in pushes.items()}}
+
+
+def _movers(body: Mapping[str, Any], fork: StreamFork) -> range:
+    """The tokens that are pushed."""
+    first, last = (0, fork.other + (fork.other < fork.token)) if body["temperature"] else (fork.other, fork.other + 1)
+    return range(first, last)
 
 
 def choice_of(told: StreamTold, choice: int) -> StreamTold:
@@ -130,33 +132,50 @@ def is_at_edge(told: StreamTold, wanted: StreamTold, body: Mapping[str, Any], er
 def _some_push_tells(
     one: StreamTold, wanted: StreamTold, fork: StreamFork, body: Mapping[str, Any], most: float, read: Undisturbed
 ) -> bool:
-    """Whether a push of ``most``, or less, has an undisturbed run tell the same. The share of the other token may be
+    """Whether pushes of ``most``, or less, have an undisturbed run tell the same. The share of the other token may be
     far smaller than a push moves the shares before it: so it is looked for between pushes that are too much and those
-    that are too little; where these are as near as two logits can be, among pushes of fewer tokens.
+    that are too little; where these are as near as two logits can be, among pushes of fewer tokens; and where one
+    token alone, whose share is large, then makes all the difference, by pushes of all others beside it.
     """
 
-    def is_too_little(by: float, count: int | None) -> bool | None:
+    def is_too_little(pushes: Mapping[int, float]) -> bool | None:
         """None: it tells the same."""
-        trial = choice_of(read(pushed(body, fork, by, count)), fork.choice)
+        trial = choice_of(read(_pushed_each(body, fork, pushes)), fork.choice)
         if verdict(one, trial) == "right":
             return None
         before, ids = (each.ids.get(fork.choice, []) for each in (wanted, trial))
         return ids[: fork.place] == before[: fork.place] and _falls_short(fork, ids, bool(body["temperature"]))
 
-    low, by, high = 0.0, most, most
-    for _ in range(LOOKS):
-        if (short := is_too_little(by, None)) is None:
-            return True
-        if short and by == most:
-            return False
-        low, high = (by, high) if short else (low, by)
-        by = (low + high) / 2
-    few, many = 0, _aside(fork) if body["temperature"] else 0
-    while many - few > 1:
-        count = (few + many) // 2
-        if (short := is_too_little(high, count)) is None:
-            return True
-        few, many = (count, many) if short else (few, count)
+    return _is_between(list(_movers(body, fork)), most, is_too_little)
+
+
+def _is_between(tokens: list[int], most: float, is_too_little: Callable[[Mapping[int, float]], bool | None]) -> bool:
+    """Whether pushes are found of which it is None; of no token by more than ``most``."""
+    low, high = dict.fromkeys(tokens, 0.0), dict.fromkeys(tokens, most)  # too little, and too much
+    if (short := is_too_little(high)) is not False:
+        return short is None
+    for _ in range(ROUNDS):
+        for _ in range(LOOKS):
+            half = {token: (low[token] + high[token]) / 2 for token in low}
+            if (short := is_too_little(half)) is None:
+                return True
+            low, high = (half, high) if short else (low, half)
+        few, many = 0, len(tokens)
+        while many - few > 1:
+            count = (few + many) // 2
+            if (short := is_too_little(low | {token: high[token] for token in tokens[:count]})) is None:
+                return True
+            few, many = (count, many) if short else (few, count)
+        last = tokens.pop(few)  # it makes the difference
+        low |= {token: high[token] for token in tokens[:few]}
+        high = low | {last: high[last]}
+        more, less = low | dict.fromkeys(tokens, most), high | dict.fromkeys(tokens, -most)
+        if (short := is_too_little(more)) is False:
+            high = more
+        elif short is not None and (short := is_too_little(less)) is True:
+            low = less
+        else:
+            return short is None
     return False
 
 

@@ -180,8 +180,7 @@ def test_the_least_push_of_all_may_be_too_much(other: int) -> None:
     """Logits in float32 have no place between two pushes: fewer tokens are pushed then."""
 
     def read(body: dict[str, Any]) -> StreamTold:
-        bias = body.get("logit_bias", {})
-        moved = len(bias) * (max(map(abs, bias.values()), default=0.0) > NOISE / 100)
+        moved = sum(abs(by) > NOISE / 100 for by in body.get("logit_bias", {}).values())
         token = 5 if moved < 3 else other if moved == 3 else 2 * other - 5
         return StreamTold({0: ""}, {0: [1, token, 3]}, {}, {0: "length"}, 3, "")
 
@@ -189,6 +188,24 @@ def test_the_least_push_of_all_may_be_too_much(other: int) -> None:
     assert (wanted.ids, told.ids) == ({0: [1, 5, 3]}, {0: [1, other, 3]})
     assert is_at_edge(told, wanted, DRAWN, NOISE, read)
     assert not is_at_edge(replace(told, ids={0: [1, other, 4]}), wanted, DRAWN, NOISE, read)
+
+
+@pytest.mark.parametrize("other", [7, 4])
+@pytest.mark.parametrize(("each", "begins"), [(4.0, 8.5), (0.1, 9.0)], ids=["others go on", "others go back"])
+def test_one_tokens_share_may_move_farther_than_the_other_token_is(other: int, each: float, begins: float) -> None:
+    """Its logit has a last place, too: the others make up for it."""
+
+    def read(body: dict[str, Any]) -> StreamTold:
+        by = {int(t): (x if other < 5 else -x) / NOISE for t, x in body.get("logit_bias", {}).items()}
+        place = 10.0 * (by.get(1, 0.0) > 0.5) + sum(each * by.get(t, 0.0) for t in (0, 2, 3))
+        token = 5 if place < begins else other if place < begins + 1e-2 else 2 * other - 5
+        return StreamTold({0: ""}, {0: [1, token, 3]}, {}, {0: "length"}, 3, "")
+
+    wanted = read(DRAWN)
+    told = replace(wanted, ids={0: [1, other, 3]})
+    assert is_at_edge(told, wanted, DRAWN, NOISE, read)
+    assert not is_at_edge(replace(told, ids={0: [1, other, 4]}), wanted, DRAWN, NOISE, read)
+    assert not is_at_edge(told, wanted, DRAWN, NOISE / 100, read), "so much is none of rounding"
 
 
 def test_a_push_that_parts_the_streams_earlier_is_too_much() -> None:
