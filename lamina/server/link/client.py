@@ -278,6 +278,7 @@ class EngineClient:
             pass
         self._is_ready, self.failure = False, reason
         self._resizing.answered(Scaled(error=reason))
+        self._questions.fail(EngineGoneError(reason))
         if self._restarts is not None:
             self._restarts.abandon(reason)
         if not self._closing:
@@ -316,6 +317,7 @@ class EngineClient:
         """Have another engine go on with all open prompts. Why that cannot be; None where it is so."""
         restarts, self._is_ready = self._restarts, False
         self._resizing.answered(Scaled(error=reason))
+        self._questions.fail(EngineGoneError(reason))
         while restarts is not None and not self._closing:
             if not (restarts.planned or restarts.allowed):
                 return restarts.last_words(reason)

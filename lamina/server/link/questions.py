@@ -20,7 +20,9 @@ class Questions:
         self._next = 0
 
     async def ask(self, send: Callable[[AskSessions], None], question: AskSessions) -> SessionsAre:
-        """The engine's answer to one question, which gets its number. Raises TimeoutError after ANSWER_S."""
+        """The engine's answer to one question, which gets its number. Raises TimeoutError after ANSWER_S, and what
+        ``fail`` was told.
+        """
         number, self._next = self._next, self._next + 1
         answer: asyncio.Future[SessionsAre] = asyncio.get_running_loop().create_future()
         self._open[number] = answer
@@ -30,6 +32,12 @@ class Questions:
                 return await answer
         finally:
             del self._open[number]
+
+    def fail(self, error: Exception) -> None:
+        """Whoever would have answered is gone."""
+        for answer in self._open.values():
+            if not answer.done():
+                answer.set_exception(error)
 
     def answered(self, said: SessionsAre) -> None:
         """Also where nobody waits any more."""

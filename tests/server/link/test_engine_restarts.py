@@ -21,15 +21,18 @@ from lamina.fleet.standing import STOPPED_S
 from lamina.protocol.control import ControlLink, Failed, Stop
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import SamplingParams, Told
+from lamina.server.link import questions
 from lamina.server.link.client import JOIN_S, EngineClient, EngineGoneError
 from lamina.server.link.messages import (
     Add,
+    AskSessions,
     Cancel,
     Delta,
     Outputs,
     Reset,
     Scale,
     Scaled,
+    SessionsAre,
     Start,
     State,
     Times,
@@ -55,7 +58,7 @@ class Scripted:
 
     def __init__(self) -> None:
         self.sock, theirs = socket.socketpair()
-        self.link = ControlLink(theirs, Add | Cancel | Reset | Scale | Stop)
+        self.link = ControlLink(theirs, Add | Cancel | Reset | AskSessions | Scale | Stop)
         self.joins: list[float] = []  # how long it was waited for
 
     def fate(self) -> str | None:
@@ -199,6 +202,37 @@ def test_pages_are_forgotten_that_the_next_engine_would_find_beside_its_pools() 
         assert (await asyncio.to_thread(third.asked)).key == key
 
     play(work)
+
+
+def test_a_question_about_sessions_that_crosses_a_death_is_not_waited_for() -> None:
+    """No other engine hears of it."""
+
+    async def work(client: EngineClient, engines: Engines) -> None:
+        asked = asyncio.create_task(client.sessions(b"tenant"))
+        assert isinstance(await asyncio.to_thread(engines.all[0].asked), AskSessions)
+        engines.all[0].link.close()
+        with pytest.raises(EngineGoneError, match="was killed by SIGKILL"):
+            await asyncio.wait_for(asked, LIMIT_S)
+        await until(lambda: len(engines.all) > 1)
+        second = engines.all[-1]
+        second.link.send(READY)
+        await until(lambda: client._is_ready)
+        asked = asyncio.create_task(client.sessions(b"tenant"))
+        number = (await asyncio.to_thread(second.asked)).number
+        second.link.send(SessionsAre(number, []))
+        assert await asyncio.wait_for(asked, LIMIT_S) == []
+
+    async def last(client: EngineClient, engines: Engines) -> None:
+        asked = asyncio.create_task(client.sessions(b"tenant"))
+        await asyncio.to_thread(engines.all[0].asked)
+        engines.all[0].link.send(Failed(text="out of order"))
+        with pytest.raises(EngineGoneError, match="out of order"):
+            await asyncio.wait_for(asked, LIMIT_S)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(questions, "ANSWER_S", 10 * LIMIT_S)
+        play(work)
+        play(last)
 
 
 READY_TWICE = msgspec.structs.replace(READY, num_blocks=[[5, 3], [4, 9]])
