@@ -279,7 +279,10 @@ class Journal:
         carried = list(self._entries.values()) if self._unsure else self.unfinished()
         self._left, self._behind_at = self._entries.keys() - {e.accepted.id for e in carried}, self._written
         before = None if self._unsure else self._segment
-        self._following = FollowingSegment(self._number + 1, self._folder, self._opening(carried), before)
+        try:
+            self._following = FollowingSegment(self._number + 1, self._folder, self._opening(carried), before)
+        except RuntimeError as e:  # there is no thread
+            log.error("--journal %s: no other segment can be begun (%s)", self._path, e)
 
     def _go_over(self) -> None:
         """To the segment that follows, if there is one; waits for it."""

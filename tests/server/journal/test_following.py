@@ -92,6 +92,23 @@ def test_a_journal_that_is_closed_meanwhile_waits_for_the_thread_and_has_all(
     again.close()
 
 
+def test_without_a_thread_for_it_what_is_under_way_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = opened(tmp_path / "j", size=3000)
+    accepted(journal)
+    with monkeypatch.context() as none:
+        none.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no thread")))
+        for token in range(60):
+            journal.grown([delta(0, token)])
+        assert (journal._number, journal._following) == (0, None)
+    journal._next_try = 0.0
+    grow_full(journal, 0)
+    was = shown(journal)
+    journal.close()
+    again = opened(tmp_path / "j", size=3000)
+    assert shown(again) == was
+    again.close()
+
+
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_a_disk_that_fails_then_has_all_in_another_one(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
