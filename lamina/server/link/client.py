@@ -46,7 +46,7 @@ from .reply_feed import ReplyFeed
 from .resizing import BusyError, Resizing
 from .restarts import EngineRestarts, Hearing
 
-FROM_ENGINE = Ready | Progress | Outputs | State | WorkerCounters | SessionsAre | Refused | Scaled | Failed
+FROM_ENGINE = Ready | Progress | Outputs | State | WorkerCounters | SessionsAre | Reset | Refused | Scaled | Failed
 JOIN_S = 8.0
 WATCH_S = 0.25  # between looks whether the engine stands still
 _LENGTH = struct.Struct("<I")
@@ -180,10 +180,9 @@ class EngineClient:
 
     def reset_prefix_cache(self) -> None:
         """Prompts that are added behind this find no KV of those before."""
+        reset = self._restarts.owe_reset() if self._restarts else Reset()
         if self._is_ready:
-            self._send(Reset())
-        elif self._restarts is not None:
-            self._restarts.owed.append(Reset())
+            self._send(reset)
 
     async def sessions(self, tenant: bytes, drop: str | None = None) -> list[SessionFacts]:
         """Those of a tenant; or the one that is called ``drop``, which then is no more. Raises EngineGoneError."""
@@ -353,7 +352,7 @@ class EngineClient:
         self.state = msgspec.structs.replace(self.state, recovering=False)
         if self.ready.num_blocks != had.num_blocks:  # it has other workers than the last one
             self.state, self.counters = emptied(self.state, self.ready), {}
-        for message in [*restarts.take_owed(), *(each.hearing.ask(key) for key, each in self._live.items())]:
+        for message in [*restarts.owed, *(each.hearing.ask(key) for key, each in self._live.items())]:
             self._send(message)
 
     def _handle_message(self, message: Any) -> None:
@@ -379,6 +378,8 @@ class EngineClient:
             self.ready = msgspec.structs.replace(self.ready, hosts=message.hosts or self.ready.hosts)
         elif isinstance(message, SessionsAre):
             self._questions.answered(message)
+        elif isinstance(message, Reset) and self._restarts is not None:
+            self._restarts.paid(message)
         elif isinstance(message, Refused) and (live := self._live.pop(message.key, None)):
             live.feed.fail(PromptRefusedError(message.text, message.blame, message.refusal))
 

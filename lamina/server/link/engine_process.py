@@ -204,6 +204,7 @@ class _Loop:
                 self._engine.cancel(live.request_id)
         elif isinstance(message, Reset):
             self._engine.reset_prefix_cache()
+            self._outbox.put(message)
         elif isinstance(message, Scale | Cordon):
             if (answer := obey(self._engine, self._pools, message)) is not None:
                 self._outbox.put(answer)

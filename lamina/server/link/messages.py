@@ -49,7 +49,9 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class Reset(msgspec.Struct, frozen=True, tag="reset"):
-    """Server -> engine: prompts behind this find no KV of those before. Not answered."""
+    """Server -> engine: prompts behind this find no KV of those before. Answered by itself once it is so."""
+
+    number: int = 0
 
 
 class AskSessions(msgspec.Struct, frozen=True, tag="ask-sessions"):

@@ -46,7 +46,10 @@ class EngineRestarts:
         self._planned: asyncio.Future[float] | None = None  # seconds without an engine
         self._planned_at = 0.0
         self._free = False  # whether the next engine is no recovery
-        self.owed: list[Reset] = []  # to the next engine: it may find pages beside the pools
+        self.owed: list[
+            Reset
+        ] = []  # to the next engine, which may find pages beside the pools: no other one has done it
+        self._resets = 0
 
     @property
     def config(self) -> EngineConfig:
@@ -135,10 +138,15 @@ class EngineRestarts:
             await asyncio.sleep(LOOK_S)
         return await asyncio.to_thread(self._launch, self._start)
 
-    def take_owed(self) -> list[Reset]:
-        """To be told to the new engine before all prompts."""
-        owed, self.owed = self.owed, []
-        return owed
+    def owe_reset(self) -> Reset:
+        """A reset for this engine or, where that does not do it, the next one; it stands for those before."""
+        self._resets += 1
+        self.owed = [Reset(self._resets)]
+        return self.owed[0]
+
+    def paid(self, reset: Reset) -> None:
+        """An engine has done it."""
+        self.owed = [owed for owed in self.owed if owed != reset]
 
     def end(self) -> None:
         """The new engine is ready: the recovery is over."""

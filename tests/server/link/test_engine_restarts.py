@@ -186,17 +186,30 @@ def test_log_probabilities_that_readers_have_are_not_told_to_the_next_engine() -
 
 
 def test_pages_are_forgotten_that_the_next_engine_would_find_beside_its_pools() -> None:
-    """A reset that comes while there is no engine is told to the next one, once, before all prompts."""
+    """A reset that no engine has done is told to the next one, before all prompts; one that is done is not."""
 
     async def work(client: EngineClient, engines: Engines) -> None:
-        engines.all[0].link.close()
+        client.reset_prefix_cache()
+        engines.all[0].link.close()  # it may have heard, or not
         second = await engines.next(client)
         key = client.add([7], SamplingParams(), ReplyFeed(), Quiet())
-        client.reset_prefix_cache()
         second.link.send(READY)
-        assert await asyncio.to_thread(second.asked) == Reset()
+        reset = await asyncio.to_thread(second.asked)
+        assert isinstance(reset, Reset)
         assert (await asyncio.to_thread(second.asked)).key == key
+        client.reset_prefix_cache()
+        again = await asyncio.to_thread(second.asked)
+        second.link.send(reset)
         second.link.close()
+        third = await engines.next(client)
+        client.reset_prefix_cache()
+        third.link.send(READY)
+        last = await asyncio.to_thread(third.asked)
+        assert isinstance(last, Reset)
+        assert last not in (reset, again), "one for both"
+        assert (await asyncio.to_thread(third.asked)).key == key
+        third.link.send(last)
+        third.link.close()
         third = await engines.next(client)
         third.link.send(READY)
         assert (await asyncio.to_thread(third.asked)).key == key

@@ -169,6 +169,13 @@ def test_behind_a_reset_no_kv_is_found() -> None:
     assert found == [0, 29, 0, 29]
 
 
+def test_a_server_is_told_that_pages_are_forgotten() -> None:
+    """One that dies before has the next engine do it."""
+    bench = Bench(enable_prefix_caching=True)
+    bench.loop._take(Reset(5))
+    assert bench.told() == [Reset(5)]
+
+
 def test_prompts_share_kv_within_a_salt_only() -> None:
     bench, found = Bench(enable_prefix_caching=True), []
     for key, salt in enumerate((b"a", b"b", b"a")):
