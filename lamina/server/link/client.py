@@ -105,8 +105,7 @@ class EngineClient:
         self._workers: set[int] = set()  # processes of the engine's workers
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FROM_ENGINE)
         self._live: dict[int, _OpenPrompt] = {}
-        self._closing, self._next_key = False, 0
-        self._resizing, self._questions = Resizing(self._send), Questions()
+        self._resizing, self._questions, self._closing, self._next_key = Resizing(self._send), Questions(), False, 0
         self._state_at = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -303,8 +302,9 @@ class EngineClient:
             while True:
                 message = await self._receive()
                 if isinstance(message, Failed):
-                    fewer = self._restarts is not None and self._restarts.shrink(message.left, message.without)
-                    return await self._restart(message.text) if fewer else message.text
+                    next_one, left = self._restarts, message.left
+                    goes_on = next_one is not None and (next_one.shrink(left, message.without) or next_one.planned)
+                    return await self._restart(message.text) if goes_on else message.text
                 self._handle_message(message)
         except EngineGoneError as e:
             return await self._restart(str(e))
@@ -320,7 +320,7 @@ class EngineClient:
         while restarts is not None and not self._closing:
             if not (restarts.planned or restarts.allowed):
                 return restarts.last_words(reason)
-            words = "the engine ends, as planned" if restarts.planned else reason
+            words = f"the engine ends, as planned ({reason})" if restarts.planned else reason
             log.warning("%s; another one takes its place, and all requests go on", words)
             free = list(map(min, self.ready.num_blocks))
             nothing = State(running=0, waiting=0, free_blocks=free, preemptions=0, steps=0)

@@ -501,6 +501,27 @@ def test_by_plan_another_engine_goes_on_with_other_workers_and_no_recovery_is_sp
     play(work, max_recoveries=0)
 
 
+def test_an_engine_that_fails_as_it_ends_by_plan_is_not_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as by a worker that fails in that moment, or by a trace that finds no room: another one comes anyway."""
+
+    async def work(client: EngineClient, engines: Engines) -> None:
+        key = client.add([7], SamplingParams(), ReplyFeed(), Quiet())
+        await asyncio.to_thread(engines.all[0].asked)
+        changing = asyncio.create_task(client.change(with_workers(engines, 3)))
+        assert isinstance(await asyncio.to_thread(engines.all[0].asked), Stop)
+        engines.all[0].link.send(Failed(text="memory worker 0: out of memory"))
+        second = await engines.next(client)
+        assert not client.lost.is_set()
+        second.link.send(READY)
+        assert await changing >= 0.0
+        assert (await asyncio.to_thread(second.asked)).key == key
+        assert engines.workers == [3]
+
+    with caplog.at_level(logging.WARNING):
+        play(work, max_recoveries=0)
+    assert "the engine ends, as planned (memory worker 0: out of memory); another one" in caplog.text
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 def test_memory_workers_alone_change_in_place_unless_the_engine_says_that_they_cannot(in_place: bool) -> None:
     async def work(client: EngineClient, engines: Engines) -> None:
