@@ -46,9 +46,8 @@ class EngineRestarts:
         self._planned: asyncio.Future[float] | None = None  # seconds without an engine
         self._planned_at = 0.0
         self._free = False  # whether the next engine is no recovery
-        self.owed: list[
-            Reset
-        ] = []  # to the next engine, which may find pages beside the pools: no other one has done it
+        # To the next engine, which may find pages beside the pools: no other one has done it.
+        self.owed: list[Reset] = []
         self._resets = 0
 
     @property
