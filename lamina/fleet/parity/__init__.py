@@ -71,10 +71,11 @@ class Parity:
         for me, member in enumerate(memory):
             bind = self._bind_of(place) if me == place else None
             self._members.send(member, structs.replace(order, me=me, bind=bind))
-        said = f"to rebuild KV (--start-timeout-s {self._limit:g})"
-        answers = list[Recutted]()
+        said = "to rebuild KV"
+        answers, limit_s = list[Recutted](), self._limit
         for _ in memory:
-            answers.append(self._members.wait_for(memory, Recutted, self._limit, said))
+            answers.append(self._members.wait_for(memory, Recutted, limit_s, said))
+            limit_s = min(self._limit, max(self._clock() - begun, self._silent_s))  # as long again; else one hangs
             if error := answers[-1].error:  # whoever is left may hang, and says nothing
                 log.warning("KV could not be rebuilt, and is computed again: %s", error)
                 return False

@@ -120,14 +120,16 @@ def test_who_is_told_to_end_as_it_starts_gives_its_kv_away_once_it_has_some() ->
     assert played.left
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_one_that_hangs_as_kv_comes_back_by_parity_is_replaced_too(place: int) -> None:
-    """The one that gives, the one that keeps the parity, or the one in the lost one's place: the others give it up."""
+@pytest.mark.parametrize(("place", "call"), [(0, 3), (1, 3), (2, 3), (0, 19), (1, 10), (2, 8)])
+def test_one_that_hangs_as_kv_comes_back_by_parity_is_replaced_too(place: int, call: int) -> None:
+    """The one that gives, the one that keeps the parity, or the one in the lost one's place: the others give it up, or
+    have done all.
+    """
     of = fleet_scenario(0)
     options = {**of.options, "partition": "head", "memory_workers": 2, "kv_parity": 1, "kv_memory": "1MiB"}
     options |= {"pipeline": 1, "prefill_workers": 0, "step_timeout_s": HANG_S, "start_timeout_s": 10 * HANG_S}
     asks = tuple(longer(random.Random(0), ask) for ask in of.asks)
-    hits = Strike(("memory", 0), 60), Strike(("memory", place), 3, HANGS, "Rebuild")
+    hits = Strike(("memory", 0), 60), Strike(("memory", place), call, HANGS, "Rebuild")
     played = check_fleet(replace(of, options=options, windows=(0,), asks=asks, hits=hits))
     assert (played.deaths, played.hangs) == (1, 1)
     assert played.seconds < 5 * HANG_S
