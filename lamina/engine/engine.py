@@ -55,7 +55,7 @@ class Engine:
         self._next_round = self._next_request = 0
         self.idle = False  # whether the last pass of the loop found nothing to do: what is left waits for its caller
         self.hope: Callable[[], str | None] = lambda: None  # for room, when idle: "" = some may come; else why none
-        self._requests: dict[int, Request] = {}
+        self._requests, self._caught_up = dict[int, Request](), list[int]()
 
     @property
     def has_work(self) -> bool:
@@ -112,9 +112,8 @@ class Engine:
         self._requests[request_id] = request = Request(output, sequences, texts, spell)
         for one in told:
             self._catch_up(request, one)
-        if output.finished:
-            del self._requests[request_id]
-            raise ValueError("all completions of this prompt have come to their ends: there is nothing to go on with")
+        if output.finished:  # by what was told, such as under a smaller --max-model-len
+            self._caught_up.append(request_id)
         for sequence in sequences:
             if not sequence.finished:
                 self.scheduler.add(sequence)
@@ -145,8 +144,10 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """One pass of the loop; returns the requests that got tokens. Raises WorkerError when a worker is lost."""
-        start = self._trace.now()
-        steps = self.scheduler.schedule()
+        if self._caught_up:
+            ended, self._caught_up = self._caught_up, []
+            return self._ended(self._requests[i] for i in ended if i in self._requests)
+        start, steps = self._trace.now(), self.scheduler.schedule()
         self.idle = not steps and not self._steps and not self.scheduler.awaits_transfer
         if self.idle and self._requests:
             if (change := self.wire.look()) is not None:  # memory workers that come may be all that is waited for
@@ -157,8 +158,7 @@ class Engine:
                 return self._refuse(said) if said else []
         for step in steps if self._trace.native is not None else ():
             self._trace.add(Event.SCHEDULE, start, step.plan, value=step.pairs)
-        done = self._run(steps)
-        start = self._trace.now()
+        done, start = self._run(steps), self._trace.now()
         outputs = self._take(done)
         if isinstance(done, StepDone):
             self._trace.add(Event.POSTPROCESS, start, done)

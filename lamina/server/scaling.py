@@ -177,7 +177,9 @@ def _check_key(key: str, authorization: str) -> None:
     scheme, _, given = authorization.partition(" ")
     alike = hmac.compare_digest(*(hashlib.sha256(x.strip().encode()).digest() for x in (key, given)))
     if not key or not alike or scheme.lower() != "bearer":
-        raise ApiError(401, "the operator's key is needed: Authorization: Bearer KEY", code="invalid_admin_key")
+        is_needed = "is another one" if given else "is needed"
+        text = f"the operator's key {is_needed}: the server's LAMINA_ADMIN_KEY, as Authorization: Bearer KEY"
+        raise ApiError(401, text, code="invalid_admin_key")
 
 
 def _wanted(model: str, before: EngineConfig, asked: dict[str, int], ready: Ready) -> EngineConfig:

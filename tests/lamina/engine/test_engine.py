@@ -11,6 +11,7 @@ from fake_wire import VOCAB, FakeWire, Letters, continuation, make_engine, run
 from lamina.engine.conversations.terms import KVTerms
 from lamina.protocol.control import NO_TOKEN, Drawn, RunStep, StepDone
 from lamina.request import SamplingParams
+from lamina.request.outputs import Told
 
 
 @pytest.mark.parametrize("pipeline", [1, 2, 3])
@@ -132,6 +133,25 @@ def test_a_text_ends_at_the_models_length() -> None:
     output = run(engine)[request].outputs[0]
     assert len(output.token_ids) == 8
     assert output.finish_reason == "length"
+
+
+@pytest.mark.parametrize("told", [8, 12])
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_who_has_heard_all_that_there_can_be_is_told_the_end(told: int, cancelled: bool) -> None:
+    """Such as behind a server's death, by one whose --max-model-len is smaller."""
+    engine, tokens = make_engine(), continuation([1] * 120, told)
+    request = engine.add([1] * 120, SamplingParams(max_tokens=20), told=[Told(index=0, tokens=[*tokens])])
+    other = engine.add([2, 3], SamplingParams(max_tokens=5))
+    if cancelled:
+        engine.cancel(request)
+    done = run(engine)
+    assert done.keys() == {other} | ({request} if not cancelled else set())
+    assert done[other].outputs[0].token_ids == continuation([2, 3], 5)
+    if not cancelled:
+        assert done[request].outputs[0].token_ids[:8] == tokens[:8]
+        assert done[request].outputs[0].finish_reason == "length"
+    engine.settle()
+    assert engine.free_blocks == make_engine().free_blocks
 
 
 @pytest.mark.parametrize(

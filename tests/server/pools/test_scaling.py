@@ -112,7 +112,7 @@ def test_streams_go_on_with_more_and_fewer_memory_workers(
         (["--host", "localhost"], KEY, "--host localhost: compute-0 is there, too"),
         (["--host", "x", "--memory-worker", "0"], KEY, "leave out --memory-worker, or --host"),
         (["--memory-worker", "0", "--undo"], KEY, "--undo"),
-        (["--memory-workers", "2"], "a-client", "the operator's key is needed"),
+        (["--memory-workers", "2"], "a-client", "the operator's key is another one: the server's LAMINA_ADMIN_KEY"),
         ([], KEY, "nothing is to change"),
     ],
 )
