@@ -28,6 +28,7 @@ from typing import Any
 from lamina.workers import process
 
 log = logging.getLogger(__name__)
+ANOTHER = "the process that workers are forked from has ended: another one takes its place, and imports for some seconds"
 
 # Modules that workers import, in an order that suits each worker: torch without transformers first.
 MODULES = (
@@ -227,6 +228,8 @@ class WarmStart:
                 process.door_fd = None
             if self._parent is not None and self._parent.environment == wanted:
                 return self._parent
+            if self._own is not None and not self._own.alive:
+                log.warning("%s", ANOTHER)
             if self._own is None or not self._own.alive or self._own.environment != wanted:
                 self._retire()
                 self._own = OwnWarm(environment)
@@ -254,6 +257,7 @@ class WarmStart:
                 self._own = None
             else:
                 return
+        log.warning("%s", ANOTHER)
         warm.close()
 
     def give_up(self, warm: Warm, why: object) -> None:

@@ -176,7 +176,7 @@ def test_a_worker_that_is_done_ends_without_taking_its_modules_apart(
 
 @pytest.mark.long
 def test_workers_outlive_the_warm_process_and_the_next_one_has_a_new_one(
-    start: WarmStart, monkeypatch: pytest.MonkeyPatch
+    start: WarmStart, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(warm, "MODULES", ("torch",))  # enough for probes, and sooner there
     probe = Probe()
@@ -189,6 +189,7 @@ def test_workers_outlive_the_warm_process_and_the_next_one_has_a_new_one(
     following = Probe()
     assert isinstance(following.process, Forked)
     assert start.pid != before
+    assert [record.getMessage() for record in caplog.records] == [warm.ANOTHER]
     assert following.told()
     assert following.end() == 0
     assert probe.end() is None, "who could have told is gone"
