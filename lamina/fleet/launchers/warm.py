@@ -28,7 +28,7 @@ from typing import Any
 from lamina.workers import process
 
 log = logging.getLogger(__name__)
-ANOTHER = "the process that workers are forked from has ended: another one takes its place, and imports for some seconds"
+ANOTHER = "the process that workers are forked from has ended: another one takes its place, and imports first"
 
 # Modules that workers import, in an order that suits each worker: torch without transformers first.
 MODULES = (

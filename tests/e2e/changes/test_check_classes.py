@@ -136,7 +136,6 @@ def forget_the_last_token(patch: pytest.MonkeyPatch) -> None:
     def forget(self: Hearing, key: int) -> Any:
         for told in self._told.values():
             told.tokens.pop()
-            told.logprobs.pop()  # type: ignore[union-attr]
         return ask(self, key)
 
     patch.setattr(Hearing, "ask", forget)
