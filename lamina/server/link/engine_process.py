@@ -241,6 +241,10 @@ class _Loop:
         except ValueError as e:
             self._outbox.put(Refused(add.key, str(e), Blame.CLIENT))
             return
+        if sum(told.ended for told in add.told) == add.params.n:
+            why = "all completions of this prompt have come to their ends: there is nothing to go on with"
+            self._outbox.put(Refused(add.key, why, Blame.SERVER))
+            return
         try:
             pieces = self._pieces(add)
             request_id = self._engine.add(

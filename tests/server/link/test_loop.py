@@ -205,6 +205,14 @@ def test_a_prompt_that_has_come_to_its_end_elsewhere_is_refused(bench: Bench) ->
     assert not bench.engine.has_work
 
 
+def test_a_prompt_that_has_all_tokens_is_told_its_end_alone(bench: Bench) -> None:
+    """Such as behind a server's death, by one whose --max-model-len is smaller."""
+    bench.loop._take(Add(7, PROMPT, PARAMS, [Told(index=0, tokens=continuation(PROMPT, 5))]))
+    (last,) = bench.work()
+    assert (last.key, last.index, last.tokens, last.finish_reason) == (7, 0, [], "length")
+    assert not bench.engine.has_work
+
+
 def test_times_are_from_arrival_to_first_row_to_first_token_to_last() -> None:
     times = SimpleNamespace(arrival_s=1.0, scheduled_s=3.0, first_token_s=7.0, last_token_s=15.0)
     assert live._times(SimpleNamespace(times=times, num_preemptions=2)) == Times(2.0, 4.0, 8.0, 2)  # type: ignore[arg-type]
