@@ -21,10 +21,7 @@ int main(int, char** argv) {
   const auto words = reinterpret_cast<std::uint32_t (*)(std::uint32_t)>(dlsym(fake, "fake_words"));
   Teller teller;
   Side a(teller), b(teller);
-  int socks[2];
-  if (socketpair(AF_UNIX, SOCK_STREAM, 0, socks)) Side::fail("no sockets");
-  a.open(b, socks[0]);
-  b.open(a, socks[1]);
+  join(a, b);
   a.send(kSlots);
   Message message;
   for (std::uint64_t n = 0; n < kSlots; ++n) {

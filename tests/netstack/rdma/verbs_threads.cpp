@@ -9,10 +9,7 @@ int main(int, char** argv) {
   const std::uint64_t count = std::strtoull(argv[2], nullptr, 10);
   Teller teller;
   Side a(teller), b(teller);
-  int socks[2];
-  if (socketpair(AF_UNIX, SOCK_STREAM, 0, socks)) Side::fail("no sockets");
-  a.open(b, socks[0]);
-  b.open(a, socks[1]);
+  join(a, b);
   std::thread threads[] = {std::thread([&] { a.send(count); }), std::thread([&] { b.send(count); }),
                            std::thread([&] { a.receive(count); }), std::thread([&] { b.receive(count); })};
   for (std::thread& thread : threads) thread.join();
