@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 
 ORPHAN_EXIT_S = 2.0  # for an orderly end
+ENDS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what ends a service
 
 door_fd: int | None = None  # of the warm process that this worker was forked from; see lamina.fleet.launchers.warm
 
@@ -53,16 +54,23 @@ class PromptEnd:
             os._exit(self.status)
 
 
+def leave_ends_to_the_driver() -> None:
+    """Ctrl-C and SIGTERM do not end this process: who stops a service tells all of its processes at once, and the
+    driver lets its requests finish first. Whoever starts this process may have blocked them until here.
+    """
+    for number in ENDS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
+
+
 def run_process(control_fd: int, serve: Callable[[socket.socket], None], life_line_fd: int | None = None) -> None:
     """Serve the driver at the other end of ``control_fd``, an inherited socket.
 
     ``life_line_fd``: a pipe from whoever supervises this process here, for a driver that is elsewhere: it brings the
-    keys of the control link, then ends when the supervisor does. Ctrl-C and SIGTERM are the driver's to handle: who
-    stops a service tells all of its processes at once. A process that does not end soon after its driver, or
+    keys of the control link, then ends when the supervisor does. A process that does not end soon after its driver, or
     supervisor, is ended by force.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    leave_ends_to_the_driver()
     if life_line_fd is None:
         sock, watched = socket.socket(fileno=control_fd), [os.dup(control_fd)]
     else:

@@ -30,7 +30,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .process import PromptEnd
+from .process import PromptEnd, leave_ends_to_the_driver
 
 PASSED = 7  # descriptors of an order, at most
 MOST_ORDER = 16 << 20  # bytes of its JSON
@@ -300,6 +300,7 @@ def main() -> None:
     parser.add_argument("--door-fd", type=int, required=True, help="inherited socket that brings orders")
     parser.add_argument("--life-line-fd", type=int, required=True, help="inherited pipe that ends with the driver")
     args = parser.parse_args()
+    leave_ends_to_the_driver()
     head, door, life_line = sys.path[:1], socket.socket(fileno=args.door_fd), args.life_line_fd
     # While it imports nobody looks: the kernel ends this process, by SIGIO, when the driver's end of the pipe closes.
     fcntl.fcntl(life_line, fcntl.F_SETOWN, os.getpid())

@@ -64,6 +64,7 @@ def give_warm_process(control: socket.socket) -> None:
         os.close(held)
         return
     os.setpgid(0, 0)
+    process.leave_ends_to_the_driver()
     for low, high in pairwise(sorted((2, theirs.fileno(), held, MOST_FDS))):
         os.closerange(low + 1, high)  # all else is the program's, its end of the life line too
     door.detach()

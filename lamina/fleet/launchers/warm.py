@@ -168,6 +168,8 @@ class OwnWarm(Warm):
             after.callback(theirs.close)
             after.callback(os.close, held)
             out, err = (standard_of(fd, after) for fd in (1, 2))
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, process.ENDS)  # inherited, until it ignores them
+            after.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "lamina.workers.warm", *ends, *MODULES],
                 pass_fds=fds,

@@ -196,6 +196,22 @@ def test_workers_outlive_the_warm_process_and_the_next_one_has_a_new_one(
     assert "ended" in local.in_words(probe.process.status)
 
 
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_who_tells_all_of_a_service_to_end_ends_no_warm_process(
+    how: signal.Signals, start: WarmStart, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends with its driver, whose requests may need a worker until then."""
+    Probe().end()
+    before = start.pid
+    assert before is not None
+    os.kill(before, how)
+    probe = Probe()
+    assert isinstance(probe.process, Forked)
+    assert probe.end() == 0
+    assert start.pid == before
+    assert not caplog.records
+
+
 @pytest.mark.long
 def test_a_worker_of_another_environment_has_a_warm_process_of_it(
     start: WarmStart, monkeypatch: pytest.MonkeyPatch
