@@ -78,7 +78,7 @@ def _serve(model: str, config: ServerConfig, engine: Any) -> int:
         raise ImportError(f"serve needs {', '.join(missing)}: pip install 'lamina[serve]'")
     from lamina.fleet.launchers.local import environment
     from lamina.fleet.launchers.warm import START
-    from lamina.server.link.client import launch_engine
+    from lamina.server.link.launch import launch_engine
     from lamina.server.link.messages import Start
 
     peek_config(model, trust_remote_code=engine.model.trust_remote_code)

@@ -32,7 +32,8 @@ from .door.tls import Handshake, TlsDoor
 from .errors import ApiError
 from .journal.journal import Journal
 from .journal.resume import finish_all
-from .link.client import EngineClient, launch_engine
+from .link.client import EngineClient
+from .link.launch import launch_engine
 from .link.messages import Start
 from .link.restarts import EngineRestarts
 from .request.prompts import Prompter

@@ -16,8 +16,7 @@ from lamina.engine.conversations.sessions import SessionFacts
 from lamina.engine.conversations.terms import PLAIN, KVTerms
 from lamina.engine.wire import WorkerError
 from lamina.fleet.launchers import WorkerHandle
-from lamina.fleet.launchers.local import ProcessWorker
-from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
+from lamina.protocol.control import MAX_FRAME, Failed, Progress, Stop
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import Blame, Refusal, SamplingParams
 
@@ -34,7 +33,6 @@ from .messages import (
     Scale,
     Scaled,
     SessionsAre,
-    Start,
     State,
     WorkerCounters,
     emptied,
@@ -272,8 +270,13 @@ class EngineClient:
             raise EngineGoneError(f"the engine process (pid {self._handle.pid}) {fate}") from e
 
     async def _read(self) -> None:
-        while (reason := await self._listen()) is None:
-            pass
+        reason = None
+        while reason is None:
+            try:
+                reason = await self._listen()
+            except Exception as e:  # whatever it is, no reader waits for an engine that nobody hears
+                log.exception("reading from the engine, or starting another one, has failed")
+                reason = f"the server cannot go on with its engine: {type(e).__name__}: {e}"
         self._is_ready, self.failure = False, reason
         self._resizing.answered(Scaled(error=reason))
         self._questions.fail(EngineGoneError(reason))
@@ -308,9 +311,6 @@ class EngineClient:
                 self._handle_message(message)
         except EngineGoneError as e:
             return await self._restart(str(e))
-        except Exception as e:
-            log.exception("reading from the engine has failed")
-            return f"the server cannot read from its engine: {type(e).__name__}: {e}"
 
     async def _restart(self, reason: str) -> str | None:
         """Have another engine go on with all open prompts. Why that cannot be; None where it is so."""
@@ -391,10 +391,3 @@ class EngineClient:
                 live.hearing.take(delta)
             live.meter.grown(delta)
             live.feed.push(delta)
-
-
-def launch_engine(start: Start) -> WorkerHandle:
-    """Start the engine process; it loads while its server does other things."""
-    handle = ProcessWorker("engine", 0)
-    ControlLink(handle.sock, Ready).send(start)
-    return handle

@@ -16,8 +16,9 @@ from test_flow import until
 from lamina.config import make_config
 from lamina.protocol.control import ControlLink
 from lamina.request import Blame, SamplingParams
-from lamina.server.link.client import EngineClient, PromptRefusedError, launch_engine
+from lamina.server.link.client import EngineClient, PromptRefusedError
 from lamina.server.link.engine_process import moved
+from lamina.server.link.launch import launch_engine
 from lamina.server.link.messages import Delta, Outputs, Ready, Start, State
 from lamina.server.link.reply_feed import ReplyFeed
 

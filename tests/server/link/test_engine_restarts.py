@@ -433,6 +433,16 @@ def test_so_is_one_in_whose_place_no_other_can_start() -> None:
     final(how, "was killed by SIGKILL; another engine cannot start: no more processes")
 
 
+def test_so_is_one_whose_restart_fails_in_a_way_that_nobody_expects() -> None:
+    """Its readers are told, and the server ends with status 1."""
+
+    def how(engines: Engines) -> None:
+        engines.refusal = RuntimeError("a mistake")
+        engines.all[0].link.close()
+
+    final(how, "cannot go on with its engine: RuntimeError: a mistake")
+
+
 @pytest.mark.parametrize("idle", [True, False])
 def test_one_that_is_stopped_is_replaced_whether_or_not_something_is_asked_of_it(idle: bool) -> None:
     """Else /health would say for ever that it makes no progress, and nobody would ask."""

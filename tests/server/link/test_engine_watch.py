@@ -29,8 +29,9 @@ from lamina.processes import naps_of
 from lamina.request import SamplingParams
 from lamina.server.link import client as client_module
 from lamina.server.link import engine_watch
-from lamina.server.link.client import EngineClient, launch_engine
+from lamina.server.link.client import EngineClient
 from lamina.server.link.engine_watch import EngineWatch
+from lamina.server.link.launch import launch_engine
 from lamina.server.link.messages import Start
 from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.link.restarts import EngineRestarts

@@ -284,7 +284,10 @@ def test_who_closes_its_link_and_does_not_end_is_told_so() -> None:
     ("data", "words"),
     [
         (struct.pack("<I", MAX_FRAME + 1), f"the engine process sent a frame of {MAX_FRAME + 1} bytes"),
-        (struct.pack("<I", 1) + b"\x01", "the server cannot read from its engine: ValidationError: "),
+        (
+            struct.pack("<I", 1) + b"\x01",
+            "the server cannot go on with its engine: ValidationError: ",
+        ),
     ],
 )
 def test_nonsense_is_a_lost_engine(data: bytes, words: str) -> None:
