@@ -344,10 +344,10 @@ class Newcomers:
 
     def _spare_s(self, sequence: Sequence, load: Load) -> float:
         """Seconds for which its first rows behind a load will be computed; 0 where they wait for its end: nothing is
-        known yet, or they are not this batch's.
+        known yet, they are not this batch's, or they score its prompt, and no load that fails may have been scored.
         """
         apart = sequence.sparse or sequence.prefill_worker is not None
-        if self._swaps is None or apart:
+        if self._swaps is None or apart or sequence.params.prompt_logprobs is not None:
             return 0.0
         missing = sequence.num_promised - load.length
         return self._swaps.compute_s(self._cuts.piece(missing, self._cuts.chunk, load.length))
