@@ -106,14 +106,17 @@ class Call:
         terms: KVTerms = PLAIN,
         entry: Entry | None = None,
         turn: SessionTurn | None = None,
+        answer_id: str = "",
     ) -> None:
         """``ticket``: for all completions, which the call closes; ``only_prompt``: the one token that is drawn all the
         same is not wanted; ``entry``: of the journal, where there is one; ``turn``: of its session, which
-        ends with the call. Raises ApiError where there is no room for so many tokens, and where there is no engine.
+        ends with the call; ``answer_id``: as far as the log tells it. Raises ApiError where there is no room for so
+        many tokens, and where there is no engine.
         """
         self.prompts = prompts
         self.params = params
         self.only_prompt = only_prompt
+        self.answer_id = answer_id
         self.completion_tokens = 0
         self.cached_tokens = 0  # of the prompts
         self._service, self._entry, self._terms, self._turn = service, entry, terms, turn
@@ -231,7 +234,8 @@ class Call:
             self._service.client.cancel(key)
 
     def log_fields(self) -> dict[str, Any]:
-        """For the request's line in the log: counts and times, no text."""
+        """For the request's line in the log: how its answer's id begins, counts and times, no text."""
         firsts = [m.first_s for m in self.meters if m.first_s is not None]
         first = {"ttft_s": round(min(firsts), 4)} if firsts else {}
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, **first}
+        named = {"answer_id": self.answer_id} if self.answer_id else {}
+        return {**named, "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, **first}

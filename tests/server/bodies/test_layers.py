@@ -7,6 +7,7 @@ import contextvars
 import itertools
 import json
 import logging
+import re
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -173,14 +174,18 @@ def test_log_lines_bear_the_request_and_never_its_text(caplog: pytest.LogCapture
         {**GOOD, "prompt": "PRIVATE", "whatever": "PRIVATE", "user": "PRIVATE"},
     )
     try:
-        for _ in range(2):
-            ask("POST", "/v1/completions", service, json=body, headers={"x-request-id": "r1"})
+        headers = {"x-request-id": "r1"}
+        answers = [ask("POST", "/v1/completions", service, json=body, headers=headers) for _ in range(2)]
     finally:
         logging.getLogger("lamina").removeHandler(handler)
     assert "PRIVATE" not in json.dumps(lines)
     assert {line["request_id"] for line in lines} == {"r1"}
     requests = [line for line in lines if line["message"] == "POST /v1/completions"]
     assert [r["completion_tokens"] for r in requests] == [2, 2]
+    told, ids = [r["answer_id"] for r in requests], [answer.json()["id"] for answer in answers]
+    assert all(re.fullmatch("cmpl-[0-9a-f]{12}", begins) for begins in told), told
+    assert [one.startswith(begins) for begins, one in zip(told, ids, strict=True)] == [True, True]
+    assert not any(one in json.dumps(lines) for one in ids), "by it anybody gets the answer of a journal"
     assert len([line for line in lines if "whatever" in line["message"]]) == 1, "said once"
 
 
