@@ -24,6 +24,17 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=BaseModel)
 _NULL = msgspec.Raw(b"null")
 INLINE_BYTES = 1 << 14  # a longer body is decoded on a thread beside the event loop
+_PLAIN_WORDS = (  # for pydantic's
+    ("^(Input|List|String) should ", "must "),
+    ("^Field required$", "must be given"),
+    ("^Value error, | after validation", ""),
+    ("greater than or equal to", "at least"),
+    ("less than or equal to", "at most"),
+    ("a valid dictionary.*", "an object"),
+    ("a valid boolean", "true or false"),
+    ("a valid integer", "an integer"),
+    ("a valid ", "a "),
+)
 NEUTRAL_BYTES = 256  # a longer value of an unsupported field asks for something
 
 
@@ -57,12 +68,19 @@ def _parse(model: type[M], body: bytes, service: Service) -> M:
     try:
         return model.model_validate(given)
     except ValidationError as e:
-        first = e.errors(include_input=False, include_url=False, include_context=False)[0]
-        where = ".".join(str(x) for x in first["loc"])
-        kind = "" if first["type"] == "value_error" else f" ({first['type']})"  # clients of vLLM look for these words
-        said = re.sub(r"^(Input|List|String) should ", "it must ", first["msg"]).replace(" after validation", "")
-        text = f"{where or 'body'}: {said}{kind}"
-        raise ApiError(400, text, param=where or None, code="invalid_value") from e
+        raise _refused(e) from e
+
+
+def _refused(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    where, said, given = ".".join(map(str, first["loc"])), first["msg"], first["input"]
+    for pattern, plain in _PLAIN_WORDS:
+        said = re.sub(pattern, plain, said)
+    text = f"{where or 'body'}{'' if said.startswith('must ') else ':'} {said.removeprefix(f'{where}: ')}"
+    if first["type"] in ("greater_than_equal", "less_than_equal"):
+        text += f", not {given!s:.64}"
+        text += f" ({first['type']})" if where == "seed" else ""  # clients of vLLM look for this word there
+    return ApiError(400, text, param=where or None, code="invalid_value")
 
 
 def _value(name: str, raw: msgspec.Raw, config: ServerConfig, limit: int) -> Any:

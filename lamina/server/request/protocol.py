@@ -6,7 +6,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
 
 from lamina.engine.conversations.ranges import ranges_of
 
@@ -27,6 +37,13 @@ def _not_of_tools(role: str) -> str:
     if role in ("tool", "function"):
         raise ValueError(f"{role!r} answers a call of a tool, and tools are not supported by this server")
     return role
+
+
+def _texts(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return check(value)
+    except ValidationError:  # an error for each form
+        raise ValueError("must be a string or a list of strings") from None
 
 
 def _ranges(pairs: list[list[int]]) -> list[list[int]]:
@@ -70,7 +87,7 @@ class Sampling(Strict):
     n: Int | None = Field(None, ge=1, le=128)
     max_tokens: Int | None = Field(None, ge=0)
     min_tokens: Int | None = Field(None, ge=0)
-    stop: str | list[str] | None = None
+    stop: Annotated[str | list[str], WrapValidator(_texts)] | None = None
     stop_token_ids: list[Int] | None = None
     include_stop_str_in_output: Bool | None = None
     skip_special_tokens: Bool | None = None

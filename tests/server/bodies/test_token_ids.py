@@ -122,12 +122,12 @@ def test_an_echo_with_logprobs_scores_the_prompt_as_its_own_number_says() -> Non
     [
         ({"prompt_logprobs": 21}, "prompt_logprobs must be at most 20, not 21"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs is not available with stream: true"),
-        ({"prompt_logprobs": "x"}, "prompt_logprobs: "),
+        ({"prompt_logprobs": "x"}, "prompt_logprobs must be "),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be at least 1, or -1"),
-        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens: "),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens must be "),
         ({"truncate_prompt_tokens": 257}, "truncate_prompt_tokens 257 exceeds the context of 256 tokens"),
-        ({"truncate_prompt_tokens": 5, "truncation_side": "top"}, "truncation_side: "),
-        ({"return_token_ids": 1}, "return_token_ids: "),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "top"}, "truncation_side must be "),
+        ({"return_token_ids": 1}, "return_token_ids must be "),
     ],
 )
 @pytest.mark.parametrize(("path", "body"), ROUTES)

@@ -39,13 +39,31 @@ def test_what_is_too_long_is_told_in_the_words_that_clients_look_for(path: str, 
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        ({"messages": []}, "messages: it must have at least 1 item, not 0 (too_short)"),
-        ({"messages": [TURN], "n": 0}, "n: it must be greater than or equal to 1 (greater_than_equal)"),
+        ({"messages": []}, "messages must have at least 1 item, not 0"),
+        ({}, "messages must be given"),
+        ({"messages": None}, "messages must be a list"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages.0.role must have at least 1 character"),
+        ({"messages": [{"role": "tool", "content": "x"}]},
+         "messages.0.role: 'tool' answers a call of a tool, and tools are not supported by this server"),
+        ({"n": 0}, "n must be at least 1, not 0"),
+        ({"temperature": 2.5}, "temperature must be at most 2, not 2.5"),
+        ({"n": "1"}, "n must be an integer"),
+        ({"temperature": "1"}, "temperature must be a number"),
+        ({"ignore_eos": "yes"}, "ignore_eos must be true or false"),
+        ({"stream": True, "stream_options": 5}, "stream_options must be an object"),
+        ({"truncation_side": "up"}, "truncation_side must be 'left' or 'right'"),
+        ({"stop": 5}, "stop must be a string or a list of strings"),
+        ({"stop": ["x", 5]}, "stop must be a string or a list of strings"),
+        ({"priority": 10**4000}, f"priority must be at most 9223372036854775807, not 1{'0' * 63}"),
+        ({"kv_discard": [[5, 1]]},
+         "kv_discard: [5, 1] is no range of tokens, as [128, 256] is: a first one, a stop behind it"),
     ],
-)
+)  # fmt: skip
 def test_a_value_that_cannot_be_is_told_as_what_it_must_be(body: Any, text: str) -> None:
-    error = error_of(ask("POST", "/v1/chat/completions", make_service(), json=body))
-    assert error["message"].startswith(text)
+    talk = {} if body == {} else {"messages": [TURN]}
+    error = error_of(ask("POST", "/v1/chat/completions", make_service(), json={**talk, **body}))
+    assert error["message"] == text
+    assert error["param"] == text.replace(":", " ").split()[0]
 
 
 @pytest.mark.parametrize("key", ["x", "2048", "-1", "1.5", "٣", "9" * 70])
