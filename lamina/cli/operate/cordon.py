@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .operators import add_server, ask, check_url
+from .operators import add_server, ask, check_url, check_worker
 
 ASK_S = 30.0  # for its answer, between two steps
 
@@ -20,8 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit status: 0 once it is so. Raises as ``ask``."""
     worker = args.memory_worker
-    if worker < 0:
-        raise ValueError(f"--memory-worker {worker}: memory workers are counted from 0")
+    check_worker(worker)
     check_url(args.url)
     if args.dry_run:
         begin = "let sequences begin again" if args.undo else "have no new sequence begin"

@@ -10,7 +10,7 @@ import time
 
 from lamina.cli.words import counted
 
-from .operators import add_server, ask, check_timeout, check_url
+from .operators import add_server, ask, check_timeout, check_url, check_worker
 
 ASK_S = 10.0  # for one answer
 LOOK_S = 0.2
@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """
     check_url(args.url)
     check_timeout(args.timeout_s, none=True)
+    check_worker(args.memory_worker or 0)
     if args.memory_worker is not None and args.host is not None:
         raise ValueError("--host names all memory workers of a host: leave out --memory-worker, or --host")
     if args.memory_worker is not None or args.host is not None:

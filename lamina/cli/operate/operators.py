@@ -42,6 +42,12 @@ def check_timeout(limit_s: float, *, none: bool = False) -> None:
         raise ValueError(f"--timeout-s must be a number of seconds{', or 0' if none else ''}, not {limit_s:g}")
 
 
+def check_worker(number: int) -> None:
+    """Raises ValueError for what is no number of a memory worker."""
+    if number < 0:
+        raise ValueError(f"--memory-worker {number}: memory workers are counted from 0")
+
+
 def ask(args: argparse.Namespace, path: str, body: Mapping[str, Any], limit_s: float, *has: str) -> dict[str, Any]:
     """What the server answers, which ``has`` these fields, within so many seconds. Raises ValueError where the asker
     can put it right, OSError where nobody answers, WorkerError where the server cannot.

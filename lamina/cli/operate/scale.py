@@ -14,6 +14,7 @@ SIZES = {
     "tensor_parallel_size": "compute workers that share the weights of a replica",
     "pipeline": "batches that take turns; n > 2 rotate over n - 1 replicas",
 }
+LEAST = {"prefill_workers": 0}  # of the others 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +33,9 @@ def run(args: argparse.Namespace) -> int:
     asked = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
     if not asked:
         raise ValueError(f"nothing is to change: give {', '.join(map(flag, SIZES))}")
+    for name, number in asked.items():
+        if number < (least := LEAST.get(name, 1)):
+            raise ValueError(f"{flag(name)} must be at least {least}, not {number}")
     check_url(args.url)
     check_timeout(args.timeout_s)
     if args.dry_run:

@@ -94,6 +94,25 @@ def test_what_is_no_time_to_wait_is_named(seconds: str, capsys: pytest.CaptureFi
         assert ("--timeout-s must be a number of seconds" in capsys.readouterr().err) != allowed
 
 
+@pytest.mark.parametrize(
+    ("command", "flag", "number", "words"),
+    [
+        ("scale", "--memory-workers", "0", "--memory-workers must be at least 1, not 0"),
+        ("scale", "--prefill-workers", "-1", "--prefill-workers must be at least 0, not -1"),
+        ("scale", "--tensor-parallel-size", "0", "--tensor-parallel-size must be at least 1, not 0"),
+        ("scale", "--pipeline", "-2", "--pipeline must be at least 1, not -2"),
+        ("drain", "--memory-worker", "-1", "--memory-worker -1: memory workers are counted from 0"),
+        ("cordon", "--memory-worker", "-1", "--memory-worker -1: memory workers are counted from 0"),
+    ],
+)
+def test_a_number_that_cannot_be_is_told_by_its_flag_before_anybody_is_asked(
+    command: str, flag: str, number: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for more in ([], ["--dry-run"]):
+        assert main([command, "http://a", flag, number, *more]) == 2
+        assert capsys.readouterr().err == f"lamina-launch {command}: {words}\n"
+
+
 @pytest.mark.parametrize("key", ["пароль", "a\nb"])
 def test_a_key_that_no_request_bears_is_refused_and_not_shown(
     key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

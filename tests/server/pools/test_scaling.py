@@ -105,7 +105,7 @@ def test_streams_go_on_with_more_and_fewer_memory_workers(
     ("flags", "key", "words"),
     [
         (["--tensor-parallel-size", "3"], KEY, "--tensor-parallel-size 3"),
-        (["--memory-workers", "0"], KEY, "memory_workers"),
+        (["--memory-workers", "0"], KEY, "--memory-workers must be at least 1, not 0"),
         (["--memory-worker", "0"], KEY, "--memory-worker 0: there is no other memory worker, so it cannot go"),
         (["--memory-worker", "1"], KEY, "--memory-worker 1: there is no other memory worker"),
         (["--host", "10.0.0.9"], KEY, "--host 10.0.0.9: no worker is there; they are on localhost"),
