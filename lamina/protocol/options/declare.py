@@ -15,6 +15,8 @@ from msgspec import Meta, structs
 from lamina.cores import AUTO, parse_cores
 
 MEASURED = "measured"
+_SIZES = {"": 1, "B": 1} | {f"{x}B": 1000**n for n, x in enumerate("KMGT", 1)}
+_SIZES |= {f"{x}IB": 1024**n for n, x in enumerate("KMGT", 1)}
 _TYPE_WORDS = {tuple: "list", NoneType: "None"}
 
 
@@ -128,11 +130,11 @@ def flag(name: str) -> str:
 
 def parse_size(text: str | int, name: str) -> int:
     """Bytes of "4GiB", "512MB", "1048576". Raises ValueError that names ``name``."""
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    if match is None or match[2].upper() not in units or float(match[1]) <= 0:
-        raise ValueError(f"{name} must be a size such as 512MiB or 4GiB, not {text!r}")
-    return int(float(match[1]) * units[match[2].upper()])
+    if match is None or match[2].upper() not in _SIZES or float(match[1]) <= 0:
+        units = "B, KB to TB, KiB to TiB"
+        raise ValueError(f"{name} must be a size such as 512MiB or 4GiB ({units}), not {text!r}")
+    return int(float(match[1]) * _SIZES[match[2].upper()])
 
 
 def parse_seconds(text: str, name: str) -> float:

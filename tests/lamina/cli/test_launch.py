@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -297,7 +298,15 @@ def test_pickled_weights_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("4GiB", 4 << 30), ("512MB", 512 * 10**6), ("1024", 1024), ("1.5kib", 1536)]
+    ("text", "size"),
+    [
+        ("4GiB", 4 << 30),
+        ("512MB", 512 * 10**6),
+        ("1024", 1024),
+        ("1.5kib", 1536),
+        ("1TiB", 1 << 40),
+        ("2TB", 2 * 10**12),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text, "--kv-memory") == size
@@ -305,7 +314,8 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "-1", "0", "4 GiB x", "nan", "4TiBs"])
 def test_bad_sizes(text: str) -> None:
-    with pytest.raises(ValueError, match="--kv-memory"):
+    words = re.escape(f"--kv-memory must be a size such as 512MiB or 4GiB (B, KB to TB, KiB to TiB), not {text!r}")
+    with pytest.raises(ValueError, match=f"^{words}$"):
         parse_size(text, "--kv-memory")
 
 
