@@ -22,6 +22,7 @@ from lamina.memory.store import Store, available_bytes
 from lamina.netstack import Terms
 from lamina.protocol.beginnings import MeetPrefill
 from lamina.protocol.control import ComputeReady, Connect, Loaded
+from lamina.protocol.options.declare import size_flag
 from lamina.protocol.partition import by_head
 from lamina.protocol.plan import Bind, Bound, Join
 from lamina.protocol.stages import stage_layers
@@ -145,12 +146,13 @@ class PrefillServer(ModelServer):
         if asked and not needed <= asked <= free:
             raise ValueError(
                 f"--prefill-kv-memory {start.devices.prefill_kv_memory}: a prompt of up to {cut.max_len} tokens takes "
-                f"{needed} bytes, and {free} are free: choose between, or lower --max-model-len"
+                f"{size_flag(needed, least=True)}, and {size_flag(free)} are free: choose between, or lower "
+                f"--max-model-len"
             )
         if needed > free:
             raise ValueError(
-                f"a prefill worker takes {needed} bytes for K and V of a prompt of up to {cut.max_len} tokens, {free} "
-                f"are free: lower --max-model-len or --prefill-workers"
+                f"a prefill worker takes {size_flag(needed, least=True)} for K and V of a prompt of up to "
+                f"{cut.max_len} tokens, {size_flag(free)} are free: lower --max-model-len or --prefill-workers"
             )
         own = self._backend(backend, device, cut)
         bind = Bind(

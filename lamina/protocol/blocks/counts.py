@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from lamina.protocol.options.declare import size_flag
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Deal, Place, Placement
 
@@ -54,8 +55,8 @@ def split_memory(
     need = sum((n + 1) * b for n, b in zip(counts, block_bytes, strict=True))
     if need > kv_bytes:
         raise ValueError(
-            f"{kv_bytes} bytes of KV memory cannot hold one sequence of {max_len} tokens, which needs {need} bytes on "
-            f"each memory worker: raise --kv-memory or lower --max-model-len"
+            f"{size_flag(kv_bytes)} of KV memory cannot hold one sequence of {max_len} tokens, which needs "
+            f"{size_flag(need, least=True)} on each memory worker: raise --kv-memory or lower --max-model-len"
         )
     kept = most_kept if any(most_kept) else [0] * len(lanes)
     usual, dealt = most(max_len if any(kept) else -(-max_len // 4), everything), stripe > 0 and not stays

@@ -137,6 +137,14 @@ def parse_size(text: str | int, name: str) -> int:
     return int(float(match[1]) * _SIZES[match[2].upper()])
 
 
+def size_flag(nbytes: int, *, least: bool = False) -> str:
+    """The size for a flag, in tenths of a unit: the next one below ``nbytes``; with ``least``, the next one above."""
+    units = enumerate(("B", "KiB", "MiB", "GiB", "TiB"))
+    size, unit = max((1024**n, unit) for n, unit in units if not n or 1024**n <= nbytes)
+    tenths = -(-10 * nbytes // size) if least else 10 * nbytes // size
+    return f"{tenths / 10:.1f}".removesuffix(".0") + unit
+
+
 def parse_seconds(text: str, name: str) -> float:
     """Seconds of "100ms", "2s", "50us", "7d"; 0.0 of nothing. Raises ValueError that names ``name``."""
     if not text:

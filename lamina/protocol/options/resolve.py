@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lamina.netstack import beyond_host, check_rdma_device, check_scheme, in_process, made_at_start
 from lamina.protocol.partition import PARTITIONS, Partition
 
-from .declare import flag
+from .declare import flag, size_flag
 from .engine import EngineConfig, LaunchOptions
 from .overflow import OverflowOptions
 
@@ -92,7 +92,7 @@ def check_model(config: EngineConfig, model: ModelLimits) -> int:
         on = f"{workers} memory worker{'s' if workers > 1 else ''}"
         raise ValueError(
             f"--kv-memory {config.devices.kv_memory} on {on} cannot hold one sequence of {max_len} tokens, which "
-            f"takes {need} bytes at least: raise it, or lower --max-model-len"
+            f"takes {size_flag(need, least=True)} at least: raise it, or lower --max-model-len"
         )
     return max_len
 

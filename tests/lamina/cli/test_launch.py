@@ -17,7 +17,7 @@ from lamina.config import OPTIONS, make_config
 from lamina.fleet.rates import weights_of
 from lamina.netstack import SCHEMES
 from lamina.netstack.doctor import opens
-from lamina.protocol.options.declare import flag, parse_size
+from lamina.protocol.options.declare import flag, parse_size, size_flag
 
 MODEL = str(Path(__file__).resolve().parents[3] / "examples" / "tiny_lm" / "model")
 STARTERS = (["generate", MODEL, "--prompt", "x"], ["serve", MODEL, "--port", "0"], ["bench", "decode", MODEL])
@@ -317,6 +317,23 @@ def test_bad_sizes(text: str) -> None:
     words = re.escape(f"--kv-memory must be a size such as 512MiB or 4GiB (B, KB to TB, KiB to TiB), not {text!r}")
     with pytest.raises(ValueError, match=f"^{words}$"):
         parse_size(text, "--kv-memory")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "least", "most"),
+    [
+        (1 << 20, "1MiB", "1MiB"),
+        (2129920, "2.1MiB", "2MiB"),
+        ((1 << 30) + 1, "1.1GiB", "1GiB"),
+        (1000, "1000B", "1000B"),
+        ((1 << 30) - 1, "1024MiB", "1023.9MiB"),
+        (7, "7B", "7B"),
+    ],
+)
+def test_a_size_is_told_as_a_flag_takes_it(nbytes: int, least: str, most: str) -> None:
+    assert (size_flag(nbytes, least=True), size_flag(nbytes)) == (least, most)
+    assert parse_size(most, "--kv-memory") <= nbytes <= parse_size(least, "--kv-memory")
+    assert size_flag(0) == "0B"
 
 
 def test_unknown_options_are_errors() -> None:
