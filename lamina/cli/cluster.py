@@ -14,10 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
+from lamina.facts.report import counted
 from lamina.fleet.hosts.cluster_file import Cluster, HostEntry, is_file, is_here, read_cluster
 from lamina.fleet.hosts.ray_token import TOKEN, TOKEN_PATH, make_token, read_token, state_folder
-
-from .words import counted
 
 ACTIONS = {
     "up": "start Ray on the hosts, the head first",

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lamina.facts.hardware import DEVICES
+from lamina.facts.report import counted
 from lamina.fleet.hosts.cluster_file import is_file, read_cluster
 from lamina.fleet.hosts.placement import Host, HostPlace, check_kv_memory, on_gpu, place, wishes
 from lamina.fleet.launchers.remote_worker import any_port
 from lamina.protocol.options.engine import EngineConfig
 
-from .words import counted, ranks_meet
+from .words import ranks_meet
 
 _GB = 1e9
 

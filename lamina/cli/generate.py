@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from lamina.config import flat
+from lamina.facts.report import counted
 from lamina.protocol.options.declare import flag
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import RequestOutput, SamplingParams
 
 from .flags import add_engine_flags, engine_config, print_config
-from .words import counted
 
 DEFAULTS = SamplingParams(temperature=0.0, max_tokens=64)
 SAMPLING = {  # of SamplingParams

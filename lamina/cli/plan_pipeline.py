@@ -7,8 +7,7 @@ import dataclasses
 import json
 
 from lamina.engine.rounds.pipeline import PipelinePlan, num_replicas, rotation
-
-from .words import counted
+from lamina.facts.report import counted
 
 WIDTH = 96  # characters of the picture
 

@@ -10,13 +10,14 @@ from typing import Any
 
 from lamina import netstack
 from lamina.env import cluster_key
+from lamina.facts.report import counted
 from lamina.facts.room import check_kv_room
 from lamina.fleet.choose_transport import nearest
 from lamina.models.checkpoint import peek_config
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.options.resolve import ModelLimits, check_model, check_names
 
-from .words import counted, ranks_meet
+from .words import ranks_meet
 
 
 def check(model: str, config: EngineConfig) -> int:

@@ -7,11 +7,6 @@ from collections.abc import Sequence
 from lamina.protocol.options.engine import EngineConfig
 
 
-def counted(number: int, one: str, many: str = "") -> str:
-    """A number of things, as in "1 batch", "2 batches"; ``many`` where that is not ``one`` and an s."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
-
-
 def ranks_meet(config: EngineConfig, hosts: Sequence[str] = ()) -> list[str]:
     """How ranks would meet, in a line; in several where not all replicas do alike. ``hosts``: of the compute workers in
     their order, none where all are on one. Raises ValueError for what ranks would refuse.

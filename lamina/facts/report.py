@@ -27,6 +27,11 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number of things, as in "1 batch", "2 batches"; ``many`` where that is not ``one`` and an s."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def explain_text(facts: dict[str, Any]) -> str:
     """``facts`` is what lamina.converter.explain.to_json gives, plus "model", "architecture" and "dtype"."""
     layers = len(facts["messages"]["layers"])

@@ -9,8 +9,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lamina.cli.flags import add_engine_flags, engine_config, print_config
-from lamina.cli.words import counted
 from lamina.config import flat
+from lamina.facts.report import counted
 
 from .report import PERCENTILES, spread_ms
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lamina.cli.words import counted
+from lamina.facts.report import counted
 
 from .load import (
     DATASETS,

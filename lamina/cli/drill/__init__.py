@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 from math import inf
 
-from lamina.cli.words import counted
+from lamina.facts.report import counted
 
 # name -> (role, signal, or CUT: it loses a connection to a memory worker, or SCALE: it ends as the server gets twice as
 # many memory workers, or as many as at first, or FLIP: a bit of its KV changes)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lamina.cli.words import counted
+from lamina.facts.report import counted
 
 if TYPE_CHECKING:
     from .target import Victim

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from lamina.cli.words import counted
+from lamina.facts.report import counted
 
 from .operators import add_server, ask, check_timeout, check_url, check_worker
 
