@@ -347,13 +347,13 @@ class EngineClient:
         self._handle = await restarts.begin(self._handle, self._workers)
         async with asyncio.timeout(restarts.limit_s):
             await self._open(lambda progress: None)
-        restarts.end()
         assert self.state is not None
         self.state = msgspec.structs.replace(self.state, recovering=False)
         if self.ready.num_blocks != had.num_blocks:  # it has other workers than the last one
             self.state, self.counters = emptied(self.state, self.ready), {}
         for message in [*restarts.owed, *(each.hearing.ask(key) for key, each in self._live.items())]:
             self._send(message)
+        restarts.end(len({each.feed for each in self._live.values()}))
 
     def _handle_message(self, message: Any) -> None:
         if isinstance(message, Outputs):

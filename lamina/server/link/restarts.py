@@ -15,6 +15,7 @@ from msgspec import structs
 
 from lamina.config import changed, fewer, flat
 from lamina.engine.conversations.terms import PLAIN, KVTerms
+from lamina.facts.report import counted
 from lamina.fleet.launchers import WorkerHandle
 from lamina.fleet.recoveries import Recoveries
 from lamina.processes import lives
@@ -44,7 +45,7 @@ class EngineRestarts:
         self._seeds = random.Random(start.config.batching.seed)
         self._before: Start | None = None  # the Start of an engine that ends by plan
         self._planned: asyncio.Future[float] | None = None  # seconds without an engine
-        self._planned_at = 0.0
+        self._ended_at: float | None = None  # the engine that served last, or it was told to; None while one serves
         self._free = False  # whether the next engine is no recovery
         # To the next engine, which may find pages beside the pools: no other one has done it.
         self.owed: list[Reset] = []
@@ -65,7 +66,7 @@ class EngineRestarts:
         engine. Raises PlanFailedError where no engine can start so; then one with the former configuration runs.
         """
         self._before, self._start = self._start, structs.replace(self._start, config=config, without=[])
-        self._planned, self._planned_at = asyncio.get_running_loop().create_future(), time.monotonic()
+        self._planned, self._ended_at = asyncio.get_running_loop().create_future(), time.monotonic()
         self._free = True
         self._planned.add_done_callback(lambda done: done.cancelled() or done.exception())  # its reader may have gone
         return self._planned
@@ -131,6 +132,7 @@ class EngineRestarts:
         if not self._free:
             self._recoveries.count([self._number], [self._number])
         self._number, self._free = self._number + 1, False
+        self._ended_at = time.monotonic() if self._ended_at is None else self._ended_at
         await asyncio.to_thread(lost.join, 0.0)
         deadline = time.monotonic() + GONE_S
         while any(map(lives, workers)) and time.monotonic() < deadline:
@@ -147,12 +149,14 @@ class EngineRestarts:
         """An engine has done it."""
         self.owed = [owed for owed in self.owed if owed != reset]
 
-    def end(self) -> None:
-        """The new engine is ready: the recovery is over."""
+    def end(self, requests: int) -> None:
+        """The new engine has so many requests, and goes on with them: the recovery is over."""
         self._recoveries.end()
+        pause_s, what = time.monotonic() - (self._ended_at or 0.0), counted(requests, "request")
+        log.info("another engine goes on with %s, %.1f s after the last one ended", what, pause_s)
         if self._planned is not None and not self._planned.done():
-            self._planned.set_result(time.monotonic() - self._planned_at)
-        self._planned = self._before = None
+            self._planned.set_result(pause_s)
+        self._planned = self._before = self._ended_at = None
 
 
 class Hearing:

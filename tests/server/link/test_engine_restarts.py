@@ -8,6 +8,7 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -281,6 +282,41 @@ def test_what_is_known_while_another_one_starts(before: State | None, caplog: py
     play(work)
     assert [r.getMessage() for r in caplog.records if r.name == "lamina.server.link.client"] == [
         "the engine process (pid 1) was killed by SIGKILL; another one takes its place, and all requests go on"
+    ]
+
+
+def test_the_log_says_that_requests_go_on_and_after_how_long(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted from the loss of the engine that served last: one that dies as it starts is a part of the pause."""
+    logging.getLogger("lamina").propagate = True
+    caplog.set_level(logging.INFO, logger="lamina")
+    now = [100.0]
+    monkeypatch.setattr("lamina.server.link.restarts.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    async def work(client: EngineClient, engines: Engines) -> None:
+        both = ReplyFeed()  # of a request with two prompts
+        for feed in (both, both, ReplyFeed()):
+            client.add([7], SamplingParams(), feed, Quiet())
+        engines.all[0].link.close()
+        second = await engines.next(client)
+        now[0] += 2.0
+        second.link.close()
+        third = await engines.next(client)
+        now[0] += 1.5
+        third.link.send(READY)
+        keys = {(await asyncio.to_thread(third.asked)).key for _ in range(3)}
+        assert keys == {0, 1, 2}
+        for key in (0, 1):
+            client.cancel(key)
+        third.link.close()
+        (await engines.next(client)).link.send(READY)
+        await until(lambda: client.state is not None and not client.state.recovering)
+
+    play(work, max_recoveries=3)
+    assert [r.getMessage() for r in caplog.records if r.levelname == "INFO"] == [
+        "another engine goes on with 2 requests, 3.5 s after the last one ended",
+        "another engine goes on with 1 request, 0.0 s after the last one ended",
     ]
 
 
