@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from lamina.request import Blame, Refusal
 
+GONE = 499  # the client has left before its answer's end; for the log and the metrics
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
 
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lamina.server.calls import Call
-from lamina.server.errors import ApiError, json_response
+from lamina.server.errors import GONE, ApiError, json_response
 from lamina.server.request.protocol import StreamOptions
 
 from .shapes import Shape
@@ -20,7 +20,6 @@ from .shapes import Shape
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-GONE = 499  # nobody reads it; for the log
 _encode = msgspec.json.Encoder().encode
 
 
@@ -82,15 +81,16 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_gone(receive, self._send_all(send))
+            scope["state"]["left"] = not await until_gone(receive, self._send_all(send))
         finally:
             self._call.close()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send) -> bool:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for data in self._events():
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return True
 
     async def _events(self) -> AsyncIterator[bytes]:
         head = self._shape.head(stream=True)

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lamina.server.errors import ApiError, error_response
+from lamina.server.errors import GONE, ApiError, error_response
 
 from .metrics import Metrics
 
@@ -64,7 +64,8 @@ class Observe:
             logger.exception("failed")
             if not status:
                 await error_response(ApiError(500, "the server failed; see its log"))(scope, receive, tagged)
-        self._finish(scope, state, status, time.monotonic() - start)
+        left = state.get("left") or not status
+        self._finish(scope, state, GONE if left else status, time.monotonic() - start)
 
     def _finish(self, scope: Scope, state: dict[str, Any], status: int, seconds: float) -> None:
         route = scope.get("route") or next((r for r in self._routes if r.matches(scope)[0] != Match.NONE), None)

@@ -15,6 +15,7 @@ from test_layers import JSON, ask, error_of, run
 
 from lamina.protocol.control import Progress
 from lamina.server.app import layered, make_app
+from lamina.server.calls import Service
 from lamina.server.errors import ApiError
 from lamina.server.link.messages import Delta, State
 from lamina.server.link.reply_feed import ReplyFeed
@@ -112,7 +113,11 @@ def test_the_log_has_the_end_of_every_stage(caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_is_cancelled_at_once(stream: bool) -> None:
+def test_a_client_that_leaves_is_cancelled_at_once_and_told_apart(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("lamina").propagate = True
+    caplog.set_level(logging.INFO, logger="lamina")
     service, leave = make_service(held()), asyncio.Event()
     body = json.dumps({**BODY, "stream": stream}).encode()
     messages = [{"type": "http.request", "body": body}]
@@ -137,6 +142,38 @@ def test_a_client_that_leaves_is_cancelled_at_once(stream: bool) -> None:
     run(work())
     assert service.client.cancelled == [0]
     assert (service.admission.completions, service.admission.tokens, len(service.calls)) == (0, 0, 0)
+    assert statuses(service, caplog) == [499]
+
+
+def statuses(service: Service, caplog: pytest.LogCaptureFixture) -> list[int]:
+    """Of requests, as the log has them, once the metrics have each of them too."""
+    logged = [r.fields["status"] for r in caplog.records if r.getMessage() == "POST /v1/completions"]  # type: ignore[attr-defined]
+    for status in logged:
+        counted = f'http_requests_total{{handler="/v1/completions",method="POST",status="{status}"}} '
+        assert f"{counted}{logged.count(status)}.0" in service.metrics.render(vllm=False).decode()
+    return logged
+
+
+def test_who_leaves_before_the_body_or_behind_the_end_is_told_apart_too(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("lamina").propagate = True
+    caplog.set_level(logging.INFO, logger="lamina")
+    service, left = make_service(), {"type": "http.disconnect"}
+    body = json.dumps({**BODY, "stream": True}).encode()
+
+    async def send(message: Any) -> None:
+        return
+
+    async def work(*messages: dict[str, Any]) -> None:
+        asked = list(messages)
+
+        async def receive() -> Any:
+            return asked.pop(0) if asked else await asyncio.Event().wait()
+
+        await asyncio.wait_for(layered(make_app(service), service)(scope(body), receive, send), 5)
+
+    run(work({"type": "http.request", "body": body[:5], "more_body": True}, left))
+    run(work({"type": "http.request", "body": body}))
+    assert statuses(service, caplog) == [499, 200]
 
 
 def test_ended_from_outside_a_stream_says_why() -> None:
