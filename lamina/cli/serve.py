@@ -18,6 +18,7 @@ from lamina.background import Background
 from lamina.models.checkpoint import peek_config
 from lamina.protocol.options.declare import flag
 from lamina.server.config import ServerConfig
+from lamina.server.journal.folder import check_folder
 from lamina.server.request.template import read_template
 
 from .flags import add_engine_flags, engine_config, print_config
@@ -61,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         print_config(engine, model=args.model, **shown)
         return 0
     if args.dry_run:
+        if config.journal:
+            check_folder(config.journal)
         check(args.model, engine)
         for name in ("ssl_keyfile", "ssl_certfile"):
             if (path := getattr(config, name)) and not os.path.isfile(path):

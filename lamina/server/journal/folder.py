@@ -63,6 +63,17 @@ class Folder:
             self._lock = -1
 
 
+def check_folder(path: str) -> None:
+    """Raises ValueError where ``Folder`` would; makes nothing."""
+    folder = Path(path).expanduser()
+    if os.path.lexists(folder):
+        _check_private(folder, folder, 0o700, stat.S_ISDIR)
+        if (folder / _LOCK).exists():
+            Folder(path).close()
+    elif not os.access(folder.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"--journal {path}: it cannot be made in {folder.parent}: name one that you may write")
+
+
 def _check_private(folder: Path, path: Path, mode: int, is_kind: Callable[[int], bool]) -> None:
     status = path.lstat()
     if not is_kind(status.st_mode):

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from running import MODEL, ROOT
 
+from lamina.cli.launch import main
 from lamina.request import SamplingParams
 from lamina.server.answer.heads import new_request
 from lamina.server.journal import journal as journal_module
@@ -292,6 +293,30 @@ def test_what_others_may_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(place)
     with pytest.raises(ValueError, match="is not what a journal has there"):
         opened(tmp_path / "link")
+
+
+def test_a_dry_run_refuses_what_a_start_would_and_makes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(place: Path) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        assert main(["serve", str(tmp_path), "--journal", str(place), "--dry-run", "--port", "0"]) == 2
+        assert sorted(tmp_path.rglob("*")) == before
+        return capsys.readouterr().err.removeprefix("lamina-launch serve: ")
+
+    place, no_model = tmp_path / "j", said(tmp_path / "other")
+    assert "--journal" not in no_model
+    assert said(place / "j").startswith(f"--journal {place}/j: it cannot be made in {place}: name one that you may")
+    place.mkdir(mode=0o700)
+    assert said(place) == no_model
+    journal = opened(place)
+    assert said(place) == f"--journal {place}: another server has it open; give each a directory of its own\n"
+    journal.close()
+    assert said(place) == no_model
+    place.chmod(0o750)
+    assert "others may read" in said(place)
+    (place / "lock").unlink()
+    assert "others may read" in said(place)
 
 
 @contextmanager
