@@ -35,7 +35,7 @@ class ServerConfig:
     )
     api_key: str = option("", "keys, by comma, one of which every request but /health must bear; better LAMINA_API_KEY")
     admin_key: str = option(
-        "", "the operator's key, by which `lamina-launch scale` may change this server; better LAMINA_ADMIN_KEY"
+        "", "the operator's key, which `lamina-launch scale`, `drain` and `cordon` need; better LAMINA_ADMIN_KEY"
     )
     ssl_keyfile: str = option("", "private key for TLS, a PEM file")
     ssl_certfile: str = option("", "certificate for TLS, a PEM file")
