@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from lamina.facts.report import counted
 from lamina.fleet.launchers import WorkerHandle
 from lamina.models.defaults import FILE, sampling_defaults
 from lamina.models.tokens import load_beside
@@ -221,7 +222,7 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
             self._ending = asyncio.get_running_loop().create_task(self._drain())
             self._ending.add_done_callback(_tell_failure)
         else:
-            logger.warning("second signal: ending at once")
+            logger.warning("second signal: ending at once, %s", self._cut())
             self._abort()
             self._service.client.kill()
             self.should_exit = self.force_exit = True
@@ -231,14 +232,25 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
         service, limit = self._service, self._service.config.shutdown_timeout
         service.admission.draining = True
         more = "a second Ctrl-C or SIGTERM ends them at once"
-        logger.info("draining: %d requests, at most %g s; %s", len(service.calls), limit, more)
+        logger.info("draining: %s, at most %g s; %s", counted(len(service.calls), "request"), limit, more)
         deadline = time.monotonic() + limit
         try:
             while service.admission.completions and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
+            if self.should_exit:  # by a second signal, or by the loss of the engine, which have lines of their own
+                return
+            if service.admission.completions:
+                logger.warning("ending after %g s: %s", limit, self._cut())
+            else:
+                logger.info("ending: all requests are answered")
             self._abort()
         finally:
             self.should_exit = True
+
+    def _cut(self) -> str:
+        """What ends with the server, those included of an earlier one that were begun again."""
+        later = ", left to the next server of its journal" if self._service.journal else ""
+        return counted(self._service.admission.completions, "completion is cut", "completions are cut") + later
 
     def _abort(self) -> None:
         later = "; the next server of its journal finishes this request" if self._service.journal else ""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from lamina.engine.conversations.terms import KVTerms
+from lamina.facts.report import counted
 from lamina.request import Blame
 from lamina.server.calls import Service
 from lamina.server.link.client import EngineGoneError, PromptRefusedError
@@ -30,11 +31,11 @@ async def finish_all(service: Service, journal: Journal, left: Sequence[Entry]) 
     are left are begun one by one, until that request is known.
     """
     if left:
-        log.info("--journal: %d requests of an earlier server are being finished", len(left))
+        log.info("--journal: finishing %s of an earlier server", counted(len(left), "request"))
         together, alone = [e for e in left if not e.times_begun], [e for e in left if e.times_begun]
         ends = await asyncio.gather(*(_finish(service, journal, entry) for entry in together))
         ends += [await _finish(service, journal, entry) for entry in alone]
-        log.info("--journal: %d of these %d requests are finished", sum(ends), len(left))
+        log.info("--journal: finished %d of %s", sum(ends), counted(len(left), "request"))
 
 
 async def _finish(service: Service, journal: Journal, entry: Entry) -> bool:

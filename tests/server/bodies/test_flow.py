@@ -97,8 +97,36 @@ def test_the_log_says_how_to_end_at_once(caplog: pytest.LogCaptureFixture) -> No
     service = make_service(shutdown_timeout=7.0)
     with caplog.at_level(logging.INFO):
         run(HttpServer(service, lambda: None)._drain())
-    assert "at most 7 s; a second Ctrl-C" in caplog.text
+    assert "draining: 0 requests, at most 7 s; a second Ctrl-C" in caplog.text
+    assert caplog.messages[-1] == "ending: all requests are answered"
     assert service.admission.draining
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_the_log_says_how_many_completions_a_drain_has_cut(second: bool, caplog: pytest.LogCaptureFixture) -> None:
+    service = make_service(held(), shutdown_timeout=60.0 if second else 0.1)
+    server = HttpServer(service, lambda: None)
+    service.client.kill = lambda: None  # type: ignore[attr-defined]
+
+    async def work() -> None:
+        async with http_of(service) as http:
+            asked = [asyncio.create_task(http.post("/v1/completions", json=BODY))]
+            await until(lambda: service.calls)
+            server._signalled()
+            if second:
+                await until(lambda: "draining" in caplog.text)
+                server._signalled()
+            assert server._ending is not None
+            await asyncio.wait_for(server._ending, 5)
+            assert [(await one).status_code for one in asked] == [503]
+
+    with caplog.at_level(logging.INFO):
+        run(work())
+    told = [x for x in caplog.messages if x.startswith(("draining: 1 request, ", "ending", "second"))]
+    assert len(told) == 2, caplog.messages
+    assert told[1] == (
+        "second signal: ending at once, 1 completion is cut" if second else "ending after 0.1 s: 1 completion is cut"
+    )
 
 
 def test_the_log_has_the_end_of_every_stage(caplog: pytest.LogCaptureFixture) -> None:

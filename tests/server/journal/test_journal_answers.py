@@ -341,7 +341,7 @@ def test_streams_of_a_server_that_is_killed_are_finished_by_the_next_one(tmp_pat
                     and want["usage"] == answer["usage"]
                     for answer in answers
                 )
-            assert "4 requests of an earlier server are being finished" in (tmp_path / "log2").read_text()
+            assert "--journal: finishing 4 requests of an earlier server" in (tmp_path / "log2").read_text()
     finally:
         pids += server.descendants()
         server.kill()
