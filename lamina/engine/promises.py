@@ -222,15 +222,14 @@ class Promises:
         return refusal
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended, or whose KV is given up."""
+        """Forget a sequence that has ended, or whose KV is given up. What waits behind it is booked anew."""
         self._inline.pop(sequence, None)
         self._fetched.pop(sequence, None)
         if self._booked.pop(sequence, None) is not None:
             self.conductor.cancelled(sequence, self._clock())
             if self._end_sharing(sequence):
-                self._book_anew(
-                    [s for s, b in self._booked.items() if b.shares and s.request_id == sequence.request_id]
-                )
+                behind = [s for s, b in self._booked.items() if b.shares and s.request_id == sequence.request_id]
+                self._book_anew([s for s in behind if s.prefill_worker is None and s not in self._inline])
         self._leave(sequence)
 
     def _end_sharing(self, sequence: Sequence) -> bool:

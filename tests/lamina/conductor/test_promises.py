@@ -213,6 +213,28 @@ def test_completions_of_one_request_are_booked_as_one_prompt(workers: int) -> No
     assert counts.prompts == 1
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_completion_that_is_computed_before_who_it_shares_with_keeps_its_worker(workers: int) -> None:
+    """As one does that has given way, and has room sooner than the other one: whatever becomes of that."""
+    clock = Hand()
+    promises = promising(clock, workers=workers, ttft_s=100.0)
+    promises.shared = lambda sequence: len(sequence.prompt) - 1
+    prefill = Prefill(workers, 8, 1, promises)
+    first, second = make(1, 50, 5), make(1, 50, 5)
+    for sequence in (first, second):
+        promises.expect(sequence)
+    if workers:
+        prefill.add(second)
+    promises.began_inline(second)
+    second.finish("abort")
+    promises.drop(first)
+    _drawn(second)
+    if workers:
+        promises.computed(second, clock.now)
+    promises.drawn_inline([second])
+    assert promises.conductor.num_waiting == 0
+
+
 def test_completions_that_share_nothing_are_booked_each() -> None:
     promises = promising(Hand(), workers=1, ttft_s=100.0)
     each = [make(1, 50, 5) for _ in range(3)]
