@@ -24,23 +24,35 @@ class SureRoom:
 
     def __init__(self, ledger: Ledger, ops: Iterable[SequenceOp], rows: Iterable[Rows]) -> None:
         self._ledger = ledger
+        self._granted = dict[int, Rows]()  # by sequence: all rows of its grants
         self._left: list[int] = []  # by group; empty = nothing is sure
         if all(isinstance(op, New | Free) for op in ops):
-            self._left = self._without(ledger.free_blocks, rows)
-
-    def _without(self, left: Iterable[int], rows: Iterable[Rows]) -> list[int]:
-        with suppress(PlanError):
-            needed = self._ledger.blocks_needed(rows)
-            return [have - max(0, n) for have, n in zip(left, needed, strict=True)]
-        return []
+            self._left = self._less(ledger.free_blocks, self._needed(rows))
 
     def takes(self, grant: Grant) -> bool:
-        """Whether it surely fits; it has its blocks then. False: ``can_apply`` has to look."""
-        left = self._without(self._left, [grant.rows]) if self._left else []
-        if not left or min(left) < 0:
+        """Whether it surely fits; it has its blocks then. False: ``can_apply`` has to look, and nothing is sure from
+        then on, as the grant may have its blocks in spite of this.
+        """
+        before = self._granted.get(grant.sequence)
+        first = before.first if before else grant.first
+        rows = Rows(grant.sequence, first, grant.first + grant.count - first, grant.place)
+        own = self._less(self._needed([rows]), self._needed([before] if before else []))
+        self._left = self._less(self._left, [max(0, n) for n in own])
+        if not self._left or min(self._left) < 0:
             return False
-        self._left = left
+        self._granted[grant.sequence] = rows
         return True
+
+    def _needed(self, rows: Iterable[Rows]) -> list[int]:
+        """By group; empty where nobody knows."""
+        with suppress(PlanError):
+            return [max(0, n) for n in self._ledger.blocks_needed(rows)]
+        return []
+
+    @staticmethod
+    def _less(have: Iterable[int], needed: Iterable[int]) -> list[int]:
+        """Empty where one of both is."""
+        return [n - taken for n, taken in zip(have, needed, strict=False)]
 
 
 def grant_chunks(

@@ -66,11 +66,17 @@ def test_every_stream_of_many_goes_on(part: int) -> None:
         924,  # the plan of a batch comes before that of another one, whose transfer was begun before
         2136,  # a prefill worker dies while it tells of two chunks
         1000014,  # nobody decodes, and what is retained is in the way of a chunk of a prompt
+        5066230,  # two chunks of a prompt, the second in a block of its own, and one more prompt in a pool nearly full
         5030298,  # a prompt is scored, gives way, comes back, and a page of it is lost behind its first rows
     ],
 )
 def test_rare_ones(seed: int) -> None:
     check(scenario(seed))
+
+
+def test_a_rare_one_that_the_next_engine_meets() -> None:
+    """A completion that has given way is computed before the one that it shares with, and both are cancelled."""
+    check_restart(scenario(5063589))
 
 
 @pytest.mark.long(but=["5"])
