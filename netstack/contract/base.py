@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from time import perf_counter
 from typing import Protocol
 from weakref import WeakSet
@@ -131,8 +132,10 @@ class BaseFabric:
         return Region(view.cast("B") if view.nbytes else memoryview(b""))
 
     def close(self) -> None:
-        for opened in list(self._opened):
-            opened.close()
+        """Close all that is open, also where one of these cannot be: that raises at the end."""
+        with ExitStack() as stack:
+            for opened in list(self._opened):
+                stack.callback(opened.close)
 
     def _address(self, url: str) -> str:
         prefix = f"{self.scheme}://"

@@ -52,3 +52,18 @@ def test_the_network_forgets_listeners_that_are_closed_or_dropped() -> None:
     del listener
     gc.collect()
     assert "here" not in loopback_host._NETWORK
+
+
+def test_a_fabric_closes_all_that_is_open_also_where_one_of_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric = LoopbackFabric(KEY)
+    listeners = [fabric.listen(name) for name in ("one", "two", "three")]
+    right = type(listeners[0]).close
+
+    def close(self: object) -> None:
+        right(self)  # type: ignore[arg-type]
+        raise OSError("a device is gone")
+
+    monkeypatch.setattr(type(listeners[0]), "close", close)
+    with pytest.raises(OSError, match="a device is gone"):
+        fabric.close()
+    assert not {"one", "two", "three"} & set(loopback_host._NETWORK)
