@@ -9,6 +9,8 @@ from lamina.protocol.control import AskStats, Stats
 
 from .members import Member, Members
 
+WAITS = ("wait_s", "carry_s", "stored_wait_s")  # counters that grow while a worker waits for others
+
 
 class Counters:
     """One round of questions at a time. One thread uses it."""
@@ -45,3 +47,13 @@ class Counters:
         if self._clock() - self._asked_at > limit_s and (late := [m for m in silent if not m.handle.stopped]):
             raise self._members.late(late, words)
         return None
+
+
+def moved(before: dict[str, dict[str, float]], now: dict[str, dict[str, float]]) -> bool:
+    """Whether some worker has done something between two readings of all counters. To wait is not to do something."""
+    return any(
+        before.get(worker, {}).get(name) != value
+        for worker, values in now.items()
+        for name, value in values.items()
+        if name not in WAITS
+    )

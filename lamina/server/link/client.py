@@ -26,6 +26,7 @@ from .messages import (
     Cancel,
     Cordon,
     Delta,
+    EngineBroken,
     Outputs,
     Ready,
     Refused,
@@ -44,7 +45,9 @@ from .reply_feed import ReplyFeed
 from .resizing import BusyError, Resizing
 from .restarts import EngineRestarts, Hearing
 
-FROM_ENGINE = Ready | Progress | Outputs | State | WorkerCounters | SessionsAre | Reset | Refused | Scaled | Failed
+FROM_ENGINE = (
+    Ready | Progress | Outputs | State | WorkerCounters | SessionsAre | Reset | Refused | Scaled | Failed | EngineBroken
+)
 JOIN_S = 8.0
 WATCH_S = 0.25  # between looks whether the engine stands still
 _LENGTH = struct.Struct("<I")
@@ -304,6 +307,8 @@ class EngineClient:
         try:
             while True:
                 message = await self._receive()
+                if isinstance(message, EngineBroken):
+                    return await self._restart(message.text)
                 if isinstance(message, Failed):
                     next_one, left = self._restarts, message.left
                     goes_on = next_one is not None and (next_one.shrink(left, message.without) or next_one.planned)

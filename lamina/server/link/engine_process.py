@@ -18,6 +18,7 @@ from lamina.engine.tuning.alone import check_limits
 from lamina.engine.tuning.measure import tune
 from lamina.engine.wire import FewerError, WorkerError
 from lamina.fleet.choose_transport import nearest
+from lamina.fleet.counters import moved
 from lamina.fleet.launchers import open_launcher
 from lamina.fleet.pools import Pools
 from lamina.models.tokens import load_beside
@@ -31,6 +32,7 @@ from .messages import (
     Cancel,
     Cordon,
     Delta,
+    EngineBroken,
     Outputs,
     Ready,
     Refused,
@@ -52,9 +54,12 @@ IDLE_S = 1.0  # how long an idle engine waits for a message before it looks at i
 LOOK_S = 0.25  # the same, while some of them have yet to answer
 WAIT_S = 0.01  # the same, where requests wait for room
 STATE_S = 0.05
-WAITS = ("wait_s", "carry_s", "stored_wait_s")  # counters that grow while a worker waits for others
 LAST_VIEW = (1 << VIEW_BITS) - 1024  # a change takes two at least, and more where workers are lost meanwhile
 COUNTERS_S = 0.9  # how often all workers are asked for their counters, and so whether they live
+
+
+class BrokenEngineError(Exception):
+    """An engine that served has failed by a defect of its own."""
 
 
 def serve_engine(sock: socket.socket) -> None:
@@ -73,6 +78,9 @@ def serve_engine(sock: socket.socket) -> None:
         _tell(link, Failed(text=str(e), left=e.left, without=e.without))
     except WorkerError as e:
         _tell(link, Failed(text=str(e)))
+    except BrokenEngineError as e:
+        _tell(link, EngineBroken(text=f"engine: {e}"))
+        raise
     except Exception as e:
         _tell(link, Failed(text=f"engine: {type(e).__name__}: {e}"))
         raise
@@ -108,8 +116,10 @@ def _serve(link: ControlLink, start: Start) -> None:
         loop = _Loop(link, engine, pools, tokenizer.result(limit_s))
         try:
             loop.run()
-        except ValueError as e:
-            raise RuntimeError(str(e)) from e  # no user is to blame for what an engine does that runs
+        except (WorkerError, LinkClosedError):
+            raise
+        except Exception as e:
+            raise BrokenEngineError(f"{type(e).__name__}: {e}") from e
     finally:
         pools.close()
 
@@ -378,16 +388,6 @@ class _Loop:
             self._inbox.put(e)
 
 
-def moved(before: dict[str, dict[str, float]], now: dict[str, dict[str, float]]) -> bool:
-    """Whether some worker has done something between two readings of all counters. To wait is not to do something."""
-    return any(
-        before.get(worker, {}).get(name) != value
-        for worker, values in now.items()
-        for name, value in values.items()
-        if name not in WAITS
-    )
-
-
-def _tell(link: ControlLink, message: Failed) -> None:
+def _tell(link: ControlLink, message: Failed | EngineBroken) -> None:
     with contextlib.suppress(LinkClosedError):
         link.send(message)

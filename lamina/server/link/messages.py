@@ -136,6 +136,12 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     refusal: Refusal | None = None
 
 
+class EngineBroken(msgspec.Struct, frozen=True, tag="broken_engine"):
+    """Engine -> server, the last message: it has failed by a defect of its own, as it served. Another one may go on."""
+
+    text: str
+
+
 class Times(msgspec.Struct, frozen=True, array_like=True):
     """Of a prompt that has ended, in seconds by the engine's clock. ``queue``: until its first row ran; ``prefill``:
     from there to the first token.

@@ -14,11 +14,13 @@ from typing import Any
 from lamina.server.link import engine_process
 
 FOLDER, SECONDS = "PYTEST_HUNG_FOLDER", 6
-HANGS, SPINS, HELD = signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH
+HANGS, SPINS, HELD, FAILS = signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGURG
 
 
 def serve_engine(sock: socket.socket) -> None:
-    """HANGS: its thread waits for itself. SPINS: it computes for SECONDS. HELD: another one keeps the interpreter."""
+    """HANGS: its thread waits for itself. SPINS: it computes for SECONDS. HELD: another one keeps the interpreter.
+    FAILS: it makes a mistake.
+    """
     folder = Path(os.environ[FOLDER])
 
     def told(number: int, word: str) -> None:
@@ -45,6 +47,10 @@ def serve_engine(sock: socket.socket) -> None:
 
         threading.Thread(target=keep, daemon=True).start()
 
-    for number, work in ((HANGS, hang), (SPINS, spin), (HELD, hold)):
+    def fail(number: int, frame: Any) -> None:
+        told(number, "begun")
+        raise KeyError("a mistake")
+
+    for number, work in ((HANGS, hang), (SPINS, spin), (HELD, hold), (FAILS, fail)):
         signal.signal(number, work)
     engine_process.serve_engine(sock)

@@ -14,10 +14,10 @@ from running import MODEL, ROOT
 from test_flow import until
 
 from lamina.config import make_config
+from lamina.fleet.counters import moved
 from lamina.protocol.control import ControlLink
 from lamina.request import Blame, SamplingParams
 from lamina.server.link.client import EngineClient, PromptRefusedError
-from lamina.server.link.engine_process import moved
 from lamina.server.link.launch import launch_engine
 from lamina.server.link.messages import Delta, Outputs, Ready, Start, State
 from lamina.server.link.reply_feed import ReplyFeed

@@ -29,6 +29,7 @@ from lamina.server.link.messages import (
     AskSessions,
     Cancel,
     Delta,
+    EngineBroken,
     Outputs,
     Reset,
     Scale,
@@ -370,6 +371,25 @@ def final(how: Callable[[Engines], None], words: str, **options: Any) -> None:
 
 def test_an_engine_that_says_why_it_ends_is_the_last_one() -> None:
     final(lambda engines: engines.all[0].link.send(Failed(text="memory worker 0: out of order")), "out of order")
+
+
+def test_one_that_has_failed_by_a_defect_of_its_own_is_followed_by_another(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("lamina").propagate = True
+
+    async def work(client: EngineClient, engines: Engines) -> None:
+        key = client.add([7], SamplingParams(), ReplyFeed(), Quiet())
+        first = engines.all[0]
+        await asyncio.to_thread(first.asked)
+        first.link.send(EngineBroken("engine: KeyError: 'x'"))
+        second = await engines.next(client)
+        second.link.send(READY)
+        assert (await asyncio.to_thread(second.asked)).key == key
+        second.link.send(EngineBroken("engine: KeyError: 'y'"))
+        await until(client.lost.is_set)
+        assert client.failure == "engine: KeyError: 'y'; --max-recoveries 1 allows no other one in ten minutes"
+
+    play(work, max_recoveries=1)
+    assert "engine: KeyError: 'x'; another one takes its place, and all requests go on" in caplog.text
 
 
 Sizes = dict[str, Any]

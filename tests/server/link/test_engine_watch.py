@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hung_engine import FOLDER, HANGS, HELD, SPINS
+from hung_engine import FAILS, FOLDER, HANGS, HELD, SPINS
 from msgspec.structs import replace
 from running import MODEL, ROOT
 from test_engine_link import Quiet
@@ -235,6 +235,24 @@ def test_one_that_hangs_is_replaced_and_streams_go_on_and_no_other_one_is(
 
     with caplog.at_level(logging.WARNING):
         with_engine(monkeypatch, tmp_path, work)
+
+
+@pytest.mark.long
+def test_one_that_fails_by_a_mistake_of_its_own_is_replaced_and_streams_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As one that has died, whose workers leave with it. The log has the mistake."""
+
+    async def work(server: ServersEnd) -> None:
+        wanted, pid = await server.tokens(), server.pid
+        assert await server.tokens(FAILS) == wanted
+        assert server.pid != pid
+        assert "engine: KeyError: 'a mistake'; another one takes its place" in caplog.text
+        await server.has(FAILS, "begun")
+
+    with caplog.at_level(logging.WARNING):
+        with_engine(monkeypatch, tmp_path, work)
+    assert "KeyError: 'a mistake'" in capfd.readouterr().err
 
 
 @pytest.mark.long

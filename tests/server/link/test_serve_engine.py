@@ -17,8 +17,8 @@ from lamina.observe.trace import Event
 from lamina.protocol.control import ControlLink, Failed, LinkClosedError, Progress, Stop
 from lamina.server.link import engine_process
 from lamina.server.link.client import FROM_ENGINE
-from lamina.server.link.engine_process import serve_engine
-from lamina.server.link.messages import Add, Outputs, Ready, Start
+from lamina.server.link.engine_process import BrokenEngineError, serve_engine
+from lamina.server.link.messages import Add, EngineBroken, Outputs, Ready, Start
 
 CONFIG = make_config({"transport": "loopback", "start_timeout_s": 33.0})
 START = Start(model="m", tokenizer="", config=CONFIG)
@@ -202,7 +202,7 @@ def test_no_user_is_to_blame_for_an_engine_that_fails_while_it_runs(
         serve_engine(server.sock)
         assert server.told()[1:] == [Failed(text="memory worker 0 is lost")]
     else:
-        with pytest.raises(RuntimeError, match="a bad number"):
+        with pytest.raises(BrokenEngineError, match="a bad number"):
             serve_engine(server.sock)
-        assert server.told()[1:] == [Failed(text="engine: RuntimeError: a bad number")]
+        assert server.told()[1:] == [EngineBroken("engine: ValueError: a bad number")]
     assert Pools.made[0].closed
