@@ -7,6 +7,7 @@ fenced worker stays in an older view for ever.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from .cohort import Cohort
 from .launchers import NoHostError
 from .members import LostError, Member, Members
 from .parity import Parity
-from .recoveries import Recoveries
+from .recoveries import RECENT_S, Recoveries
 from .standing import STOPPED_S, StandingStill
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class Supervisor:
         self._config, self._members, self._cohort, self._clock = config, members, cohort, clock
         self._step_s, self._start_s = config.deadlines.step_timeout_s, config.deadlines.start_timeout_s
         self._recoveries = Recoveries(config.launching.max_recoveries, clock)
+        self._failures = dict[str, float]()  # what workers have said that failed and were replaced, and when
+        self._failing = set[str]()  # of the recovery under way
         self._deaths = Recoveries(config.launching.max_recoveries, clock)  # of spares
         self._short = False  # of spares: one has died, and none has been started in its place
         self._standing = StandingStill[Member](clock)
@@ -117,9 +120,9 @@ class Supervisor:
         return f"; there is room for a run with {_flags(sizes)} at most"
 
     def _is_curable(self, loss: LostError) -> bool:
-        """Whether all that are lost are processes that ended without a word, or can be ended; not one that has failed
-        and said why, and would again. One that is late is asked to come to rest, unless it has come in place of
-        another and has not started: the next one would be as late.
+        """Whether all that are lost are processes that ended without a word, can be ended, or have failed in a way that
+        others need not. One that is late is asked to come to rest, unless it has come in place of another and has not
+        started: the next one would be as late.
         """
         lost = self._members.lost
         late = [m for m in loss.members if m not in lost and not loss.ended]
@@ -128,7 +131,15 @@ class Supervisor:
             return loss.ended  # of a view: nobody is lost, and all meet anew
         if self._recoveries.under_way and not all(map(self._cohort.has_started, late)):
             return False
-        return all(x.ended for x in lost.values()) and all(map(self._cohort.may_replace, each))
+        may_go_well = all(x.ended or self._is_first(member, x) for member, x in lost.items())
+        return may_go_well and all(map(self._cohort.may_replace, each))
+
+    def _is_first(self, member: Member, failure: LostError) -> bool:
+        """Whether a worker that has said why it failed had served till then, such as one whose device has an error, and
+        nobody has said the same in RECENT_S: else another one would fail in its place, too.
+        """
+        said_at = self._failures.get(str(failure), -math.inf)
+        return self._cohort.has_started(member) and self._clock() - said_at > RECENT_S
 
     @staticmethod
     def _known(loss: LostError) -> Sequence[Member]:
@@ -179,6 +190,7 @@ class Supervisor:
     def _count(self) -> None:
         """Those that are on loan are no reason to give up: others may lend."""
         lost = self._members.lost
+        self._failing |= {str(failure) for failure in lost.values() if not failure.ended}
         self._recoveries.count(self._members, lost, free=all(m.on_loan for m in lost) and bool(lost))
 
     def resume(self, keep: Sequence[Keep]) -> ComputeReady:
@@ -186,6 +198,8 @@ class Supervisor:
         self._cohort.replace()
         ready = self._cohort.connect(keep)
         self._recoveries.end()
+        self._failures |= dict.fromkeys(self._failing, self._clock())
+        self._failing.clear()
         self._fill_spares()
         return ready
 

@@ -1,21 +1,27 @@
-"""Workers that make good what others have lost, each wrong in one way."""
+"""Workers that make good what others have lost, each wrong in one way; and workers whose devices have errors."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from lamina.compute import main as compute_main
 from lamina.compute.prefill import OwnAttention
 from lamina.compute.prefill import main as prefill_main
+from lamina.compute.worker import ComputeWorker
 from lamina.memory import main as memory_main
 from lamina.memory.store import Store
 from lamina.protocol.plan import Keep, StepPlan
 
 FOLDER, SOUND = "PYTEST_CARELESS_FOLDER", "PYTEST_CARELESS_SOUND"
+FAILING = "PYTEST_CARELESS_FAILING"  # how many workers fail, of the first ones
+ERROR, CALLS = "its device has an error", 12  # at the last of so many
 SLIGHTLY = 1.0 + 2.0**-20
 _reconcile, _begin, _kv = Store.reconcile, Store.begin, OwnAttention.kv
 
@@ -68,3 +74,26 @@ def serve_prefill(sock: socket.socket) -> None:
     if _is_late(1):
         OwnAttention.kv = _send_other_values  # type: ignore[method-assign]
     prefill_main.serve_prefill(sock)
+
+
+def serve_failing_memory(sock: socket.socket) -> None:
+    _fail_midway(Store, "begin")
+    memory_main.serve_memory(sock)
+
+
+def serve_failing_compute(sock: socket.socket) -> None:
+    _fail_midway(ComputeWorker, "_finish")
+    compute_main.serve_compute(sock)
+
+
+def _fail_midway(of: type, name: str) -> None:
+    if _is_late(int(os.environ[FAILING])):
+        return
+    right, calls = getattr(of, name), count(1)
+
+    def call(self: Any, *args: Any) -> Any:
+        if next(calls) == CALLS:
+            raise RuntimeError(ERROR)
+        return right(self, *args)
+
+    setattr(of, name, call)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import careless
 import pytest
 from held_interpreter import FOLDER, SECONDS
 from test_faults import gone, shared_memory
@@ -100,6 +101,26 @@ def test_every_request_goes_on(case: str, llama_path: Path, prompts: list[list[i
         last = llm.pools.pids
     assert all(gone(pid) for pid in last.values())
     assert shared_memory() == before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("role", ["memory", "compute"])
+def test_one_whose_device_has_an_error_is_replaced_and_where_the_next_one_has_the_same_the_run_ends(
+    role: str, llama_path: Path, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(local.ROLES, role, ("tests.e2e.changes.careless", f"serve_failing_{role}"))
+    monkeypatch.setenv(careless.FOLDER, str(tmp_path))
+    monkeypatch.setenv(careless.FAILING, "1")
+    with LLM(str(llama_path), memory_workers=2, deterministic=True) as llm:
+        pids, tokens = llm.pools.pids, run(llm, prompts, {})
+        assert len([worker for worker, pid in llm.pools.pids.items() if pid != pids[worker]]) == 1
+        assert run(llm, prompts, {}) == tokens
+    monkeypatch.setenv(careless.FAILING, "9")
+    with LLM(str(llama_path), memory_workers=2) as llm:
+        pids = llm.pools.pids
+        with pytest.raises(WorkerError, match=f"^{role} worker.*: RuntimeError: {careless.ERROR}$"):
+            run(llm, prompts, {})
+    assert all(gone(pid) for pid in pids.values())
 
 
 @pytest.mark.long

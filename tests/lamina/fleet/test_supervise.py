@@ -604,13 +604,54 @@ def test_who_loses_its_way_to_one_that_lacks_something_is_not_replaced() -> None
     assert list(run.members) == everybody
 
 
-def test_one_that_says_why_it_has_failed_is_not_replaced() -> None:
+FAILURE = "compute worker: RuntimeError: out of order"
+
+
+def test_one_that_says_why_it_has_failed_is_replaced_unless_another_one_has_said_the_same() -> None:
+    """Such as one whose device has an error; with a defect, or too little memory, the next one fails as well."""
     run = Run()
-    run.worker(2).inbox.append(Failed(text="compute worker: RuntimeError: out of order"))
+    for text in (FAILURE, "compute worker: RuntimeError: something else"):
+        run.now("compute", 0).inbox.append(Failed(text=text))
+        run.check(run.recover()[1])
+    run.now("compute", 1).inbox.append(Failed(text=FAILURE))
     loss = run.loss()
-    assert str(loss) == "compute worker: RuntimeError: out of order"
+    assert str(loss) == FAILURE
     assert not run.supervisor.may_make_good(loss)
-    assert run.supervisor.last_words(loss) == str(loss)
+    assert run.supervisor.last_words(loss) == FAILURE
+    run.world.now += RECENT_S + 1.0
+    assert run.supervisor.may_make_good(loss)
+
+
+def test_two_that_say_the_same_at_once_are_replaced() -> None:
+    """As ranks do that fail together."""
+    run = Run()
+    for index in range(2):
+        run.now("compute", index).inbox.append(Failed(text=FAILURE))
+    run.check(run.recover()[1])
+
+
+def test_one_that_has_failed_counts_as_a_recovery() -> None:
+    run = Run(max_recoveries=0)
+    run.now("memory", 0).inbox.append(Failed(text="memory worker: RuntimeError: out of order"))
+    loss = run.loss()
+    assert not run.supervisor.may_make_good(loss)
+    assert run.supervisor.last_words(loss) == "memory worker: RuntimeError: out of order"
+
+
+def test_one_that_fails_as_it_starts_is_not_replaced() -> None:
+    """The next one would fail as well."""
+    run = Run()
+    first = run.now("memory", 0)
+
+    def before(now: int) -> None:
+        new = run.now("memory", 0)
+        if new is not first and not new.got:
+            new.inbox.append(Failed(text="memory worker: RuntimeError: no memory"))
+
+    run.world.before = before
+    first.kill()
+    with pytest.raises(AssertionError, match=r"^LostError\(.memory worker: RuntimeError: no memory.\)"):
+        run.recover()
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])
