@@ -79,8 +79,8 @@ def serve_engine(sock: socket.socket) -> None:
     except WorkerError as e:
         _tell(link, Failed(text=str(e)))
     except BrokenEngineError as e:
+        log.exception("the engine has failed")  # first: whoever is told ends this process
         _tell(link, EngineBroken(text=f"engine: {e}"))
-        raise
     except Exception as e:
         _tell(link, Failed(text=f"engine: {type(e).__name__}: {e}"))
         raise
