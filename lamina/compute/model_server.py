@@ -47,6 +47,7 @@ from lamina.protocol.partition import Partition
 from lamina.protocol.plan import Bound, LayerShape, ProtocolError
 from lamina.protocol.step_parts import parted
 from lamina.workers.devices import CPU, gpu_of, linear, pick
+from lamina.workers.process import write_error
 from lamina.workers.service import WorkerService
 from lamina.workers.stage_times import StageTimes
 from lamina.workers.staging import Staging, open_staging
@@ -152,6 +153,7 @@ class ModelServer:
             if not self.service.stopped.is_set():
                 self.service.fail(f"{self.role}: {e}", by_peer=isinstance(e, ChannelError))
         except Exception as e:
+            write_error()
             self.service.fail(f"{self.role}: {type(e).__name__}: {e}")
             raise
         finally:

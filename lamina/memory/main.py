@@ -34,7 +34,7 @@ from lamina.protocol.control import (
 )
 from lamina.protocol.plan import ProtocolError
 from lamina.protocol.recut import Leaving, MakeRoom, Rebuild, Recut, Recutted, RoomMade
-from lamina.workers.process import on_notice
+from lamina.workers.process import on_notice, write_error
 from lamina.workers.service import WorkerService
 from lamina.workers.surroundings import HERE, Surroundings
 from lamina.workers.view import ViewDoor
@@ -119,6 +119,7 @@ class MemoryServer:
             pass  # the driver is gone: so are we
         except Exception as e:
             if not service.stopped.is_set():
+                write_error()
                 service.fail(f"memory worker: {type(e).__name__}: {e}")
                 raise
         finally:

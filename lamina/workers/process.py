@@ -33,6 +33,17 @@ def end_at_once(why: str) -> None:
         os._exit(1)
 
 
+def write_error() -> None:
+    """Write the error that is handled to stderr as Python does at the end, and not then: whoever hears of it ends this
+    process at once. Nothing happens in a process whose main thread this is not.
+    """
+    if threading.current_thread() is threading.main_thread():
+        with contextlib.suppress(OSError, ValueError):
+            sys.excepthook(*sys.exc_info())  # there is one
+            sys.stderr.flush()
+        sys.excepthook = lambda *error: None
+
+
 class PromptEnd:
     """Ends this process at once when its work is done: threads are awaited and exit functions run, as Python does it,
     but modules are not taken apart one by one. That touches every page that a forked process shares with its parent,

@@ -24,6 +24,7 @@ from lamina.fleet.pools import Pools
 from lamina.models.tokens import load_beside
 from lamina.protocol.control import VIEW_BITS, ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
 from lamina.request import Blame, OverloadedError, RequestOutput
+from lamina.workers.process import write_error
 
 from .live import LivePrompt
 from .messages import (
@@ -79,9 +80,10 @@ def serve_engine(sock: socket.socket) -> None:
     except WorkerError as e:
         _tell(link, Failed(text=str(e)))
     except BrokenEngineError as e:
-        log.exception("the engine has failed")  # first: whoever is told ends this process
         _tell(link, EngineBroken(text=f"engine: {e}"))
+        raise
     except Exception as e:
+        write_error()
         _tell(link, Failed(text=f"engine: {type(e).__name__}: {e}"))
         raise
     finally:
@@ -119,6 +121,7 @@ def _serve(link: ControlLink, start: Start) -> None:
         except (WorkerError, LinkClosedError):
             raise
         except Exception as e:
+            write_error()
             raise BrokenEngineError(f"{type(e).__name__}: {e}") from e
     finally:
         pools.close()

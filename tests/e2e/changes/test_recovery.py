@@ -106,8 +106,14 @@ def test_every_request_goes_on(case: str, llama_path: Path, prompts: list[list[i
 @pytest.mark.long
 @pytest.mark.parametrize("role", ["memory", "compute"])
 def test_one_whose_device_has_an_error_is_replaced_and_where_the_next_one_has_the_same_the_run_ends(
-    role: str, llama_path: Path, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    role: str,
+    llama_path: Path,
+    prompts: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """The log has the traceback of each."""
     monkeypatch.setitem(local.ROLES, role, ("tests.e2e.changes.careless", f"serve_failing_{role}"))
     monkeypatch.setenv(careless.FOLDER, str(tmp_path))
     monkeypatch.setenv(careless.FAILING, "1")
@@ -115,6 +121,7 @@ def test_one_whose_device_has_an_error_is_replaced_and_where_the_next_one_has_th
         pids, tokens = llm.pools.pids, run(llm, prompts, {})
         assert len([worker for worker, pid in llm.pools.pids.items() if pid != pids[worker]]) == 1
         assert run(llm, prompts, {}) == tokens
+    assert capfd.readouterr().err.count(f"\nRuntimeError: {careless.ERROR}") == 1
     monkeypatch.setenv(careless.FAILING, "9")
     with LLM(str(llama_path), memory_workers=2) as llm:
         pids = llm.pools.pids

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from lamina.observe.trace import Event
 from lamina.protocol.control import ControlLink, Failed, LinkClosedError, Progress, Stop
 from lamina.server.link import engine_process
 from lamina.server.link.client import FROM_ENGINE
-from lamina.server.link.engine_process import serve_engine
+from lamina.server.link.engine_process import BrokenEngineError, serve_engine
 from lamina.server.link.messages import Add, EngineBroken, Outputs, Ready, Start
 
 CONFIG = make_config({"transport": "loopback", "start_timeout_s": 33.0})
@@ -195,18 +195,18 @@ def test_a_life_with_work(loaded: list[tuple[Any, ...]]) -> None:
 
 @pytest.mark.parametrize("error", [ValueError("a bad number"), WorkerError("memory worker 0 is lost")])
 def test_no_user_is_to_blame_for_an_engine_that_fails_while_it_runs(
-    error: Exception,
-    loaded: list[tuple[Any, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    error: Exception, loaded: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_process._Loop, "run", failing(error))
     server = Server(START)
-    with caplog.at_level(logging.ERROR):
-        serve_engine(server.sock)
     if isinstance(error, WorkerError):
+        serve_engine(server.sock)
         assert server.told()[1:] == [Failed(text="memory worker 0 is lost")]
     else:
+        said: list[BaseException] = []
+        monkeypatch.setattr(sys, "excepthook", lambda kind, error, at: said.append(error))
+        with pytest.raises(BrokenEngineError, match="a bad number"):
+            serve_engine(server.sock)
+        assert said == [error]
         assert server.told()[1:] == [EngineBroken("engine: ValueError: a bad number")]
-        assert "Traceback" in caplog.text
     assert Pools.made[0].closed
