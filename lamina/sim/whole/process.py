@@ -22,7 +22,7 @@ from lamina.fleet.links import FROM_WORKERS, Link
 from lamina.memory.main import FROM_DRIVER, MemoryServer
 from lamina.memory.worker import MemoryWorker
 from lamina.observe.trace import FLIP, Silent
-from lamina.protocol.control import LinkClosedError, StartCompute, StartMemory
+from lamina.protocol.control import Failed, LinkClosedError, StartCompute, StartMemory
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.options.resolve import sequence_limit
 from lamina.protocol.recut import Leaving
@@ -188,7 +188,8 @@ class SimProcess:
             raise Slain
 
     def passed(self, message: object) -> None:
-        """A message that it has, or has sent."""
+        """A message that it has, or has sent. Raises AssertionError where it has failed: another one would go on."""
+        assert not isinstance(message, Failed), f"it fails: {message.text}"
         self._host.passed(self, type(message).__name__)
 
     def fate(self) -> str | None:

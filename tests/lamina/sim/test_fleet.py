@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from msgspec import structs
 from test_scenarios import MISTAKES as OF_THE_ENGINE
 from test_scenarios import replacing
 
+from lamina.compute.main import ComputeServer
 from lamina.compute.prefill import PrefillWorker
 from lamina.compute.worker import ComputeWorker
 from lamina.engine.blocks.stripe_moves import StripeMoves
@@ -27,8 +29,8 @@ from lamina.memory.rebuild import Rebuilder
 from lamina.memory.store import Store
 from lamina.netstack import ChannelUnreachable, Terms
 from lamina.protocol.control import Connect, RunRound
-from lamina.protocol.plan import Keep
-from lamina.sim.play import is_broken
+from lamina.protocol.plan import Keep, ProtocolError
+from lamina.sim.play import ScenarioError, is_broken
 from lamina.sim.whole.network import SimChannel, SimFabric
 from lamina.sim.whole.process import CUT, SimHost
 from lamina.sim.whole.run import _FleetPlay, check_fleet, play_fleet, smaller_fleet
@@ -48,6 +50,7 @@ SEEDS, PARTS, MANY = 6, 3, 200
 PLANNED = 10
 MOVING = 6
 EXITS = 2, 4
+TURNS = 9
 Mistake = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -342,6 +345,21 @@ def test_a_mistake_is_seen(mistake: str) -> None:
         assert is_broken(check_fleet, of)
     if seed >= SEEDS:
         check_fleet(of)
+
+
+@pytest.mark.long
+def test_one_that_fails_and_says_why_is_seen_though_another_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where memory workers come and go, and nobody knows who is to be left."""
+    right, turns = ComputeServer._take_messages, count(1)
+
+    def take(self: ComputeServer) -> bool:
+        if self._has_work and next(turns) == TURNS:
+            raise ProtocolError("a mistake")
+        return right(self)
+
+    monkeypatch.setattr(ComputeServer, "_take_messages", take)
+    with pytest.raises(ScenarioError, match="it fails: compute worker: a mistake"):
+        check_fleet(planned_fleet(1))
 
 
 @pytest.mark.long
