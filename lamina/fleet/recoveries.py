@@ -30,6 +30,10 @@ class Recoveries:
         """Whether there is one now."""
         return bool(self._first)
 
+    def is_newcomer(self, lost: Hashable) -> bool:
+        """Whether one that is lost has come in the recovery under way, and its loss is not counted yet."""
+        return self.under_way and lost not in self._first | self._counted
+
     def allow(self, lost: Collection[Hashable]) -> bool:
         """Whether there may be as many as ``lost`` takes; ``lost``: all that are lost now."""
         while self._begun and self._begun[0] < self._clock() - RECENT_S:

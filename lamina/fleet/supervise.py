@@ -136,10 +136,12 @@ class Supervisor:
 
     def _is_first(self, member: Member, failure: LostError) -> bool:
         """Whether a worker that has said why it failed had served till then, such as one whose device has an error, and
-        nobody has said the same in RECENT_S: else another one would fail in its place, too.
+        nobody has said the same in RECENT_S, or before it came: else another one would fail in its place, too.
         """
-        said_at = self._failures.get(str(failure), -math.inf)
-        return self._cohort.has_started(member) and self._clock() - said_at > RECENT_S
+        said_at, again = self._failures.get(str(failure), -math.inf), str(failure) in self._failing
+        if not self._cohort.has_started(member) or (again and self._recoveries.is_newcomer(member)):
+            return False
+        return self._clock() - said_at > RECENT_S
 
     @staticmethod
     def _known(loss: LostError) -> Sequence[Member]:

@@ -638,6 +638,39 @@ def test_one_that_has_failed_counts_as_a_recovery() -> None:
     assert run.supervisor.last_words(loss) == "memory worker: RuntimeError: out of order"
 
 
+def test_one_that_says_the_same_as_the_one_in_whose_place_it_has_come_is_not_replaced() -> None:
+    """Once it has started, and before all have met: no more of them are started, one after the other."""
+    run = Run()
+    first, new = run.now("memory", 0), NUM_WORKERS
+
+    def before(now: int) -> None:
+        for worker in run.world.workers[new:]:
+            if not worker.ended and any(isinstance(message, Connect) for message in worker.got):
+                worker.inbox.append(Failed(text=FAILURE))
+
+    run.world.before = before
+    first.inbox.append(Failed(text=FAILURE))
+    with pytest.raises(AssertionError, match=rf"^LostError\(.{FAILURE}.\)"):
+        run.recover()
+    assert len(run.world.workers) == NUM_WORKERS + 1
+
+
+def test_one_that_has_come_and_fails_otherwise_is_replaced_also_where_others_die_as_all_come_to_rest() -> None:
+    run = Run()
+    first, prefill = run.now("memory", 0), run.now("prefill", 0)
+
+    def before(now: int) -> None:
+        new = run.now("memory", 0)
+        if new is not first and any(isinstance(message, Connect) for message in new.got):
+            new.inbox.append(Failed(text="memory worker: RuntimeError: something else"))
+            run.world.before = lambda now: prefill.kill() if new.ended else None
+
+    run.world.before = before
+    first.inbox.append(Failed(text=FAILURE))
+    run.check(run.recover()[1])
+    assert prefill.ended
+
+
 def test_one_that_fails_as_it_starts_is_not_replaced() -> None:
     """The next one would fail as well."""
     run = Run()
