@@ -92,7 +92,7 @@ class Supervisor:
 
     def last_words(self, loss: LostError) -> str:
         """About a run that ends by ``loss``."""
-        if self._is_curable(loss) and self._recoveries.most:
+        if self._is_curable(loss) and self._recoveries.most and not self.may_make_good(loss):
             limit = f", as --max-recoveries {self._recoveries.most} allows no more in ten minutes,"
         elif loss.ended:
             limit = ""

@@ -703,6 +703,17 @@ def test_so_many_losses_are_made_good_in_ten_minutes(most: int) -> None:
     assert run.supervisor.may_make_good(loss) == bool(most)
 
 
+def test_who_is_lost_as_the_pools_start_is_lost_by_no_limit() -> None:
+    """Nobody is replaced then, however many may be. What one has said, such as that memory lacks, stands alone."""
+    run = Run()
+    run.now("memory", 0).inbox.append(Failed(text=FAILURE))
+    assert run.supervisor.last_words(run.loss()) == FAILURE
+    run = Run()
+    run.now("memory", 0).kill()
+    loss = run.loss()
+    assert run.supervisor.last_words(loss) == f"{loss}; its pool cannot go on and was ended: start again"
+
+
 def test_where_nobody_can_be_started_again_the_loss_is_final() -> None:
     run = Run()
     run.world.restarts = False
