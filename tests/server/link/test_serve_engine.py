@@ -71,10 +71,16 @@ def test_why_an_engine_did_not_start(error: Exception, told: Failed, monkeypatch
 
 
 def test_an_error_of_ours_is_told_and_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And written before, once."""
+    said: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, at: said.append(error))
     monkeypatch.setattr(engine_process, "_serve", failing(KeyError("x")))
     server = Server(START)
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError) as raised:
         serve_engine(server.sock)
+    assert said == [raised.value]
+    sys.excepthook(KeyError, raised.value, None)
+    assert said == [raised.value], "it is written again as the process ends"
     assert server.told() == [Failed(text="engine: KeyError: 'x'")]
 
 
