@@ -108,10 +108,10 @@ class Engine:
         outputs, times = [s.output for s in sequences], RequestTimes(self._clock())
         output = RequestOutput(request_id, text, list(given), outputs, times)
         output.prompt_logprobs = None if params.prompt_logprobs is None else [None]
-        texts = texts_of(params, make_pieces)
-        self._requests[request_id] = request = Request(output, sequences, texts, spell)
+        request = Request(output, sequences, texts_of(params, make_pieces), spell)
         for one in told:
             self._catch_up(request, one)
+        self._requests[request_id] = request  # not one whose tokens could not be taken
         if output.finished:  # by what was told, such as under a smaller --max-model-len
             self._caught_up.append(request_id)
         for sequence in sequences:

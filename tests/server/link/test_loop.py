@@ -346,6 +346,23 @@ def test_a_prompt_that_fails_in_the_engine_takes_nobody_with_it(
     assert [(r.getMessage(), r.exc_info is not None) for r in caplog.records] == [("a prompt could not be added", True)]
 
 
+def test_so_does_one_that_fails_at_the_tokens_that_another_engine_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench("a tokenizer")
+
+    class Pieces:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def push(self, token_ids: list[int]) -> str:
+            raise RuntimeError("no such token")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lamina.models.tokens.Detokenizer", Pieces)
+        bench.loop._take(Add(7, PROMPT, PARAMS, [Told(index=0, tokens=[5])], accepted=True))
+    (refused,) = bench.told()
+    assert refused == Refused(7, "the engine could not add the prompt: no such token", Blame.SERVER)
+    assert not bench.engine.has_work
+
+
 def test_a_link_that_fails_ends_the_loop_and_says_why(bench: Bench) -> None:
     cause = ValueError("a bad frame")
     with pytest.raises(RuntimeError, match="its link to the server has failed: a bad frame") as failed:
