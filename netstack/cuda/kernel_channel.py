@@ -123,17 +123,20 @@ class KernelChannel(WatchedChannel):
         return self._driver.index
 
     def lend(self) -> DeviceView:
-        if not self._watched:  # no call of the host looks at the life line from here on
-            self._watched = True
-            view = self._pinned.view
+        with self._open() as is_open:
+            if not is_open:
+                self._check("lend")
+            if not self._watched:  # no call of the host looks at the life line from here on
+                self._watched = True
+                view = self._pinned.view
 
-            def end_waits() -> None:
-                view[0] = 1
+                def end_waits() -> None:
+                    view[0] = 1
 
-            weakref.finalize(self, watch(self._sock, end_waits, self._events()))
-            for kernel in self._kind.at_once:
-                self._driver.load(f"{self._kind.name}_{kernel}")
-        return self._view(0, self._view(1, None) if self._lanes > 1 else None)
+                weakref.finalize(self, watch(self._sock, end_waits, self._events()))
+                for kernel in self._kind.at_once:
+                    self._driver.load(f"{self._kind.name}_{kernel}")
+            return self._view(0, self._view(1, None) if self._lanes > 1 else None)
 
     def take_back(self) -> None:
         with self._open() as is_open:

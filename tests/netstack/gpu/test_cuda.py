@@ -288,6 +288,16 @@ def test_what_is_launched_once_the_channel_is_closed_touches_no_memory() -> None
     fabric.close()
 
 
+def test_a_channel_that_is_closed_is_not_lent() -> None:
+    fabric, a, b = ends()
+    b.lend()
+    for end in (a, b):
+        end.close()
+        with pytest.raises(netstack.ChannelAborted):
+            end.lend()
+    fabric.close()
+
+
 def test_a_graph_is_launched_before_its_channel_is_closed_or_not_at_all() -> None:
     """A close waits for who is about to launch one, and finds its kernels; later ones find it closed."""
     fabric, _, b = ends()
