@@ -25,8 +25,12 @@ PATIENCE = 10  # a second of a guest may take so many of the host's, which has o
 TICK = os.sysconf("SC_CLK_TCK")
 LOOK_S = 1.0
 LIFE_S = 7200  # no guest outlives this, whatever happens to the tests
-# The kernel ends it with the thread that has started it (PR_SET_PDEATHSIG of prctl(2)); `timeout` passes that on.
-STARTER = ("setpriv", "--pdeathsig", "TERM", "nice", "-n", "5", "timeout", "--kill-after=1", str(LIFE_S))
+# The kernel ends it with the thread that has started it (PR_SET_PDEATHSIG of prctl(2)); `timeout` passes that on, or
+# ends by it alone where it has not yet noted whom it has started: so the guest ends with `timeout`, too.
+STARTER = (
+    "setpriv", "--pdeathsig", "TERM", "nice", "-n", "5", "timeout", "--kill-after=1", str(LIFE_S),
+    "setpriv", "--pdeathsig", "KILL",
+)  # fmt: skip
 MEMORY_MB = 3072
 PYTHON = Path(sys.executable)
 SHELL = (  # pyverbs is the distribution's, and nothing else of its packages is wanted
