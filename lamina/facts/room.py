@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lamina.protocol.options.declare import size_flag
+
 if TYPE_CHECKING:
     from lamina.protocol.options.engine import EngineConfig
-
-_GIB, _MIB = 1 << 30, 1 << 20
 
 
 def free_bytes() -> int:
@@ -33,6 +33,5 @@ def too_little(asked: int, free: int, workers: int = 1, where: str = "here") -> 
     """What to say of KV blocks of ``asked`` bytes on so many workers together, and the --kv-memory that is too much."""
     from .report import size
 
-    each = free // workers
-    below = f"{10 * each // _GIB / 10:g}GiB" if each >= _GIB else f"{max(1, each // _MIB)}MiB"
+    below = size_flag(free // workers)
     return f"KV blocks take {size(asked)}, {size(free)} are free {where}: lower --kv-memory below {below}"

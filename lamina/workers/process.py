@@ -34,12 +34,12 @@ def end_at_once(why: str) -> None:
 
 
 def write_error() -> None:
-    """Write the error that is handled to stderr as Python does at the end, and not then: whoever hears of it ends this
-    process at once. Nothing happens in a process whose main thread this is not.
+    """Write the error that is being handled to stderr now, as Python would do at the end of the process, and not again
+    then: whoever is told of the error ends this process at once. Nothing happens outside the main thread.
     """
     if threading.current_thread() is threading.main_thread():
         with contextlib.suppress(OSError, ValueError):
-            sys.excepthook(*sys.exc_info())  # there is one
+            sys.excepthook(*sys.exc_info())
             sys.stderr.flush()
         sys.excepthook = lambda *error: None
 

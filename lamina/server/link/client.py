@@ -277,7 +277,7 @@ class EngineClient:
         while reason is None:
             try:
                 reason = await self._listen()
-            except Exception as e:  # whatever it is, no reader waits for an engine that nobody hears
+            except Exception as e:  # a defect here: no reader may wait for an engine that nobody hears
                 log.exception("reading from the engine, or starting another one, has failed")
                 reason = f"the server cannot go on with its engine: {type(e).__name__}: {e}"
         self._is_ready, self.failure = False, reason

@@ -152,8 +152,9 @@ class EngineRestarts:
     def end(self, requests: int) -> None:
         """The new engine has so many requests, and goes on with them: the recovery is over."""
         self._recoveries.end()
-        pause_s, what = time.monotonic() - (self._ended_at or 0.0), counted(requests, "request")
-        log.info("another engine goes on with %s, %.1f s after the last one ended", what, pause_s)
+        assert self._ended_at is not None
+        pause_s, those = time.monotonic() - self._ended_at, counted(requests, "request")
+        log.info("another engine goes on with %s, %.1f s after the last one ended", those, pause_s)
         if self._planned is not None and not self._planned.done():
             self._planned.set_result(pause_s)
         self._planned = self._before = self._ended_at = None

@@ -207,7 +207,7 @@ def test_workers_of_a_device_share_what_it_has_free(gpus: int, monkeypatch: pyte
     assert _kv_bytes(wanted, torch.device("cuda:0"), 0.5, 200) == 600, "others give so much back"
     assert _kv_bytes(bind([shape()], kv_bytes=600, kv_most=50), torch.device("cuda:0"), 0.5, 0) == 50
     assert _kv_bytes(wanted, CPU, 0.5, 0) == 600, "the host is shared with everything else"
-    with pytest.raises(ValueError, match="take 2.0 kB, 1.0 kB are free on cuda:0: lower --kv-memory below 1MiB"):
+    with pytest.raises(ValueError, match="take 2.0 kB, 1.0 kB are free on cuda:0: lower --kv-memory below 1000B"):
         _kv_bytes(bind([shape()], kv_bytes=2000), torch.device("cuda:0"), 0.5, 0)
 
 
