@@ -35,8 +35,8 @@ from lamina.engine.conductor.estimate import PrefillFit, TransferFit, TransferTi
 from lamina.engine.conductor.overload import DecodePool, Limits
 from lamina.engine.engine import Engine
 from lamina.engine.promises import NO_BOUND
+from lamina.planner.simulator.run import PoolTruth, SimulatedPools, TracedPrompt
 from lamina.request import OverloadedError
-from lamina.sim.pools.run import PoolTruth, SimulatedPools, TracedPrompt
 
 SMALL = {**SHAPE, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # devices' time counts, not ours
 WARM = (200, 1600, 400, 800, 1200, 300, 1000, 600)  # tokens of prompts by which the laws are learned

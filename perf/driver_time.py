@@ -15,9 +15,9 @@ from common import host
 
 from lamina.config import make_config
 from lamina.engine.engine import Engine
+from lamina.planner.simulator.clock import VirtualClock
+from lamina.planner.simulator.lossless import LosslessWire, ready_of
 from lamina.request import SamplingParams
-from lamina.sim.clock import VirtualClock
-from lamina.sim.lossless import LosslessWire, ready_of
 
 PROMPT, ROUNDS, WARM = 64, 60, 10
 

@@ -1,7 +1,7 @@
 """Whether it pays to settle debts in circles (DistAttention's figure 10, arXiv 2401.02669): modelled, not measured.
 
 Instances of 40 blocks each lend and borrow by the shipped policy, on a virtual clock over a network that loses nothing
-(lamina.sim.lending). Requests come by chance, most of few blocks, some of more than an instance has. A request goes on
+(simulation.lending). Requests come by chance, most of few blocks, some of more than an instance has. A request goes on
 as fast as its instance does, and that is slower by the part of its data that is on loan, times how much slower a
 creditor's link is. Data of requests that end is freed where it lies. Prints requests a second and the part on loan,
 with and without settlements, and where instead nobody lends who borrows, so that there are no circles; --write appends
@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from collections import deque
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from common import record
 
 from lamina.lending.settler import Settler
-from lamina.sim.lending.instance import SimInstance
-from lamina.sim.lending.scenario import LendingScenario
-from lamina.sim.lending.world import LendingWorld
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from simulation.lending.instance import SimInstance
+from simulation.lending.scenario import LendingScenario
+from simulation.lending.world import LendingWorld
 
 STEP_S = 0.25
 MOST = 3  # times its own blocks that an instance takes on at once

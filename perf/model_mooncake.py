@@ -31,10 +31,10 @@ from lamina.engine.conductor.directory import Directory
 from lamina.engine.conductor.estimate import PrefillFit, PrefillTime, TransferFit, TransferTime
 from lamina.engine.conductor.overload import DecodePool, TokenTime
 from lamina.facts.hardware import DEVICES
+from lamina.planner.simulator.clock import VirtualClock
+from lamina.planner.simulator.lossless import RoundLoad, SimulatedPool, leap
+from lamina.planner.simulator.run import PoolTruth, SimulatedPools, TracedPrompt
 from lamina.request import SamplingParams
-from lamina.sim.clock import VirtualClock
-from lamina.sim.lossless import RoundLoad, SimulatedPool, leap
-from lamina.sim.pools.run import PoolTruth, SimulatedPools, TracedPrompt
 
 CARDS, FLOPS_SHARE, READ_SHARE, IN_USE = 8, 0.5, 0.8, 0.9  # of a host; of peak; of memory
 PARAMETERS, LAYERS, WIDTH, KV_WIDTH = 70e9, 80, 8192, 1024  # of LLaMA2-70B, bf16

@@ -21,8 +21,8 @@ from lamina.engine.conductor import Conductor, ConductorRules, KnownPrompt
 from lamina.engine.conductor.directory import Directory
 from lamina.engine.conductor.estimate import PrefillFit, PrefillTime, TransferTime
 from lamina.engine.conductor.overload import DecodePool, Limits, TokenTime
-from lamina.sim.pools.report import report
-from lamina.sim.pools.run import PoolTruth, SimulatedPools, TracedPrompt
+from lamina.planner.simulator.report import report
+from lamina.planner.simulator.run import PoolTruth, SimulatedPools, TracedPrompt
 
 TOKENS, ANSWER, WORKERS, INSTANCES = 8000, 300, 40, 2
 PREFILL, STEP = PrefillTime(0.0, 11.0 / TOKENS, 0.0), TokenTime(0.01, 0.0015, 8e-8)

@@ -29,6 +29,8 @@ from lamina.facts.hardware import DEVICES
 from lamina.planner.cost import CostModel
 from lamina.planner.deployment import Deployment
 from lamina.planner.model_facts import paper_models
+from lamina.planner.simulator.clock import VirtualClock
+from lamina.planner.simulator.lossless import LosslessWire, ready_of
 from lamina.planner.tables import baseline, constants, link
 from lamina.protocol.codec import Counts, Group, counts, held_pieces, messages
 from lamina.protocol.control import RunRound
@@ -38,8 +40,6 @@ from lamina.protocol.options.engine import CHUNK_TOKENS
 from lamina.protocol.placement import Placement
 from lamina.protocol.plan import LayerShape, Rows
 from lamina.request import SamplingParams
-from lamina.sim.clock import VirtualClock
-from lamina.sim.lossless import LosslessWire, ready_of
 
 WORKERS, BLOCK, ITEMSIZE = 4, 32, 2
 SHAPE = LayerShape(64, 8, 128, 128, AttentionSpec(scale=0.1).encode())  # of llama3-70b

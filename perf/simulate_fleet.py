@@ -1,6 +1,6 @@
 """The whole fleet on a virtual clock, many seeds: the shipped driver and workers over simulated links, processes that
-die at any call, a model of integers (lamina.sim.whole); with --crossed in faults that meet others
-(lamina.sim.whole.crossed); with --engine the engine alone over modelled workers, many more of them (lamina.sim.run).
+die at any call, a model of integers (simulation.whole); with --crossed in faults that meet others
+(simulation.whole.crossed); with --engine the engine alone over modelled workers, many more of them (simulation.run).
 Prints counts of what has happened, and each scenario that fails; --write appends a line to
 perf/results/simulate_fleet.jsonl, with the seeds that have failed. Ends with status 1 where one has.
 
@@ -18,16 +18,18 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import record
 
-from lamina.sim.play import ScenarioError
-from lamina.sim.run import check_all
-from lamina.sim.scenario import leaving, planned, scenario
-from lamina.sim.whole.crossed import crossed_fleet
-from lamina.sim.whole.run import check_fleet
-from lamina.sim.whole.scenario import fleet_scenario, moving_fleet, planned_fleet
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from simulation.play import ScenarioError
+from simulation.run import check_all
+from simulation.scenario import leaving, planned, scenario
+from simulation.whole.crossed import crossed_fleet
+from simulation.whole.run import check_fleet
+from simulation.whole.scenario import fleet_scenario, moving_fleet, planned_fleet
 
 SHARE = 50
 COLLECTED = 10  # seeds, between two looks for garbage

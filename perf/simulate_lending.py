@@ -1,4 +1,4 @@
-"""Loans between deployments on a virtual clock, many seeds: whether what must hold does (lamina.sim.lending), over a
+"""Loans between deployments on a virtual clock, many seeds: whether what must hold does (simulation.lending), over a
 network that delays, loses and doubles messages, with crashes of instances and of the ledger. Prints counts of what has
 happened; --write appends a line to perf/results/simulate_lending.jsonl. Ends with status 1 at a seed that fails.
 
@@ -8,14 +8,17 @@ happened; --write appends a line to perf/results/simulate_lending.jsonl. Ends wi
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 from common import record
 
-from lamina.sim.lending.scenario import lending_scenario, rough
-from lamina.sim.lending.world import check_lending
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from simulation.lending.scenario import lending_scenario, rough
+from simulation.lending.world import check_lending
 
 SHARE = 250
 

@@ -1,5 +1,5 @@
 """Which KV of sleeping sessions is there when their next turn comes, and where: CachedAttention's figures 13 and 21
-(arXiv 2403.19708) with this product's policy, in a modelled world (lamina.sim.conversations), beside the paper's.
+(arXiv 2403.19708) with this product's policy, in a modelled world (simulation.conversations), beside the paper's.
 
 Sizes are the paper's: 9,000 sessions of 5.75 turns, the first 10,000 of 52,000 turns not counted, memory of 128 GB and
 a disk of 2 or 10 TB, .78, 2.5, .31 or .12 MB a token. The depth of the line is swept by how many turns are served in a
@@ -14,12 +14,15 @@ table; --write appends a line for each run to perf/results/simulate_sessions.jso
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 from common import record
 
-from lamina.sim.conversations import AHEAD, FIFO, LRU, Conversations, ConversationWorld
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from simulation.conversations import AHEAD, FIFO, LRU, Conversations, ConversationWorld
 
 
 class PaperModel(NamedTuple):

@@ -31,7 +31,7 @@ WHOLE = {
     ),
     "a wrapped model": ("lamina/models/test_wrap.py", "test_greedy", ()),
     "a plan": ("lamina/planner/test_plan.py", "test_a_plan_that_splits", ()),
-    "a simulated fleet": ("lamina/sim/test_fleet.py", "test_every_stream_goes_on", ("0",)),
+    "a simulated fleet": ("simulation/test_fleet.py", "test_every_stream_goes_on", ("0",)),
     "a transport": ("contract/test_transports.py", "test_messages_arrive_in_order_exactly_once_over_many_laps", ()),
 }  # fmt: skip
 

@@ -22,9 +22,9 @@ from lamina.engine.conductor.overload import OVERLOADS, DecodePool, Limits, Toke
 from lamina.protocol.options.declare import parse_seconds
 
 if TYPE_CHECKING:
+    from lamina.planner.simulator.report import PoolsReport
+    from lamina.planner.simulator.run import SimulatedPools, TracedPrompt
     from lamina.planner.traces import RequestTrace
-    from lamina.sim.pools.report import PoolsReport
-    from lamina.sim.pools.run import SimulatedPools, TracedPrompt
 
 DECODE_S = 20.0  # that a completion is thought to decode, until some have ended
 
@@ -102,8 +102,8 @@ def conductor_of(args: argparse.Namespace, rules: ConductorRules) -> Conductor:
 def _one(
     args: argparse.Namespace, rules: ConductorRules, arrivals: list[TracedPrompt]
 ) -> tuple[ConductorRules, PoolsReport, SimulatedPools, float]:
-    from lamina.sim.pools.report import report
-    from lamina.sim.pools.run import PoolTruth, SimulatedPools
+    from lamina.planner.simulator.report import report
+    from lamina.planner.simulator.run import PoolTruth, SimulatedPools
 
     conductor, begun = conductor_of(args, rules), time.process_time()
     truth = PoolTruth(
@@ -129,8 +129,8 @@ def _uncollected() -> Iterator[None]:
 
 def _arrivals(trace: RequestTrace, args: argparse.Namespace) -> list[TracedPrompt]:
     from lamina.engine.conductor import KnownPrompt
+    from lamina.planner.simulator.run import TracedPrompt
     from lamina.planner.traces import HASHED
-    from lamina.sim.pools.run import TracedPrompt
 
     rng = random.Random(args.seed)
     arrivals = [
@@ -244,7 +244,7 @@ def _text(
     trace: RequestTrace,
     told: list[tuple[ConductorRules, PoolsReport, SimulatedPools, float]],
 ) -> str:
-    from lamina.sim.pools.report import loads_text
+    from lamina.planner.simulator.report import loads_text
 
     lines = [_head(args, trace, told[0][1].requests), _COLUMNS]
     for rules, report, pools, cpu_s in told:

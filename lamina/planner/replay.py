@@ -16,9 +16,9 @@ from itertools import count, pairwise
 from typing import NamedTuple
 
 from lamina.engine.engine import Engine
+from lamina.planner.simulator.clock import VirtualClock
+from lamina.planner.simulator.lossless import PREFILL_WORKERS, LosslessWire, RoundLoad, SimulatedPool, leap
 from lamina.request import RequestOutput, SamplingParams
-from lamina.sim.clock import VirtualClock
-from lamina.sim.lossless import PREFILL_WORKERS, LosslessWire, RoundLoad, SimulatedPool, leap
 
 from .cost import BatchLoad, CostModel
 from .deployment import Deployment, DeviceMemory

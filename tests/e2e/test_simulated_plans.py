@@ -11,10 +11,10 @@ import pytest
 from lamina import LLM, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.wire import Wire
+from lamina.planner.simulator.clock import VirtualClock
+from lamina.planner.simulator.lossless import LosslessWire
 from lamina.protocol.control import RunRound
 from lamina.protocol.plan import StepPlan
-from lamina.sim.clock import VirtualClock
-from lamina.sim.lossless import LosslessWire
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 OPTIONS: dict[str, Any] = {

@@ -15,11 +15,11 @@ from lamina import config
 from lamina.cli.preflight import check
 from lamina.config import make_config
 from lamina.engine.tuning.alone import check_limits
+from lamina.planner.simulator.clock import VirtualClock
+from lamina.planner.simulator.lossless import SimulatedPool
 from lamina.protocol import options as option_structs
 from lamina.server import config as server_config
 from lamina.server.config import ServerConfig
-from lamina.sim.clock import VirtualClock
-from lamina.sim.lossless import SimulatedPool
 
 MODEL = str(Path(__file__).resolve().parents[3] / "examples" / "tiny_lm" / "model")
 

@@ -11,7 +11,7 @@ from lamina.engine.conductor.choice import Question, WorkerMatch
 from lamina.engine.conductor.directory import Directory
 from lamina.engine.conductor.estimate import PrefillFit, PrefillTime, TransferFit, TransferTime
 from lamina.engine.conductor.overload import NO_LIMITS, DecodePool, Limits, TokenTime
-from lamina.sim.pools.run import PoolTruth, SimulatedPools, TracedPrompt
+from lamina.planner.simulator.run import PoolTruth, SimulatedPools, TracedPrompt
 
 LAW = PrefillTime(0.0, 1 / 5000, 1 / 5e8)
 RATE = 31_000.0

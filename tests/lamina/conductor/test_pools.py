@@ -16,10 +16,10 @@ from lamina.engine.conductor.choice import POLICIES
 from lamina.engine.conductor.estimate import PrefillTime, TransferFit, TransferTime
 from lamina.engine.conductor.others import OTHERS
 from lamina.engine.conductor.overload import Limits
-from lamina.sim.clock import VirtualClock
-from lamina.sim.pools.decode import SimulatedInstance
-from lamina.sim.pools.report import PoolsReport, report
-from lamina.sim.pools.run import PoolTruth, SimulatedPools, TracedPrompt
+from lamina.planner.simulator.clock import VirtualClock
+from lamina.planner.simulator.decode import SimulatedInstance
+from lamina.planner.simulator.report import PoolsReport, report
+from lamina.planner.simulator.run import PoolTruth, SimulatedPools, TracedPrompt
 
 TRACE = Path(__file__).resolve().parents[4] / "shared" / "traces" / "mooncake_fast25_conversation.jsonl.gz"
 LIMITS = Limits(ttft_s=40.0, tbt_s=0.05)

@@ -12,10 +12,10 @@ from conducted import LAW, RATE, STEP, conductor, even, played, zipf
 from lamina.engine.conductor import ConductorRules, KnownPrompt, choice
 from lamina.engine.conductor.estimate import PrefillFit, TransferFit, TransferTime
 from lamina.engine.conductor.overload import DecodePool, Limits
+from lamina.planner.simulator.clock import VirtualClock
+from lamina.planner.simulator.lossless import RoundLoad, SimulatedPool, StepLoad
+from lamina.planner.simulator.run import TracedPrompt
 from lamina.request import OverloadedError, RequestOutput, SamplingParams
-from lamina.sim.clock import VirtualClock
-from lamina.sim.lossless import RoundLoad, SimulatedPool, StepLoad
-from lamina.sim.pools.run import TracedPrompt
 
 CHUNK = 1024
 NO_TRANSFER = 0.0

@@ -8,7 +8,7 @@ from lamina.engine.conductor import Conductor, ConductorRules, KnownPrompt
 from lamina.engine.conductor.directory import Directory
 from lamina.engine.conductor.estimate import ONE_STAGE, PrefillFit, PrefillTime, StagedPrefill, TransferTime
 from lamina.engine.conductor.overload import DecodePool, TokenTime
-from lamina.sim.pools.run import PoolTruth, SimulatedPools, TracedPrompt
+from lamina.planner.simulator.run import PoolTruth, SimulatedPools, TracedPrompt
 
 CHUNK, STAGE = 1000, PrefillTime(0.0, 1e-3, 0.0)  # a second of each stage for a chunk
 

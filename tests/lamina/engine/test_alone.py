@@ -9,9 +9,9 @@ from lamina.engine.conductor.overload import NO_LIMITS, Limits
 from lamina.engine.conductor.reasons import Reasons
 from lamina.engine.engine import Engine
 from lamina.engine.tuning.alone import TRIES, _alone, check_limits
+from lamina.planner.simulator.clock import VirtualClock
+from lamina.planner.simulator.lossless import LosslessWire, SimulatedPool
 from lamina.request import SamplingParams
-from lamina.sim.clock import VirtualClock
-from lamina.sim.lossless import LosslessWire, SimulatedPool
 
 
 class Host:

@@ -13,11 +13,11 @@ from lamina.engine.configured import blocks_of, cordon, cordoned
 from lamina.engine.conversations.terms import KVTerms
 from lamina.engine.engine import Engine
 from lamina.engine.exodus import Exodus
+from lamina.planner.simulator.clock import VirtualClock
+from lamina.planner.simulator.lossless import LosslessWire, ready_of
 from lamina.protocol.partition import Lanes
 from lamina.protocol.plan import Bound
 from lamina.request import SamplingParams
-from lamina.sim.clock import VirtualClock
-from lamina.sim.lossless import LosslessWire, ready_of
 
 BLOCK = 4
 WORKERS = 3

@@ -22,14 +22,14 @@ from lamina.engine.prefill import Prefill
 from lamina.engine.promises import Promises
 from lamina.engine.sequence import Sequence
 from lamina.engine.wire import ViewChanged
+from lamina.planner.simulator.clock import VirtualClock
+from lamina.planner.simulator.lossless import LosslessWire, ready_of
 from lamina.protocol.beginnings import can_fetch
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.control import ComputeReady, RunRound
 from lamina.protocol.partition import Lanes
 from lamina.protocol.plan import Bound, Fetch, Fork, Free, Keep, New, Rows, SequenceOp, StepPlan
 from lamina.request import SamplingParams
-from lamina.sim.clock import VirtualClock
-from lamina.sim.lossless import LosslessWire, ready_of
 
 PAGE = 4
 EACH = (Lanes((True, False)), Lanes((False, True)))

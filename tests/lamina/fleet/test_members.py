@@ -20,10 +20,10 @@ from lamina.fleet.members import LostError, Member, Members
 from lamina.fleet.pools import Pools
 from lamina.fleet.same_model import as_one
 from lamina.fleet.supervise import Supervisor
+from lamina.planner.simulator.lossless import ready_of
 from lamina.protocol.control import AskStats, Broken, ControlLink, Failed, Stats, StepDone, Stop
 from lamina.protocol.partition import Lanes
 from lamina.protocol.plan import Bound, ProtocolError
-from lamina.sim.lossless import ready_of
 
 SOON_S = 30.0  # on a busy machine
 

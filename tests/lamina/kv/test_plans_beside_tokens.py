@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulation.scenario import Scenario
+from simulation.workers import PAGE, PoolShape, SimMemory
 
 from lamina.protocol.blocks.pool import BlockPool
 from lamina.protocol.blocks.tables import BlockTables, NoBlocksError
 from lamina.protocol.placement import Place, Run
 from lamina.protocol.plan import Export, Fork, Free, Grant, Import, Keep, New, Rows, SequenceOp, StepPlan, Truncate
-from lamina.sim.scenario import Scenario
-from lamina.sim.workers import PAGE, PoolShape, SimMemory
 
 LONGEST = 44  # tokens of a sequence
 Transfer = Export | Import

@@ -14,6 +14,8 @@ import pytest
 import torch
 from memory_peer import GEOMETRY, LAYERS, WAIT_S, Model, Peer, Pool, RefusedError, bind, error, pools
 from msgspec import structs
+from simulation.whole.baton import Baton, LongLife
+from simulation.whole.network import SimFabric
 from test_prefill_done import FakeLink, FakeWorker
 from test_ring import carry, ends, plan
 from test_turns import FakePool, FakeProgram, make_round
@@ -26,11 +28,9 @@ from lamina.compute.view_group import ViewGroup
 from lamina.compute.worker import ComputeWorker
 from lamina.memory.worker import MemoryWorker
 from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, ChannelUnreachable, Fabric, PeerFault, Terms
+from lamina.planner.simulator.clock import VirtualClock
 from lamina.protocol.control import RunRound, StepDone
 from lamina.protocol.plan import Key, Kind, New, Rows, StepPlan
-from lamina.sim.clock import VirtualClock
-from lamina.sim.whole.baton import Baton, LongLife
-from lamina.sim.whole.network import SimFabric
 from lamina.workers.surroundings import HERE
 from lamina.workers.view import ATTEMPT_S, SILENT_S, ViewDoor, ViewFabric
 

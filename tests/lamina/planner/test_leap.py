@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from lamina.config import make_config
 from lamina.engine.engine import Engine
+from lamina.planner.simulator.clock import VirtualClock
+from lamina.planner.simulator.lossless import LosslessWire, RoundLoad, leap, ready_of
 from lamina.protocol.control import RunRound
 from lamina.protocol.partition import Lanes
 from lamina.protocol.plan import StepPlan
 from lamina.request import SamplingParams
-from lamina.sim.clock import VirtualClock
-from lamina.sim.lossless import LosslessWire, RoundLoad, leap, ready_of
 
 BLOCK = 4
 LANES = {1: [Lanes()], 2: [Lanes((True, False)), Lanes((False, True))]}

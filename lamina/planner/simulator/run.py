@@ -17,8 +17,8 @@ from lamina.engine.conductor import Conductor, KnownPrompt
 from lamina.engine.conductor.choice import NOBODY, PromptChoice
 from lamina.engine.conductor.estimate import PrefillTime, TransferTime
 from lamina.engine.conductor.overload import TokenTime
-from lamina.sim.clock import VirtualClock
-from lamina.sim.lossless import SimulatedPool
+from lamina.planner.simulator.clock import VirtualClock
+from lamina.planner.simulator.lossless import SimulatedPool
 
 from .decode import ROOM, SimulatedInstance
 

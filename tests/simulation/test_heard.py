@@ -15,9 +15,9 @@ from lamina.request import RequestOutput
 from lamina.server.link.live import LivePrompt
 from lamina.server.link.messages import Add, Delta
 from lamina.server.link.restarts import Hearing
-from lamina.sim.model import Letters
-from lamina.sim.run import EnginePlay, with_seeds
-from lamina.sim.scenario import Scenario, scenario
+from simulation.model import Letters
+from simulation.run import EnginePlay, with_seeds
+from simulation.scenario import Scenario, scenario
 
 SEEDS, PARTS = 48, 2
 DEATHS = 3  # of engines, one behind the other

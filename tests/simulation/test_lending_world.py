@@ -14,9 +14,9 @@ from lamina.lending import debtor, ledger
 from lamina.lending.creditor import Creditor
 from lamina.lending.debtor import Debtor
 from lamina.lending.ledger import DebtLedger, LedgerEntry
-from lamina.sim.lending.instance import SimInstance
-from lamina.sim.lending.scenario import lending_scenario, rough
-from lamina.sim.lending.world import BrokenLendingError, check_lending
+from simulation.lending.instance import SimInstance
+from simulation.lending.scenario import lending_scenario, rough
+from simulation.lending.world import BrokenLendingError, check_lending
 
 SEEDS, SHARES = 160, 4  # perf/simulate_lending.py tries as many as one likes
 TRIED = 400  # until a mistake is seen

@@ -19,10 +19,9 @@ from lamina.kv.media import MediumPlace
 from lamina.kv.media.host import HostMedium
 from lamina.kv.media.layered import Layered
 from lamina.kv.pages import Atom, Page, Recipe
+from lamina.planner.simulator.clock import VirtualClock
 from lamina.protocol.placement import FIRST
 from lamina.request import CompletionOutput, SamplingParams
-
-from .clock import VirtualClock
 
 TOKENS = 512  # of a page
 ATOM = Atom(0, 0)

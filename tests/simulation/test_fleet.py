@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from test_scenarios import MISTAKES as OF_THE_ENGINE
-from test_scenarios import replacing
 
 from lamina.compute.main import ComputeServer
 from lamina.compute.prefill import PrefillWorker
@@ -30,11 +28,12 @@ from lamina.memory.store import Store
 from lamina.netstack import ChannelUnreachable, Terms
 from lamina.protocol.control import Connect, RunRound
 from lamina.protocol.plan import Keep, ProtocolError
-from lamina.sim.play import ScenarioError, is_broken
-from lamina.sim.whole.network import SimChannel, SimFabric
-from lamina.sim.whole.process import CUT, SimHost
-from lamina.sim.whole.run import _FleetPlay, check_fleet, play_fleet, smaller_fleet
-from lamina.sim.whole.scenario import (
+from lamina.workers.view import SILENT_S
+from simulation.play import ScenarioError, is_broken
+from simulation.whole.network import SimChannel, SimFabric
+from simulation.whole.process import CUT, SimHost
+from simulation.whole.run import _FleetPlay, check_fleet, play_fleet, smaller_fleet
+from simulation.whole.scenario import (
     FleetChange,
     FleetScenario,
     Strike,
@@ -44,7 +43,9 @@ from lamina.sim.whole.scenario import (
     moving_fleet,
     planned_fleet,
 )
-from lamina.workers.view import SILENT_S
+
+from .test_scenarios import MISTAKES as OF_THE_ENGINE
+from .test_scenarios import replacing
 
 SEEDS, PARTS, MANY = 6, 3, 200
 PLANNED = 10

@@ -13,7 +13,7 @@ from lamina.lending.debtor import LEDGER, Outgoing
 from lamina.lending.ledger import DebtLedger
 from lamina.lending.messages import Freeze, Frozen, Heartbeat, LoanAsk, Query, Refusing, Settle
 from lamina.lending.settler import Settler
-from lamina.sim.clock import VirtualClock
+from lamina.planner.simulator.clock import VirtualClock
 
 from .instance import SimInstance
 from .oracle import LendingOracle, debts_of

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from lamina.engine.engine import Engine
+from lamina.planner.simulator.clock import VirtualClock
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.request import RequestOutput
 
-from .clock import VirtualClock
 from .model import Letters
 from .scenario import Arriving
 

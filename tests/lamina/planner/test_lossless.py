@@ -6,9 +6,9 @@ import pytest
 
 from lamina.config import make_config
 from lamina.engine.engine import Engine
+from lamina.planner.simulator.clock import VirtualClock
+from lamina.planner.simulator.lossless import LosslessWire, RoundLoad, ready_of
 from lamina.request import SamplingParams
-from lamina.sim.clock import VirtualClock
-from lamina.sim.lossless import LosslessWire, RoundLoad, ready_of
 
 
 def world(batches: int = 1, prefills: int = 0) -> tuple[Engine, LosslessWire, list[RoundLoad]]:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from lamina.engine.wire import Done, Report, ViewChanged
 from lamina.fleet.arrivals import Arrivals
+from lamina.planner.simulator.clock import VirtualClock
 from lamina.protocol.control import ComputeReady, RunRound, StepDone
 from lamina.protocol.plan import Drop, Export, Fork, Grant, Import, Keep, MoveStripes, New, Rows
 from lamina.protocol.tiers import GateOpened, TierFacts, Transferred
 from lamina.sampling.history import Histories
 
-from .clock import VirtualClock
 from .copies import SimCopies
 from .elastic import SimElastic, capacity_of
 from .model import EOS, VOCAB, drawn, value

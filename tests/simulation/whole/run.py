@@ -19,13 +19,13 @@ from lamina.engine.exodus import Exodus
 from lamina.engine.wire import ViewChanged
 from lamina.fleet.pools import Pools
 from lamina.netstack import HERE
+from lamina.planner.simulator.clock import VirtualClock
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.plan import Keep
 from lamina.request import Told
-from lamina.sim.clock import VirtualClock
-from lamina.sim.model import EOS, Letters, letters
-from lamina.sim.play import MOST_STEPS, Play, ScenarioError, SoFar, is_broken, least
-from lamina.sim.scenario import BLOCK, MAX_LEN, Arriving
+from simulation.model import EOS, Letters, letters
+from simulation.play import MOST_STEPS, Play, ScenarioError, SoFar, is_broken, least
+from simulation.scenario import BLOCK, MAX_LEN, Arriving
 
 from .baton import Baton
 from .integers import IntegerModel

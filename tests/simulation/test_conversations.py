@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from lamina.engine.blocks.ahead import Ahead
-from lamina.sim.conversations import AHEAD, FIFO, LRU, Conversations, ConversationWorld, TierHits
+from simulation.conversations import AHEAD, FIFO, LRU, Conversations, ConversationWorld, TierHits
 
 LLAMA_13B = ConversationWorld(0.78, 128_000, 2_000_000, served=2.0)
 IDLE = 8.0  # turns in a second, more than come

@@ -16,11 +16,11 @@ from lamina.fleet.parity import Parity
 from lamina.fleet.supervise import Supervisor
 from lamina.memory.sums import BlockSums
 from lamina.protocol.plan import Keep
-from lamina.sim.play import is_broken
-from lamina.sim.whole.crossed import HANG_S, crossed_fleet
-from lamina.sim.whole.process import HANGS, TOLD
-from lamina.sim.whole.run import check_fleet
-from lamina.sim.whole.scenario import FleetChange, Strike, fleet_scenario, longer
+from simulation.play import is_broken
+from simulation.whole.crossed import HANG_S, crossed_fleet
+from simulation.whole.process import HANGS, TOLD
+from simulation.whole.run import check_fleet
+from simulation.whole.scenario import FleetChange, Strike, fleet_scenario, longer
 
 SEEDS, PARTS = 12, 3
 NOTICES = 5

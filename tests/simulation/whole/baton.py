@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from lamina.sim.clock import VirtualClock
+from lamina.planner.simulator.clock import VirtualClock
 
 FOREVER = float("inf")
 GIVE_UP = 0.1  # of waits that would be none, others get the baton first

@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lamina.sim.model import EOS
-from lamina.sim.scenario import BLOCK, CHUNKS, MAX_LEN, Arriving, alike
+from simulation.model import EOS
+from simulation.scenario import BLOCK, CHUNKS, MAX_LEN, Arriving, alike
 
 from .integers import KV_HEADS, LAYERS, token_bytes
 from .process import CUT, DIES, STOPS, Place

@@ -22,7 +22,7 @@ from lamina.attention.spec import AttentionSpec
 from lamina.collective import Joining
 from lamina.converter.graph import RowTensor
 from lamina.protocol.plan import LayerShape
-from lamina.sim.model import EOS, VOCAB
+from simulation.model import EOS, VOCAB
 
 PRIME = 2_147_483_647
 LAYERS = 3

@@ -10,9 +10,9 @@ from functools import lru_cache
 from itertools import pairwise
 
 from lamina.engine.conductor.overload import TokenTime
+from lamina.planner.simulator.clock import VirtualClock
+from lamina.planner.simulator.lossless import RoundLoad, SimulatedPool, leap, rounds_alike
 from lamina.request import RequestOutput, SamplingParams
-from lamina.sim.clock import VirtualClock
-from lamina.sim.lossless import RoundLoad, SimulatedPool, leap, rounds_alike
 
 # More room than requests fill: only times bind here.
 ROOM = SimulatedPool(layers=1, blocks=1 << 18, block=128, longest=1 << 20, most=1 << 14, prefill=8)

@@ -18,10 +18,10 @@ from lamina.engine.configured import check_room
 from lamina.engine.engine import Engine
 from lamina.engine.exodus import Exodus
 from lamina.netstack import HERE
+from lamina.planner.simulator.clock import VirtualClock
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import CompletionOutput, RequestOutput, Told
 
-from .clock import VirtualClock
 from .elastic import capacity_of
 from .model import Letters
 from .play import MOST_STEPS, Play, ScenarioError, SoFar, in_order, is_broken, least

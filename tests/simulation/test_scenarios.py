@@ -27,11 +27,11 @@ from lamina.protocol.blocks.pool import BlockPool
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.control import StepDone
 from lamina.protocol.move_ops import MoveStripes
-from lamina.sim.copies import SimCopies
-from lamina.sim.play import is_broken
-from lamina.sim.run import ScenarioError, check, check_restart, play, smaller
-from lamina.sim.scenario import Scenario, leaving, planned, scenario
-from lamina.sim.workers import SimMemory
+from simulation.copies import SimCopies
+from simulation.play import is_broken
+from simulation.run import ScenarioError, check, check_restart, play, smaller
+from simulation.scenario import Scenario, leaving, planned, scenario
+from simulation.workers import SimMemory
 
 SEEDS, PARTS, MANY = 300, 6, 1000
 RESTARTS = 120
