@@ -5,25 +5,32 @@ READY := $(VENV)/.ready
 MODEL ?= examples/tiny_lm/model
 # Tests wait for other processes a quarter of their time: three at once keep two cores busy.
 JOBS ?= 3
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+PYTEST = $(BIN)/python -m pytest $(ALL)
+LANDING = $(BIN)/python tests/landing.py
+ALL = -n $(JOBS) --dist worksteal
+RAY = -m slow --session-timeout=1500 tests/cluster/test_over_ray.py
 NATIVE = $(shell find csrc tests perf -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-all test-ray test-slow lint check properties format fuzz clean test-vm test-vm-all weekly
+.PHONY: demo test test-all test-ray landing test-slow lint check properties format fuzz clean test-vm test-vm-all weekly
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py $(MODEL) $(ARGS)
 
-# Of all tests those that are not long: whole paths of each subject among them.
+# The tests that are not long, with a whole path of each subject among them.
 test: $(READY)
 	$(PYTEST) -m 'not long and not slow and not gpu and not rdma and not vm'
 
-# All that need neither a device nor minutes, as pytest itself takes them.
+# The tests that need neither a device nor minutes, as pytest itself selects them.
 test-all: $(READY)
-	$(PYTEST)
+	$(LANDING) $(ALL)
 
-# Workers on the nodes of a real Ray cluster on this machine, one test after another; none may take for ever.
+# Workers on the nodes of a real Ray cluster on this machine, one test after another, with a time limit.
 test-ray: $(READY)
-	$(BIN)/python -m pytest -m slow --session-timeout=1500 tests/cluster/test_over_ray.py
+	$(LANDING) $(RAY)
+
+# The tests of CI, with one count for both runs; CONTRIBUTING.md says when a failed test is retried.
+landing: $(READY)
+	$(LANDING) $(RAY) --and $(ALL)
 
 # All that is slow and needs neither a device nor a download.
 test-slow: $(READY)

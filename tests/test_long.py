@@ -48,8 +48,8 @@ def commands(target: str) -> list[list[str]]:
 def selected(target: str) -> set[Marks]:
     """Which marks a test may carry that is run by ``target``, the only command of which runs tests of all paths."""
     (words,) = commands(target)
-    assert words[1:3] == ["-m", "pytest"]
-    given = dict(zip(words[3::2], words[4::2], strict=True))  # no path, nothing that leaves out by name
+    options = words[3:] if words[1:3] == ["-m", "pytest"] else words[words.index("tests/landing.py") + 1 :]
+    given = dict(zip(options[::2], options[1::2], strict=True))  # no path, nothing that leaves out by name
     assert given.keys() <= {"-n", "--dist", "-m"}, f"make {target} leaves out tests by {words}"
     usual = shlex.split(OPTIONS["addopts"])
     expression = given.get("-m", usual[usual.index("-m") + 1])
@@ -57,9 +57,9 @@ def selected(target: str) -> set[Marks]:
 
 
 def test_ci_runs_all_that_no_marker_keeps_for_later() -> None:
-    assert re.findall(r"^make ([\w-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE) == [
-        "lint", "test-ray", "test-all",
-    ]  # fmt: skip
+    assert re.findall(r"^make ([\w-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE) == ["lint", "landing"]
+    (landing,), (ray,), (rest,) = map(commands, ("landing", "test-ray", "test-all"))
+    assert landing == [*ray, "--and", *rest[rest.index("tests/landing.py") + 1 :]]
     assert selected("test-all") == {marks for marks in ALL if not marks & KEPT}
     assert OPTIONS["testpaths"] == ["tests"]
 

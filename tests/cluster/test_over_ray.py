@@ -74,6 +74,7 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
 
 
+@pytest.mark.no_retry
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_tokens_are_those_of_the_local_launcher(cluster: FakeCluster, transport: str) -> None:
     options = {**OPTIONS, "pipeline": 3, "deterministic": True, "transport": transport}
@@ -373,6 +374,7 @@ for _ in range(1000):
 """
 
 
+@pytest.mark.no_retry
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_when_the_driver_dies(cluster: FakeCluster, how: signal.Signals) -> None:
     driver = subprocess.Popen(

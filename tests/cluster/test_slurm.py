@@ -57,6 +57,7 @@ def nodes() -> Iterator[tuple[Space, Space]]:
         yield spaces
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 def test_a_job_of_two_nodes(nodes: tuple[Space, Space], known: Known, tmp_path: Path) -> None:
     """The text is that of one machine; nothing is left on either node, nor the key."""

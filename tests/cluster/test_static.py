@@ -111,6 +111,7 @@ def too_late(launcher: StaticLauncher) -> None:
     launcher._deadline = 0.0
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 def test_printed_commands_make_a_working_engine(key_file: str, known: Known, tmp_path: Path) -> None:
     """Tokens are those of the local launcher, all that was started ends by itself, each host has its own workers."""
@@ -443,6 +444,7 @@ def test_a_command_says_what_it_is_for_and_goes_when_told(driver: Driver) -> Non
     assert driver.status.result(SOON_S) == 0
 
 
+@pytest.mark.no_retry
 def test_a_command_ends_with_a_driver_that_is_lost(driver: Driver) -> None:
     driver.link.close()
     assert driver.status.result(SOON_S) == 1
@@ -475,6 +477,7 @@ def test_a_worker_is_ended_by_order_and_its_end_is_told(driver: Driver) -> None:
     assert driver.status.result(SOON_S) == 1
 
 
+@pytest.mark.no_retry
 @pytest.mark.long(but=["9", "15"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_of_a_command_that_is_killed(how: signal.Signals, launch: Open) -> None:

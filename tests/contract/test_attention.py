@@ -23,6 +23,8 @@ from lamina.kv.stored import Scales, StoredRows, as_stored
 from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.plan import New, Rows, StepPlan
 
+pytestmark = pytest.mark.no_retry
+
 CPU = torch.device("cpu")
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # norm-wise error of o after rounding
 

@@ -101,6 +101,7 @@ def ordered(parts: list[Tensor]) -> Tensor:
     return total.to(dtype)
 
 
+@pytest.mark.no_retry
 @pytest.mark.parametrize("scheme", ["loopback", "shm", "tcp"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sum_is_the_same_everywhere_and_in_the_order_of_ranks(entry: str, scheme: str, dtype: torch.dtype) -> None:
@@ -169,6 +170,7 @@ def test_ranks_without_rows_meet_for_nothing(entry: str) -> None:
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
 
 
+@pytest.mark.no_retry
 @settings(max_examples=40, deadline=None)
 @given(shape=shapes, dtype=st.sampled_from(DTYPES), size=st.sampled_from([2, 3]), turned=st.booleans())
 @pytest.mark.parametrize("one_shot", [True, False])
@@ -370,6 +372,7 @@ def tasks() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+@pytest.mark.no_retry
 @pytest.mark.long(but=["gloo", "nccl", "nccl's class over gloo"])
 def test_nothing_is_left_behind(entry: str) -> None:
     on_entry(entry, 2, lambda g: g.all_reduce(there(entry, g.rank, torch.ones(4))).cpu())  # what is made once

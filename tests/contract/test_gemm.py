@@ -19,6 +19,8 @@ from torch import Tensor
 from lamina.converter.slices import Slice, SlicedProgram
 from lamina.gemm import BACKENDS, LinearBackend, bind, get
 
+pytestmark = pytest.mark.no_retry
+
 if TYPE_CHECKING:
     from lamina.gemm.native import NativeLinear
 

@@ -172,6 +172,7 @@ def test_a_kill_ends_the_link_and_is_told(launch: Open) -> None:
     handle.join(1.0)
 
 
+@pytest.mark.no_retry
 @pytest.mark.long(but=["static"])
 def test_join_ends_one_that_hangs(launch: Open) -> None:
     handle = launch(1).start("memory", 0, 1)
@@ -198,6 +199,7 @@ def test_one_that_stands_still_is_seen_where_another_may_take_its_place(launch: 
     wait_until(lambda: not handle.stopped, SOON_S, "it has ended")
 
 
+@pytest.mark.no_retry
 def test_what_is_left_ends_with_its_launcher_or_its_link(launch: Open) -> None:
     launcher = launch(2)
     handles = [launcher.start("memory", index, 1) for index in range(2)]

@@ -24,6 +24,8 @@ from lamina.rows._native import Chain, Program
 from lamina.rows.chains import ChainedSlice
 from lamina.rows.table import Instruction, Operation, UnsupportedError, View, encode, registers_of
 
+pytestmark = pytest.mark.no_retry
+
 WIDE = 600  # more than a chunk
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = (1, 2, 7, 65)

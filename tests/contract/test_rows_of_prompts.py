@@ -14,6 +14,8 @@ from torch import Tensor
 from lamina.attention.merge import CHUNK_TOKENS, finish
 from lamina.attention.native import NativeAttention
 
+pytestmark = pytest.mark.no_retry
+
 # Matrix instructions have an order of their own for many rows, and round weights that add up to 1.
 ONE_ORDER = [v for v in VARIANTS if v != "amx_bf16"]
 variants = pytest.mark.parametrize("variant", ONE_ORDER)

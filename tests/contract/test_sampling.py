@@ -19,6 +19,8 @@ from lamina.sampling import plain as plain_module
 from lamina.sampling.plain import Plain, random_bits
 from lamina.sampling.settings import LOWEST, settings_of
 
+pytestmark = pytest.mark.no_retry
+
 native = pytest.importorskip("lamina.sampling._native", reason="lamina.sampling._native was not built")
 
 ENTRIES = ["plain", *native.usable()]

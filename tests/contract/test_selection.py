@@ -23,6 +23,8 @@ from lamina.protocol.blocks.tables import BlockTables
 from lamina.protocol.plan import New, Rows, StepPlan
 from lamina.protocol.sparse_ops import SCORE_BITS
 
+pytestmark = pytest.mark.no_retry
+
 CPU, SIZE, DIM, EACH, HEADS = torch.device("cpu"), 16, 32, 2, 3
 BUDGET = Budget(tokens=6 * SIZE, sink=4, recent=2 * SIZE, block_size=SIZE)
 LENGTHS = ((400, 1), (77, 3), (250, 1), (60, 1), (333, 1))  # stored tokens, rows of the step

@@ -165,6 +165,7 @@ def raises_soon(error: type[Exception], call: Callable[[], object]) -> None:
     raise AssertionError(f"no {error.__name__}")
 
 
+@pytest.mark.no_retry
 def test_messages_arrive_in_order_exactly_once_over_many_laps(pair: Pair) -> None:
     rng = random.Random(1)
     for sender, receiver in ((pair.a, pair.b), (pair.b, pair.a)):
@@ -176,6 +177,7 @@ def test_messages_arrive_in_order_exactly_once_over_many_laps(pair: Pair) -> Non
             receiver.wait_signal(timeout_s=0)
 
 
+@pytest.mark.no_retry
 def test_pipelined_messages_keep_order_between_threads(pair: Pair) -> None:
     rng = random.Random(2)
     payloads = [rng.randbytes(rng.randint(0, SMALL.slot_bytes)) for _ in range(300)]
@@ -497,6 +499,7 @@ def test_two_channels_do_not_mix(fabric: Fabric) -> None:
     assert receive(pairs[1].b)[2] == b"unharmed"
 
 
+@pytest.mark.no_retry
 def test_large_messages_put_by_both_at_once_do_not_deadlock(fabric: Fabric) -> None:
     large = Geometry(slots=2, slot_bytes=8 << 20)
     pair = connect(fabric, fabric.listen(), large, large)
@@ -658,6 +661,7 @@ def descriptors() -> set[tuple[str, str]]:
     return links
 
 
+@pytest.mark.no_retry
 def test_a_closed_channel_holds_no_descriptor(fabric: Fabric) -> None:
     """While somebody still holds the object."""
     listener = fabric.listen()
@@ -689,6 +693,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.no_retry
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=STEPS, slots=st.integers(1, 4), seed=st.integers(0, 1 << 30))
@@ -801,6 +806,7 @@ def kernels(request: pytest.FixtureRequest, by_parts: None) -> Iterator[tuple[Ke
         driver.close()
 
 
+@pytest.mark.no_retry
 def test_kernels_move_messages_both_ways_over_many_laps(kernels: tuple[Kernels, Kernels]) -> None:
     """Of one run of bytes and of two, of any length; a ring's slots, and 8 and 16 bits of counters, come round."""
     rng = random.Random(1)
@@ -916,6 +922,7 @@ def test_what_a_failed_kernel_should_have_sent_does_not_come(kernels: tuple[Kern
         a.check()
 
 
+@pytest.mark.no_retry
 def test_messages_of_both_lanes_are_in_order_over_many_laps(kernels: tuple[Kernels, Kernels]) -> None:
     """Both ends name the same lane for a message, and so it does not matter whether there are two; calls go on then."""
     a, b = kernels

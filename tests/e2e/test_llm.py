@@ -50,6 +50,7 @@ def test_tokens_are_those_of_transformers(
         assert layers == 3
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 def test_four_memory_workers_give_the_same_bits_as_one(llama_path: Path, prompts: list[list[int]]) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=3, ignore_eos=True)
@@ -89,6 +90,7 @@ class Restless(Tuner):
         return True
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 def test_batches_are_dealt_anew_and_the_bits_stay(llama_path: Path, prompts: list[list[int]]) -> None:
     params, found = SamplingParams(temperature=0.0, max_tokens=60, logprobs=2, ignore_eos=True), []
@@ -127,6 +129,7 @@ def test_replicas_whose_reports_pile_up_keep_the_order_of_tokens(
     assert piled > 3, "steps never waited for the driver in pairs"
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 @pytest.mark.parametrize(("model", "dtype"), [("llama_path", "float32"), ("tiny_lm", "bfloat16")])
 def test_deterministic_results_do_not_depend_on_batch_mates(
@@ -163,6 +166,7 @@ def test_kv_is_freed_and_requests_come_and_go(llama_path: Path, prompts: list[li
         assert llm.engine.free_blocks == full
 
 
+@pytest.mark.no_retry
 @pytest.mark.long(but=["options1"])
 @pytest.mark.parametrize(
     "options",
@@ -282,6 +286,7 @@ def test_eos_stop_tokens_and_min_tokens(llama_path: Path, reference: Reference) 
         assert len(got.token_ids) > first + 2
 
 
+@pytest.mark.no_retry
 def test_n_completions_with_seeds(llama_path: Path) -> None:
     params = SamplingParams(n=3, temperature=1.0, seed=42, max_tokens=8, ignore_eos=True)
     with LLM(str(llama_path), transport="loopback") as llm:

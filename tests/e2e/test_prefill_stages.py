@@ -22,6 +22,7 @@ def told(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[Any]:
     return [(o.prompt_logprobs, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["llama_path", "gemma2_path"])
 def test_the_bits_are_those_of_one_worker(model: str, request: pytest.FixtureRequest) -> None:

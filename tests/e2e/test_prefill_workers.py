@@ -32,6 +32,7 @@ def test_tokens_are_those_of_transformers(
         assert all(stats[w]["grant_s"] > 0 for w in ("memory-0", "memory-1"))
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_the_bits_are_those_of_the_compute_worker(pipeline: int, gemma2_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_a_document_that_one_worker_has_comes_to_the_other(kv_cache_dtype: str, 
         assert llm.engine.promises.replicas
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 @pytest.mark.parametrize(("victim", "event"), [("prefill-0", Event.LEND), ("prefill-1", Event.FETCH)])
 def test_a_worker_dies_in_the_middle_of_a_transfer(
@@ -90,6 +91,7 @@ def test_a_worker_dies_in_the_middle_of_a_transfer(
         assert runs[0] == runs[1]
 
 
+@pytest.mark.no_retry
 def test_completions_of_one_prompt_compute_it_once(llama_path: Path) -> None:
     (prompt,) = asked(1, 1)
     params = SamplingParams(n=4, temperature=0.9, seed=3, max_tokens=4, ignore_eos=True)

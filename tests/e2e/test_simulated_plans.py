@@ -65,6 +65,7 @@ def simulated(real: Engine) -> tuple[Engine, LosslessWire]:
     return Engine(wire, real.config, clock), wire
 
 
+@pytest.mark.no_retry
 @pytest.mark.long(but=["two batches that are preempted"])
 @pytest.mark.parametrize("name", CASES)
 def test_plans_of_a_real_run_are_those_of_the_simulator(name: str, llama_path: Path) -> None:

@@ -52,6 +52,7 @@ def two_ranks(llama_path: Path) -> Callable[[list[list[int]]], tuple[Found, Foun
     return give
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 @pytest.mark.parametrize(
     "options",
@@ -80,6 +81,7 @@ def test_the_log_says_what_each_rank_has(llama_path: Path, caplog: pytest.LogCap
     assert "rank 1: query heads 4..7, KV heads 2..3 of layer 0 on memory worker 1, 3, 0.3 MB of weights" in caplog.text
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 def test_sampling_with_penalties_draws_what_one_rank_does(llama_path: Path, prompts: list[list[int]]) -> None:
     params = [
@@ -99,6 +101,7 @@ def test_sampling_with_penalties_draws_what_one_rank_does(llama_path: Path, prom
     )
 
 
+@pytest.mark.no_retry
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "gemma3", "phi3", "mixtral", "qwen3-moe"])
 def test_tokens_of_families_are_those_of_one_rank(name: str, prompts: list[list[int]], tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_products_go_on_beside_a_measurement() -> None:
         assert load["gflop/s"] >= 0.0
 
 
+@pytest.mark.no_retry
 def test_products_that_end_are_an_error_and_leave_no_process() -> None:
     with GemmBeside(sorted(os.sched_getaffinity(0))) as load:
         assert load.facts()["gflop/s"] > 0.0
@@ -144,6 +145,7 @@ def test_two_processes_that_only_share_a_key() -> None:
             server.kill()
 
 
+@pytest.mark.no_retry
 def test_a_killed_client_leaves_no_server() -> None:
     """Its servers watch a pipe that only the client holds."""
     line = [

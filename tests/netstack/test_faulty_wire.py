@@ -102,6 +102,7 @@ def test_the_proxy_can_be_honest(seal: bool) -> None:
     assert through_proxy(seal, payloads, (drop, 0, 0))[0] == payloads
 
 
+@pytest.mark.no_retry
 @pytest.mark.parametrize("seal", [False, True], ids=["checksum", "code"])
 @pytest.mark.parametrize("spoil", [flip, drop, repeat, reorder, tear])
 @settings(max_examples=12, deadline=None)
@@ -122,6 +123,7 @@ def test_spoilt_bytes_never_reach_the_receiver(spoil: object, seal: bool, seed: 
         assert len(received) == whole
 
 
+@pytest.mark.no_retry
 @pytest.mark.parametrize("seal", [False, True], ids=["checksum", "code"])
 @pytest.mark.parametrize("spoil", [drop, repeat, reorder])
 def test_whole_frames_are_not_dropped_repeated_or_reordered(spoil: object, seal: bool) -> None:

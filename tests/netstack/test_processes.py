@@ -87,6 +87,7 @@ def test_kill_of_the_peer_is_noticed(fabric: Fabric, role: str, call: str) -> No
                 again()
 
 
+@pytest.mark.no_retry
 @pytest.mark.long(but=["shm"])
 def test_a_kill_at_any_moment_leaves_only_whole_messages(fabric: Fabric) -> None:
     listener = fabric.listen()
@@ -101,6 +102,7 @@ def test_a_kill_at_any_moment_leaves_only_whole_messages(fabric: Fabric) -> None
             assert messages <= GEOMETRY.slots
 
 
+@pytest.mark.no_retry
 def test_half_a_message_is_never_seen(fabric: Fabric) -> None:
     listener = fabric.listen()
     with peer_process("half", listener.url) as peer:
@@ -150,6 +152,7 @@ def footprint(url: str = "") -> dict[str, list[str]]:
     return {"fds": sorted(links), "files": files, "sockets": sockets, "maps": maps}
 
 
+@pytest.mark.no_retry
 @pytest.mark.long(but=["shm-False"])
 @pytest.mark.parametrize("kill", [False, True])
 def test_nothing_is_left_behind(fabric: Fabric, kill: bool) -> None:
@@ -169,6 +172,7 @@ def test_nothing_is_left_behind(fabric: Fabric, kill: bool) -> None:
     assert footprint(listener.url) == before
 
 
+@pytest.mark.no_retry
 @pytest.mark.long(but=["shm"])
 def test_nothing_is_left_when_both_sides_are_killed(fabric: Fabric) -> None:
     before = footprint()

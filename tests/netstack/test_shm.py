@@ -249,6 +249,7 @@ def mapped() -> bool:
     return "memfd:lamina" in Path("/proc/self/maps").read_text()
 
 
+@pytest.mark.no_retry
 def test_views_outlive_close_and_the_mapping_goes_with_the_last() -> None:
     fabric = netstack.open("shm", key=KEY)
     a, b = connect(fabric, geometry=GEOMETRY)

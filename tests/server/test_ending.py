@@ -116,6 +116,7 @@ def test_ill_while_a_worker_hangs_and_ends_when_one_is_lost(tmp_path: Path) -> N
         assert eventually(lambda: not alive(pids), 30), alive(pids)
 
 
+@pytest.mark.no_retry
 @pytest.mark.long(but=["signals1"])
 @pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGKILL,)])
 def test_a_second_signal_or_kill_9_ends_a_busy_server_at_once(

@@ -71,6 +71,7 @@ class NoPools:
         NoPools.closed += 1
 
 
+@pytest.mark.no_retry
 @pytest.mark.parametrize("module", [front, engine_process], ids=lambda m: m.__name__)
 @pytest.mark.parametrize("transport", ["loopback", "shm"])
 def test_it_is_given_up_and_workers_end(

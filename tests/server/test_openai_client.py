@@ -144,6 +144,7 @@ def test_null_means_the_default(openai: OpenAI) -> None:
     assert given == openai.completions.create(prompt="class A", **GREEDY).choices[0].text
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 def test_64_streams_at_once_equal_one_after_the_other(openai: OpenAI) -> None:
     """More than decode and wait at once are refused; those that come in give the tokens that they give alone."""

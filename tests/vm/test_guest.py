@@ -31,6 +31,7 @@ signal.pause()
 """
 
 
+@pytest.mark.no_retry
 @pytest.mark.skipif(program("setpriv") is None, reason="no setpriv: install util-linux")
 def test_a_guest_ends_with_the_process_that_has_started_it() -> None:
     """Also where that is killed, and can end nothing itself."""

@@ -54,24 +54,28 @@ def only(check: Check, settings: list[Setting]) -> Verdict:
     return verdict
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 def test_a_lost_compute_worker_leaves_all_bits(based: Check) -> None:
     verdict = only(based, row(COMPUTE))
     assert (verdict.held, verdict.exactness, verdict.promised) == (True, "bitwise", "bitwise"), verdict.note
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 def test_a_lost_rank_leaves_all_bits(ranked: Check) -> None:
     verdict = only(ranked, row(RANK))
     assert (verdict.held, verdict.exactness, verdict.compared_with) == (True, "bitwise", "tensor parallel"), verdict
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 def test_a_lost_prefill_worker_leaves_all_bits(based: Check) -> None:
     verdict = only(based, row(PREFILL))
     assert (verdict.held, verdict.exactness) == (True, "bitwise"), verdict.note
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"partition": "token"}], ids=["head", "token"])
 def test_behind_a_lost_memory_worker_tokens_are_equal(options: dict[str, str], based: Check) -> None:
@@ -80,6 +84,7 @@ def test_behind_a_lost_memory_worker_tokens_are_equal(options: dict[str, str], b
     assert "memory-0 had KV of prompts " in verdict.note
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 def test_by_request_the_others_keep_their_bits(based: Check) -> None:
     verdict = only(based, row(MEMORY, **BY_REQUEST))
@@ -88,6 +93,7 @@ def test_by_request_the_others_keep_their_bits(based: Check) -> None:
     assert 0 < len(said[1].split(", ")) < 4, "of those that ran at once"
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 def test_behind_a_lost_engine_tokens_are_equal(based: Check) -> None:
     verdict = only(based, row(SERVED))
@@ -95,6 +101,7 @@ def test_behind_a_lost_engine_tokens_are_equal(based: Check) -> None:
     assert verdict.tokens == 6 * 16
 
 
+@pytest.mark.no_retry
 @pytest.mark.slow
 def test_parity_brings_all_bits_back(based: Check) -> None:
     verdict = only(based, row(PARITY, ALL))

@@ -74,6 +74,7 @@ def counts(llm: LLM, role: str, name: str) -> float:
     return sum(values[name] for worker, values in llm.stats().items() if worker.startswith(role))
 
 
+@pytest.mark.no_retry
 @pytest.mark.long(but=["token"])
 @pytest.mark.parametrize(
     ("options", "sizes"),
@@ -122,6 +123,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 @pytest.mark.parametrize("medium", BESIDE)
 def test_what_lies_beside_the_pool_is_found_by_those_that_there_are(
@@ -159,6 +161,7 @@ def test_a_part_without_room_for_a_sequence_leaves_all_as_it_is(tiny_lm: Path) -
         assert len(llm.pools._members.memory) == 2
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 @pytest.mark.parametrize(
     "victim", ["stays", "gone", *(pytest.param(v, marks=pytest.mark.slow) for v in ("comes", "goes"))]
@@ -287,6 +290,7 @@ def test_a_spare_takes_any_of_the_places_that_there_are_by_then(tiny_lm: Path) -
         assert first != spare, "it had a successor"
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 def test_what_is_damaged_on_its_way_is_computed_again(tiny_lm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = moves.checksum
@@ -299,6 +303,7 @@ def test_what_is_damaged_on_its_way_is_computed_again(tiny_lm: Path, monkeypatch
         assert (outcome.error, outcome.moved_bytes) == ("", 0)
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_is_damaged_before_it_goes_is_seen_before_anybody_attends_it(

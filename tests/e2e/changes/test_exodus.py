@@ -82,6 +82,7 @@ def run(llm: LLM, going: Sequence[int] = (), count: int = 0, at_a_copy: Callable
     )
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "going", "count"),
@@ -110,6 +111,7 @@ def test_they_leave_one_by_one_with_the_same_bits(
         assert run(llm).answers == wanted
 
 
+@pytest.mark.no_retry
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ranks_leave_with_the_same_bits_each_time_beside_other_work(tiny_lm: Path) -> None:

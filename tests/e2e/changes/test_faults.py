@@ -122,6 +122,7 @@ for _ in range(1000):
 """
 
 
+@pytest.mark.no_retry
 @pytest.mark.parametrize(
     ("how", "scheme"),
     [(signal.SIGKILL, "shm"), (signal.SIGKILL, "tcp"), (signal.SIGINT, "shm"), (signal.SIGTERM, "shm")],
@@ -145,6 +146,7 @@ def test_nothing_is_left_when_the_driver_dies(how: signal.Signals, scheme: str, 
     assert shared_memory() == before
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 @pytest.mark.parametrize(
     "serve",

@@ -83,6 +83,7 @@ def lent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lent]:
         yield Lent(str(path), stack)
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 def test_a_prompt_of_more_than_there_is_has_a_large_ones_bits(lent: Lent) -> None:
     assert told(lent.llm, [LONG]) == lent.large[:1]
@@ -109,6 +110,7 @@ def test_what_a_guest_holds_goes_home_while_its_sequence_decodes(lent: Lent, mon
     assert pauses.total() == paused, "and no view changes for it"
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 @pytest.mark.parametrize("end", ["recalled", "killed"])
 def test_a_guest_that_goes_in_the_midst_costs_no_token(end: str, lent: Lent) -> None:

@@ -38,6 +38,7 @@ def count(llm: LLM, name: str) -> float:
     return sum(values.get(name, 0.0) for values in llm.stats().values())
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "victims"),
@@ -62,6 +63,7 @@ def test_kv_of_one_that_is_lost_is_back_bit_by_bit(options: dict[str, Any], vict
         assert again <= sum(map(len, PROMPTS)), "a prompt was computed again"
 
 
+@pytest.mark.no_retry
 def test_of_two_at_once_kv_is_computed_again(tiny_lm: Path) -> None:
     with LLM(str(tiny_lm), memory_workers=2, kv_parity=1, deterministic=True, dtype="float32") as llm:
         wanted = [tokens for tokens, _ in run(llm, {})]

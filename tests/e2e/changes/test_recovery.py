@@ -183,6 +183,7 @@ def test_one_that_hangs_is_replaced_once_a_step_is_late(llama_path: Path, monkey
             assert gone(pids[victim])
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 def test_kv_that_is_built_again_in_half_precision_errs_no_more_than_its_rounding(tiny_lm: Path) -> None:
     """Rows of a chunk are rounded otherwise than rows one by one: so tokens may be other ones, but no worse."""

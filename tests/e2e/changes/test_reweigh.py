@@ -61,6 +61,7 @@ def run_beside(llm: LLM, rates: list[tuple[float, ...]]) -> tuple[list[Any], lis
     return [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids], found
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 @pytest.mark.parametrize(
     "options",

@@ -80,6 +80,7 @@ def descriptors() -> Counter[str]:
     return kinds
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["spares die", "workers die", "workers come and go"])
 def test_no_descriptor_is_left_of_who_has_gone(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -284,6 +284,7 @@ leash.main(int(sys.argv[1]), sys.argv[2])
 """
 
 
+@pytest.mark.no_retry
 def test_who_is_held_by_a_leash_ends_with_its_other_end_and_so_do_its_children(tmp_path: Path) -> None:
     """By force: a child that is stopped hears of nobody's end."""
     own = tmp_path / "own"
@@ -313,6 +314,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.no_retry
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])

@@ -271,6 +271,7 @@ def test_a_debtor_of_the_creditors_own_name_gets_nothing(street: Street) -> None
     assert service.creditor.free == 8
 
 
+@pytest.mark.no_retry
 def test_whoever_gives_back_what_is_its_own_waits_for_nobody(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the guest still has its link: between two steps of an engine there is no time for its end."""
     monkeypatch.setattr(lend_service, "END_S", 2 * SOON_S)

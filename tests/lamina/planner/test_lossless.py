@@ -28,6 +28,7 @@ def add(engine: Engine, prompt: int, answer: int) -> int:
     return engine.add([0] * prompt, SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0))
 
 
+@pytest.mark.no_retry
 def test_rounds_take_their_time_one_after_the_other() -> None:
     engine, wire, seen = world()
     add(engine, 5, 3)
@@ -41,6 +42,7 @@ def test_rounds_take_their_time_one_after_the_other() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.no_retry
 def test_all_steps_of_a_round_are_done_at_once() -> None:
     engine, wire, seen = world(batches=2)
     add(engine, 3, 4)
@@ -51,6 +53,7 @@ def test_all_steps_of_a_round_are_done_at_once() -> None:
     assert wire.clock.now == pytest.approx(1.6 + 3 * 1.2)
 
 
+@pytest.mark.no_retry
 def test_prefill_workers_take_no_time() -> None:
     engine, wire, seen = world(prefills=2)
     add(engine, 20, 3)

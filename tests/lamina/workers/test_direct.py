@@ -95,6 +95,7 @@ def direct_model(
     return there
 
 
+@pytest.mark.no_retry
 @pytest.mark.parametrize(("weights", "layers"), [([1.0], LAYERS), ([1.0, 1.0], LAYERS), ([3.0, 1.0], LAYERS[:4])])
 def test_the_bits_are_those_of_messages_of_hosts(
     weights: list[float], layers: list[LayerShape], gpu: Make, scheme: str

@@ -74,6 +74,7 @@ def test_memory_that_is_not_pinned_may_be_overwritten_at_once() -> None:
     assert (there == 1.0).all()
 
 
+@pytest.mark.no_retry
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("partition", ["head", "token", "request"])

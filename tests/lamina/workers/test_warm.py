@@ -310,6 +310,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.no_retry
 @pytest.mark.parametrize("when", ["importing", "serving"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None])
 def test_nothing_is_left_of_a_driver(when: str, how: signal.Signals | None, tmp_path: Path) -> None:
@@ -355,6 +356,7 @@ def test_a_worker_that_starts_workers_uses_the_one_warm_process(
     assert probe.end() == 0
 
 
+@pytest.mark.no_retry
 def test_a_join_ends_one_that_hangs(start: WarmStart, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = ProcessWorker("probe", 0)
     os.kill(worker.pid, signal.SIGSTOP)

@@ -31,6 +31,7 @@ def fake(tmp_path: Path, *flags: str) -> Path:
     return build(tmp_path, HERE / "fake_verbs.cpp", *LIBRARY, *flags)
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 @pytest.mark.parametrize("sanitizer", [RACES, BOUNDS], ids=["races", "bounds"])
 def test_two_engines_of_four_threads(tmp_path: Path, sanitizer: list[str]) -> None:
@@ -40,6 +41,7 @@ def test_two_engines_of_four_threads(tmp_path: Path, sanitizer: list[str]) -> No
     assert said == "messages 3000; the peer closed the channel\n"
 
 
+@pytest.mark.no_retry
 def test_credit_that_two_threads_owe_is_told_once(tmp_path: Path) -> None:
     """Else a peer that stands still may be sent more than it has posted receives for, which ends the connection."""
     assert run(build(tmp_path, HERE / "verbs_credit.cpp"), str(fake(tmp_path))) == "acted 1, told 1\n"

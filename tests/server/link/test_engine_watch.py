@@ -285,6 +285,7 @@ def descriptors() -> Counter[str]:
     return kinds
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 def test_engines_that_are_killed_leave_no_descriptor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def work(server: ServersEnd) -> None:

@@ -30,6 +30,7 @@ def value(http: httpx.Client, name: str) -> float:
     )
 
 
+@pytest.mark.no_retry
 def test_a_closed_socket_frees_its_kv(http: httpx.Client) -> None:
     with http.stream("POST", "/v1/completions", json=LONG) as response:
         lines = response.iter_lines()

@@ -39,6 +39,7 @@ def test_overload_is_refused_and_goodput_stays(load: Any, server: Running) -> No
     assert health["p99_ms"] < 2000, "200 on a machine of its own"
 
 
+@pytest.mark.no_retry
 def test_nothing_is_left_of_clients_that_leave(load: Any) -> None:
     found = asyncio.run(load.mixture(80, 8))
     assert found["failed"] == found["kv_blocks_left"] == 0

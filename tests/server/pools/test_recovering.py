@@ -100,6 +100,7 @@ def descriptors(pid: int) -> Counter[str]:
     return kinds
 
 
+@pytest.mark.no_retry
 @pytest.mark.slow
 @pytest.mark.parametrize("victims", [["engine"] * 11, ["memory", "compute", "prefill"] * 4], ids=["engines", "workers"])
 def test_a_server_keeps_no_descriptor_of_those_that_died(victims: list[str], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("killed_workers.py")
 
 
+@pytest.mark.no_retry
 @pytest.mark.long(but=["20"])
 @pytest.mark.parametrize("rounds", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_kill_9(tmp_path: Path, rounds: int) -> None:

@@ -108,6 +108,7 @@ def same(worker: Prefiller, sequence: int, of: Prefiller, low: int, high: int) -
     )
 
 
+@pytest.mark.no_retry
 @pytest.mark.parametrize("part", [1 << 20, 5000])
 @pytest.mark.parametrize("fields", [{}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}], ids=str)
 def test_what_comes_has_the_same_bits(part: int, fields: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:

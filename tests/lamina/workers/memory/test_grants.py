@@ -67,6 +67,7 @@ def with_prefill(
     return decoding, [Prefiller([j[i] for j in joined], decoding) for i in range(count)]
 
 
+@pytest.mark.no_retry
 @pytest.mark.parametrize(("workers", "partition"), [(1, "head"), (2, "head"), (3, "token"), (2, "request")])
 def test_decoding_behind_granted_tokens_has_the_bits_of_the_plain_way(pool: Pool, workers: int, partition: str) -> None:
     """Chunks of prompts longer than the windows, of three sequences that lie in different lanes."""

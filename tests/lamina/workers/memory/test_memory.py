@@ -80,6 +80,7 @@ LONG_STEPS: list[tuple[list[SequenceOp], list[Rows]]] = [
 ]
 
 
+@pytest.mark.no_retry
 @pytest.mark.long(but=["loopback-short-float32-native"])
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -169,6 +169,7 @@ def test_stats_are_answered_while_a_step_is_on_its_way() -> None:
         assert driver.stats()["rows"] == 2
 
 
+@pytest.mark.no_retry
 @pytest.mark.parametrize("how", ["stop", "the link ends"])
 @pytest.mark.parametrize("state", ["idle", "bound", "in a step"])
 def test_it_ends_when_the_driver_says_so_or_is_gone(how: str, state: str) -> None:
@@ -350,6 +351,7 @@ def test_a_process_serves_over_shared_memory_and_stops() -> None:
         assert child.wait(WAIT_S) == 0
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 def test_a_process_goes_with_its_driver() -> None:
     with process() as (driver, fabric, child):

@@ -32,6 +32,7 @@ def tensors(data: bytes, like: Tensor, width: int) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=like.dtype).view(*like.shape[:2], width)
 
 
+@pytest.mark.no_retry
 @pytest.mark.parametrize("n", [3, 4])
 def test_a_round_of_all_batches_gives_the_bits_of_one_replica(pool: Pool, n: int) -> None:
     alone = model(pool)

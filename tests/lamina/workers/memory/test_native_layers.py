@@ -20,6 +20,8 @@ from lamina.netstack import Geometry, PeerFault
 from lamina.protocol.plan import Free, Key, Kind, New, Prune, Rows, SequenceOp, StepPlan, Truncate
 from lamina.protocol.sparse_ops import Attend, Score, Scored
 
+pytestmark = pytest.mark.no_retry
+
 LAYERS = [
     shape(),
     shape(window=40),

@@ -21,6 +21,8 @@ from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import FIRST, Deal, Place, Placement, Run
 from lamina.protocol.plan import Kind, New, Rows, StepPlan
 
+pytestmark = pytest.mark.no_retry
+
 LAYERS = [shape(4, 2, 8, 8), shape(6, 3, 8, 8, window=200, sinks=1)]
 MAX_LEN = 1024
 BLOCK = 16

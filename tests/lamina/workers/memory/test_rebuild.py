@@ -29,6 +29,8 @@ from lamina.protocol.plan import Fork, Free, Keep, Kind, New, Rows, StepPlan
 from lamina.protocol.recut import Rebuild
 from lamina.workers.view import ViewDoor, ViewFabric
 
+pytestmark = pytest.mark.no_retry
+
 LAYERS = [shape(8, 4, 16, 8), shape(8, 4, 16, 8, window=40), shape(8, 4, 16, 8)]
 WORKERS, BLOCK, VIEW, WAIT_S = 2, 16, 3, 30.0
 # The third begins as the first does, and shares its whole blocks.

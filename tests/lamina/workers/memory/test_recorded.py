@@ -126,6 +126,7 @@ def graph_turns(pool: Pool) -> int:
     return int(pool.workers[-1].stats()["graph_turns"])
 
 
+@pytest.mark.no_retry
 @pytest.mark.long
 def test_rounds_of_decoding_are_launched_as_graphs_and_have_the_same_bits(
     kernels: GraphedKernels, gpu: Callable[[], StandInGpu]

@@ -123,6 +123,7 @@ FULL = 64
 ids = st.integers(0, FULL - 1)
 
 
+@pytest.mark.no_retry
 @settings(max_examples=150, deadline=None)
 @given(
     words=st.lists(st.lists(ids, min_size=1, max_size=2), max_size=3),

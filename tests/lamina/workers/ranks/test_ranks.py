@@ -77,6 +77,7 @@ def draws(draw: Any) -> Draw:
     )
 
 
+@pytest.mark.no_retry
 @settings(max_examples=120, deadline=None)
 @given(draw=draws(), seed=st.integers(0, 10_000), size=st.sampled_from([1, 2, 4]), pending=tokens)
 def test_few_logits_give_the_same_token_and_log_probabilities(draw: Draw, seed: int, size: int, pending: int) -> None:
@@ -152,6 +153,7 @@ def test_all_ranks_are_told_the_token(draw: Draw) -> None:
         assert [d.token for d in found] == [d.token for d in wanted]
 
 
+@pytest.mark.no_retry
 @pytest.mark.parametrize("width", [WIDTH, 1 << 17], ids=["small", "more than torch sums by one thread"])
 def test_no_bit_of_a_score_depends_on_other_draws(width: int) -> None:
     """Not on how many there are, nor on whether one of them needs all logits."""
