@@ -67,11 +67,12 @@ format: $(READY)
 	$(BIN)/clang-format -i $(NATIVE)
 
 # Installs pinned versions and builds the native parts; PIP_ARGS passes options to pip, such as another index.
-$(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.cpp csrc/*/*/*.h)
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.cpp csrc/*/*/*.h tests/soft_nic/*.h tests/soft_nic/*.cpp) tests/soft_nic/setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): minutes the first time"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(BIN)/python tests/soft_nic/setup.py --quiet build_ext --inplace
 	touch $@
 
 # The frame decoder under hostile streams, for FUZZ_SECONDS. With clang++ the fuzzer follows the branches it finds.
@@ -92,7 +93,7 @@ fuzz:
 	fi
 
 clean:
-	rm -rf build *.egg-info netstack/*.so netstack/*/*.so lamina/*/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build *.egg-info netstack/*.so netstack/*/*.so lamina/*/*.so tests/soft_nic/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # The mlx5 headers with one mistake each, against the software NIC: minutes.
 .PHONY: mutants

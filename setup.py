@@ -60,8 +60,5 @@ setup(
             *sorted(glob("csrc/netstack/proxy/native*.cpp")),
             *sorted(glob("csrc/netstack/verbs/native*.cpp")),
         ),
-        native(
-            "lamina.netstack.nic_model._native", "csrc/netstack/nic_model/native.cpp", "csrc/netstack/nic_model/nic.cpp"
-        ),
     ],
 )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from lamina.netstack.contract.key import KEY, KEY_FILE
 from lamina.netstack.contract.key import cluster_key as given_key
+from lamina.netstack.schemes import PLUGINS as TRANSPORTS
 
 LEASE_BYTES = "LAMINA_LEASE_BYTES"
 LEASE_METER = "LAMINA_LEASE_METER"
@@ -19,8 +20,7 @@ VARIABLES = {
     "LAMINA_API_KEY": "keys of the HTTP server, by comma; every request but /health must bear one (--api-key)",
     "LAMINA_ADMIN_KEY": "the operator's key of the HTTP server, for `lamina-launch scale` (--admin-key)",
     "LAMINA_TRACE": "write a trace of the run to this file (--trace)",
-    "LAMINA_NIC_MODEL": "1: the transport nic-model, a NIC in software, may be used: within one host, for tests",
-    "LAMINA_MLX5_MODEL": "what LAMINA_NIC_MODEL was called before: it opens nothing, a refusal names the new one",
+    TRANSPORTS: "more transports for --transport, NAME=MODULE by comma, such as those of tests; modules of PYTHONPATH",
     "LAMINA_EMULATE": "times of other devices, for compute workers and the attention `emulate`; see lamina.emulate",
     "LAMINA_EMULATE_MEDIUM": "delays and faults of host memory beside the pool; see lamina.kv.media.emulated",
     "LAMINA_RDMA_DEVICE": "this host's RDMA device, where hosts have different ones; as --rdma-device",

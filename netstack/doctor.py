@@ -28,7 +28,7 @@ from .rdma.card import MTU_NAMES
 from .rdma.nearest import PCI, gpus, nearest_first
 from .rdma.packets import FRAMES, LARGEST, ROCE_HEADS
 from .rdma.ports import CLASS, NONE, Wanted, lack, named, ports
-from .schemes import BY_RDMA, FOR_TESTS, RENAMED, SCHEMES, check_scheme, open
+from .schemes import BY_RDMA, SCHEMES, open
 
 MEMLOCK_LEAST = 1 << 30
 MELLANOX = "0x15b3"
@@ -313,9 +313,9 @@ def ordered_delivery(machine: Machine) -> Verdict:
 MLX5 = ("mlx5",)
 RDMA = ("verbs", *MLX5)
 CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
-    ("shared memory", ("shm", "auto", *FOR_TESTS), shared_memory),
-    ("loopback interface", ("tcp", "auto", "gin", *RDMA, *FOR_TESTS), tcp_loopback),
-    ("C++ compiler", ("shm", "tcp", "auto", "gin", *MLX5, *FOR_TESTS), compiler),
+    ("shared memory", ("shm", "auto"), shared_memory),
+    ("loopback interface", ("tcp", "auto", "gin", *RDMA), tcp_loopback),
+    ("C++ compiler", ("shm", "tcp", "auto", "gin", *MLX5), compiler),
     ("RDMA device", RDMA, rdma_device),
     ("ConnectX", MLX5, connectx),
     ("verbs device nodes", RDMA, verbs_nodes),
@@ -348,17 +348,14 @@ def opens(scheme: str, device: str = "") -> Verdict:
 
 
 def findings(machine: Machine, schemes: Sequence[str] = ()) -> list[Finding]:
-    """All checks that concern ``schemes`` (none: all transports but those for tests), then whether each of them opens.
+    """All checks that concern ``schemes`` (none: all transports), then whether each of them opens.
 
     Raises ValueError for an unknown transport.
     """
     for scheme in schemes:
-        if scheme in SCHEMES:
-            continue
-        if scheme in RENAMED:
-            check_scheme(scheme)
-        raise ValueError(f"--transport {scheme!r} is unknown; choose of {', '.join(SCHEMES)}")
-    wanted = set(schemes) or set(SCHEMES) - {*FOR_TESTS}
+        if scheme not in SCHEMES:
+            raise ValueError(f"--transport {scheme!r} is unknown; choose of {', '.join(SCHEMES)}")
+    wanted = set(schemes or SCHEMES)
     answers = []
     for name, needed_by, check in CHECKS:
         concerned = tuple(s for s in needed_by if s in wanted)

@@ -7,6 +7,7 @@ from inspect import signature
 
 from .contract.base import RDMA_FLAG
 from .contract.fabric import Fabric
+from .contract.plugins import load_plugin, plugins
 from .contract.rdma_name import Wanted
 
 # scheme -> module, whose file bears its name, with a function open_fabric(key: bytes) -> Fabric; imported when first
@@ -19,14 +20,11 @@ SCHEMES: dict[str, str] = {
     "cuda": "cuda.cuda",
     "mlx5": "mlx5.mlx5",
     "gin": "gin.gin",
-    "nic-model": "nic_model.nic_model",
-    "nic-model-proxy": "nic_model.nic_model_proxy",
     "verbs": "rdma.verbs",
     "auto": "auto",
     "emulate": "emulate",
 }
-RENAMED = {"mlx5-proxy": "nic-model-proxy"}  # the names that transports had before
-FOR_TESTS = ("nic-model", "nic-model-proxy")  # no server of a model needs them
+PLUGINS = "LAMINA_TRANSPORTS"  # more entries, with whole names of modules; see contract.plugins
 THREADS = ("loopback",)  # peers are threads of one process
 NEAR = {"shm": "auto"}  # for one host only -> the same there, and more beyond it
 HERE = "shm"  # between processes of this machine, where nobody has chosen
@@ -41,13 +39,15 @@ def open(scheme: str, *, key: bytes, gpu: int | None = None, device: str = "") -
 
     ``gpu``: the one that the caller computes on, for a transport that uses one; None = it computes on none. ``device``:
     of RDMA, as ``check_rdma_device`` takes it; empty = the one of this host's environment, else the nearest.
-    Raises ValueError for an unknown scheme (it lists the known ones) and ImportError, with its cause, when the
-    transport's own needs (a native module, a driver, that device) are missing.
+    Raises ValueError for an unknown scheme (it lists the table) and ImportError, with its cause, when the transport's
+    own needs (a native module, a driver, that device) are missing.
     """
     check_scheme(scheme)
     check_rdma_device(scheme, device)
     name, _, other = scheme.partition("+")
-    open_fabric = import_module(f"{__package__}.{SCHEMES[name]}").open_fabric
+    plugin = plugins(PLUGINS).get(name, "")
+    module = load_plugin(PLUGINS, plugin) if plugin else import_module(f"{__package__}.{SCHEMES[name]}")
+    open_fabric = module.open_fabric
     told: dict[str, int | str | None] = {"gpu": gpu, "device": device or None}
     taken = signature(open_fabric).parameters
     more = {name: value for name, value in told.items() if value is not None and name in taken}
@@ -56,16 +56,11 @@ def open(scheme: str, *, key: bytes, gpu: int | None = None, device: str = "") -
 
 
 def check_scheme(scheme: str) -> None:
-    """Raises ValueError, with the known ones, unless ``scheme`` is in the table, or a wrapper of one that is, such as
-    emulate+shm?latency_ms=1 (its options are checked when it is opened).
+    """Raises ValueError, with the table, unless ``scheme`` is in it or in LAMINA_TRANSPORTS, or wraps one that is, such
+    as emulate+shm?latency_ms=1 (its options are checked when it is opened).
     """
     name, plus, other = scheme.partition("+")
-    if name in RENAMED:
-        raise ValueError(
-            f"transport {name!r} is called {RENAMED[name]!r} now: a software NIC, for tests; "
-            "with a ConnectX choose mlx5 or verbs"
-        )
-    if name not in SCHEMES or (plus and name not in WRAPPERS):
+    if name not in {*SCHEMES, *plugins(PLUGINS)} or (plus and name not in WRAPPERS):
         raise ValueError(f"unknown transport {scheme!r}; choose one of {', '.join(SCHEMES)}")
     if plus:
         check_scheme(other.partition("?")[0])

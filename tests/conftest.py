@@ -12,22 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import soft_nic
 from cuda_stand_in import ONE_GPU
 from hypothesis import is_hypothesis_test, settings
 from long_cases import spare_cases
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("LAMINA_NIC_MODEL", "1")  # the transport nic-model opens
+os.environ["LAMINA_TRANSPORTS"] = ",".join(f"{scheme}={module}" for scheme, module in soft_nic.SCHEMES.items())
 
 # Compiled modules are kept beside their sources, also where the environment says otherwise, as images of containers do:
 # else each of the hundreds of processes under test compiles Lamina anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Workers that tests bring are found there. All tests have one path: another one means another warm process, 4 s of CPU.
+# Processes find workers and transports of tests there. All tests have one path: another one means another warm process,
+# 4 s of CPU.
+HERE = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(Path(__file__).parent / "e2e"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    [str(HERE / "e2e"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
 # Captures are kept, as a user's are, by all that they follow from: what has not changed since is not traced again.

@@ -45,7 +45,7 @@ NETWORK_STOREYS = (
     ("bench", "doctor"),
     ("auto", "checksum", "emulate", "loopback"),  # made of other transports
     ("gin", "mlx5"),  # NICs that a GPU drives
-    ("cuda", "nic_model", "rdma"),
+    ("cuda", "rdma"),
     ("host",),  # shared memory, TCP, one process
     ("schemes",),  # the table of transports: their names, none of their modules
     ("meeting",),  # how peers meet
@@ -352,7 +352,7 @@ def test_models_are_named_in_models_only() -> None:
 
 def test_schemes_are_compared_in_netstack_only() -> None:
     """All but cuda, which is the name of a kind of device, too."""
-    schemes = ("shm", "tcp", "loopback", "verbs", "mlx5", "gin", "nic-model", "nic-model-proxy")
+    schemes = ("shm", "tcp", "loopback", "verbs", "mlx5", "gin")
     for path in sources("lamina"):
         text = path.read_text()
         for node in facts(path).comparisons if any(f'"{s}"' in text for s in schemes) else ():

@@ -1,6 +1,6 @@
 // What every link driven from a device shares: how the processor reaches memory, and a channel's slots, credit and checks.
 //
-// HARDWARE-UNVERIFIED on GPUs: proven on CPUs (nic_model/), where the same source is compiled.
+// HARDWARE-UNVERIFIED on GPUs: proven on CPUs (tests/soft_nic), where the same source is compiled.
 //
 // Each side has one inbox, the only memory that its peer can write: a line with the seqno of the newest message
 // (signal) and that of the newest message that the peer has released (credit), then slots of a header line and the

@@ -1,6 +1,6 @@
 // The send path of a ConnectX NIC (mlx5), driven by whoever runs this code: a GPU kernel or a CPU thread.
 //
-// HARDWARE-UNVERIFIED: proven against a software NIC (nic_model/), never yet run on a ConnectX.
+// HARDWARE-UNVERIFIED: proven against a software NIC (tests/soft_nic), never yet run on a ConnectX.
 //
 // A post is two work-queue entries (WQEs), RDMA WRITE of the data and an inline RDMA WRITE of its sequence number
 // behind it, with two credits, announced by one doorbell record and one 8-byte doorbell. Layouts are those of the

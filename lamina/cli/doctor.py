@@ -9,15 +9,13 @@ from textwrap import wrap
 
 from lamina.netstack.contract.base import rdma_device
 from lamina.netstack.doctor import CHECKS, Finding, Machine, findings
-from lamina.netstack.schemes import FOR_TESTS
 
 COLUMNS, INDENT = 100, 38
 WORDS = {True: "ok", False: "missing", None: "unknown"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    least = f"all but {' and '.join(FOR_TESTS)}, which are for tests"
-    text = f"check for this one only; may be repeated (default: {least})"
+    text = "check for this one only; may be repeated (default: all)"
     parser.add_argument("--transport", action="append", default=[], help=text)
     parser.add_argument(
         "--rdma-device", default="", metavar="NAME", help="as of `serve`; default: LAMINA_RDMA_DEVICE, else the nearest"

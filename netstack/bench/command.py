@@ -18,7 +18,7 @@ from pathlib import Path
 from lamina.netstack.contract.fabric import ChannelError
 from lamina.netstack.contract.key import KEY, KEY_FILE, cluster_key
 from lamina.netstack.contract.terms import Reception
-from lamina.netstack.schemes import RENAMED, SCHEMES, WRAPPERS, check_scheme, open
+from lamina.netstack.schemes import SCHEMES, WRAPPERS, open
 
 from .job import BYTES_MAX, WINDOW_MAX, parse_size
 from .patterns import DRIVERS, PATTERNS, WINDOWED
@@ -213,9 +213,6 @@ def _main(args: argparse.Namespace) -> int:
         raise ValueError(f"--listen and --connect need the key of both sides in {KEY} or {KEY_FILE}")
     own = key or secrets.token_bytes(32)
     given = args.transport or next(iter(DEVICES[args.device]), "")
-    for scheme in given.split(","):
-        if scheme.strip() in RENAMED:
-            check_scheme(scheme.strip())
     named = names("--transport", given or "tcp", list(SCHEMES))
     if remote and len(named) != 1:
         raise ValueError("--listen and --connect measure one --transport")

@@ -21,10 +21,10 @@ from types import TracebackType
 from typing import TypeVar
 
 import torch
+from soft_nic import _native as native
 
 from lamina.netstack.contract.layout import StructLayout
 from lamina.netstack.cuda.driver import CudaGraph, CudaStream, Driver, Pinned
-from lamina.netstack.nic_model import _native as native
 
 CHANNEL = StructLayout(*native.channel_layout())
 BLOCKS, SLOTS, ROOM = 8, 3, 16384

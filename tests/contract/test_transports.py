@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import soft_nic
 from cuda_stand_in import GIN_STAND_IN, ONE_GPU, ONE_STAND_IN, STAND_IN, gpu_of, scheme_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -37,7 +38,7 @@ SLOW_LINKS = [f"emulate+{other}?latency_ms=0.5&jitter_ms=0.5&gbps=5" for other i
 FOR_KERNELS = ["cuda", "mlx5", STAND_IN, GIN_STAND_IN, ONE_GPU, ONE_STAND_IN]
 SEALED = "tcp as beyond this host"
 BY_PYTHON = pytest.param("verbs by pyverbs", marks=[pytest.mark.rdma, pytest.mark.slow])
-TRANSPORTS = [*netstack.SCHEMES, SEALED, BY_PYTHON, *SLOW_LINKS, *FOR_KERNELS[2:]]
+TRANSPORTS = [*netstack.SCHEMES, *soft_nic.SCHEMES, SEALED, BY_PYTHON, *SLOW_LINKS, *FOR_KERNELS[2:]]
 
 
 class Task:

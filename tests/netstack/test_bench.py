@@ -178,7 +178,6 @@ def test_a_killed_client_leaves_no_server() -> None:
     ("flags", "text"),
     [
         (["--transport", "pigeon"], "unknown --transport 'pigeon'; choose of loopback, shm"),
-        (["--transport", "tcp,mlx5-proxy"], "called 'nic-model-proxy' now"),
         (["--pattern", "ping"], "unknown --pattern 'ping'"),
         (["--sizes", "64,many"], "--sizes: 'many'"),
         (["--sizes", "0"], "--sizes: '0'"),

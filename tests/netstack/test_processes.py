@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import soft_nic
 from cuda_stand_in import STAND_IN, scheme_of
 from wiring import GEOMETRY, KEY, PATH, ROOT, SOON_S, START_S, connect, open_or_skip, peer_process, send
 
@@ -25,7 +26,7 @@ from lamina.netstack.meeting import listener as meeting
 SLOW = ("nic-model-proxy", STAND_IN)
 SCHEMES = [
     pytest.param(s, marks=pytest.mark.slow if s in SLOW else ())
-    for s in (*netstack.SCHEMES, STAND_IN)
+    for s in (*netstack.SCHEMES, *soft_nic.SCHEMES, STAND_IN)
     if s != "loopback"
 ]
 PATTERN = bytes(range(256)) * (GEOMETRY.slot_bytes // 256)

@@ -191,7 +191,7 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
 
     transport: Annotated[
         str,
-        "how the pools talk: shm, tcp, loopback (everything in one process), auto, cuda, verbs, mlx5, gin, nic-model; "
+        "how the pools talk: shm, tcp, loopback (everything in one process), auto, cuda, verbs, mlx5, gin; "
         "empty = shm, or loopback where all workers compute on one GPU, or auto over Ray",
     ] = ""
     memory_addresses: Annotated[

@@ -194,10 +194,9 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_sparsity": "select", "memory_device": "cuda"}, "--kv-sparsity select is for memory workers on CPUs: use --memory-device cpu"),
 ]
 MODEL_REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"transport": "pigeon"}, "--transport: unknown transport 'pigeon'; choose one of loopback, shm, tcp, cuda, mlx5, gin, nic-model, nic-model-proxy, verbs, auto, emulate"),
-    ({"transport": "emulate+mlx5-proxy?latency_ms=1"}, "--transport: transport 'mlx5-proxy' is called 'nic-model-proxy' now: a software NIC, for tests; with a ConnectX choose mlx5 or verbs"),
-    ({"transport": "shm+tcp"}, "--transport: unknown transport 'shm+tcp'; choose one of loopback, shm, tcp, cuda, mlx5, gin, nic-model, nic-model-proxy, verbs, auto, emulate"),
-    ({"transport": "emulate+pigeon"}, "--transport: unknown transport 'pigeon'; choose one of loopback, shm, tcp, cuda, mlx5, gin, nic-model, nic-model-proxy, verbs, auto, emulate"),
+    ({"transport": "pigeon"}, "--transport: unknown transport 'pigeon'; choose one of loopback, shm, tcp, cuda, mlx5, gin, verbs, auto, emulate"),
+    ({"transport": "shm+tcp"}, "--transport: unknown transport 'shm+tcp'; choose one of loopback, shm, tcp, cuda, mlx5, gin, verbs, auto, emulate"),
+    ({"transport": "emulate+pigeon"}, "--transport: unknown transport 'pigeon'; choose one of loopback, shm, tcp, cuda, mlx5, gin, verbs, auto, emulate"),
     ({"attention": "magic"}, "--attention must be one of auto, native, numba, cuda, flashinfer, reference, emulate, not 'magic'"),
     ({"gemm": "magic"}, "--gemm must be one of auto, native, torch, not 'magic'"),
     ({"attention": "flashinfer", "kv_cache_dtype": "int8"}, "--kv-cache-dtype int8: attention backend 'flashinfer' stores K and V as --dtype alone; use --attention native, numba, cuda, reference or auto"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -180,16 +181,19 @@ def test_root_may_map_the_doorbell_page(tmp_path: Path, checks: dict[str, Callab
 def test_every_transport_between_processes_is_checked_and_says_whether_it_opens() -> None:
     found = findings(Machine(), [*SCHEMES])
     assert {f.transports[0]: f.ok for f in found if f.check == "opens"}.keys() == {*SCHEMES}
-    assert {s for f in found if f.check != "opens" for s in f.transports} >= {"shm", "tcp", "nic-model", "mlx5"}
+    assert {s for f in found if f.check != "opens" for s in f.transports} >= {"shm", "tcp", "verbs", "mlx5"}
     assert all(f.fix or f.ok for f in found if f.check != "opens")
 
 
-def test_nobody_is_told_to_want_what_is_for_tests(capsys: pytest.CaptureFixture[str]) -> None:
-    told = {s for f in findings(Machine()) for s in f.transports}
-    assert told == {*SCHEMES} - {"nic-model", "nic-model-proxy"}
-    assert main(["doctor"]) == 0
-    assert "nic-model" not in capsys.readouterr().out
-    assert {s for f in findings(Machine(), ["nic-model"]) for s in f.transports} == {"nic-model"}
+def test_transports_that_tests_add_are_not_offered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {s for f in findings(Machine()) for s in f.transports} == {*SCHEMES}
+    for command in (["doctor"], ["doctor", "--transport", "nic-model"], ["serve", "--help"]):
+        with suppress(SystemExit):  # by which --help ends
+            main(command)
+        text = "".join(capsys.readouterr())
+        assert "shm" in text
+        assert "nic-model" not in text.replace("--transport 'nic-model' is unknown", "")
+    assert netstack.in_process("nic-model") is False, "it is known here"
 
 
 def test_transports_of_this_machine_open(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,28 +206,17 @@ def test_transports_of_this_machine_open(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_transport_that_does_not_open_is_status_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("LAMINA_NIC_MODEL", raising=False)
-    assert main(["doctor", "--transport", "nic-model"]) == 1
+    monkeypatch.setenv("LAMINA_LIBCUDA", "/nowhere/libcuda.so.1")
+    assert main(["doctor", "--transport", "cuda"]) == 1
     out = capsys.readouterr().out
     assert "missing  opens" in out
-    assert "LAMINA_NIC_MODEL" in out
-    assert "LAMINA_MLX5_MODEL" not in out
+    assert "/nowhere/libcuda.so.1" in "".join(out.split())
     assert out.endswith("you can use: none of these\n")
     assert main(["doctor"]) == 0
     usable = [f.transports[0] for f in findings(Machine()) if f.check == "opens" and f.ok]
-    assert "nic-model" not in usable
+    assert "cuda" not in usable
     assert "loopback" in usable
     assert capsys.readouterr().out.endswith(f"you can use: {', '.join(usable)}\n")
-
-
-def test_names_of_before_are_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the software NIC's transports, and of the variable that opens them."""
-    assert main(["doctor", "--transport", "mlx5-proxy"]) == 2
-    assert "called 'nic-model-proxy' now" in capsys.readouterr().err
-    monkeypatch.delenv("LAMINA_NIC_MODEL", raising=False)
-    monkeypatch.setenv("LAMINA_MLX5_MODEL", "1")
-    with pytest.raises(ImportError, match=r"LAMINA_NIC_MODEL=1 .*\(LAMINA_MLX5_MODEL is its old name\)"):
-        netstack.open("nic-model", key=b"k" * 32)
 
 
 def test_findings_read_well_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

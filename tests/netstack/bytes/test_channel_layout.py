@@ -13,7 +13,7 @@ from programs import ROOT, build, run
 
 from lamina.netstack.contract.layout import StructLayout
 
-MODULES = {"memory": "lamina.netstack.host._native", "mlx5": "lamina.netstack.nic_model._native"}
+MODULES = {"memory": "lamina.netstack.host._native", "mlx5": "soft_nic._native"}
 Told = dict[str, tuple[int, dict[str, tuple[int, int]]]]
 
 

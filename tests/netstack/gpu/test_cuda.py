@@ -88,7 +88,7 @@ def test_the_stand_in_has_the_functions_of_cuda_h(tmp_path: Path) -> None:
 
 
 def test_the_layout_of_an_inbox_is_that_of_the_headers() -> None:
-    native = pytest.importorskip("lamina.netstack.nic_model._native", reason="its native module is not built")
+    native = pytest.importorskip("soft_nic._native", reason="its native module is not built")
     for slots, slot_bytes in ((1, 1), (3, 63), (3, 64), (3, 65), (1024, 4096)):
         assert inbox_bytes(Geometry(slots=slots, slot_bytes=slot_bytes)) == native.inbox_bytes(slots, slot_bytes)
 

@@ -15,7 +15,7 @@ from wiring import ROOT
 
 from lamina.netstack.cuda.driver import Driver
 
-native = pytest.importorskip("lamina.netstack.nic_model._native", reason="its native module is not built")
+native = pytest.importorskip("soft_nic._native", reason="its native module is not built")
 
 
 @pytest.fixture

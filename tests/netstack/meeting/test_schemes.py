@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +17,7 @@ from lamina.netstack.contract.base import RDMA_DEVICE, rdma_device
 from lamina.netstack.host.loopback_host import LoopbackFabric
 from lamina.netstack.rdma import verbs
 
+ROOT = Path(__file__).resolve().parents[3]
 NAMES = [name for name in schemes.SCHEMES if name not in schemes.WRAPPERS]
 
 
@@ -87,6 +92,49 @@ def test_the_device_of_all_hosts_goes_before_that_of_one(monkeypatch: pytest.Mon
     monkeypatch.setenv(RDMA_DEVICE, "mlx5_0")
     assert rdma_device() == "mlx5_0"
     assert rdma_device("mlx5_1") == "mlx5_1"
+
+
+@pytest.mark.parametrize("text", ["pigeon", "=loft", "pigeon=", "pigeon=loft/bird", "pigeon=loft,=", "pigeon=.loft"])
+def test_transports_of_the_environment_are_names_of_modules(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(schemes.PLUGINS, text)
+    with pytest.raises(ValueError, match="LAMINA_TRANSPORTS must have NAME=MODULE, several by comma, not '"):
+        netstack.open("pigeon", key=bytes(32))
+
+
+def test_a_transport_of_the_environment_that_is_nowhere_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(schemes.PLUGINS, "pigeon=loft.bird")
+    with pytest.raises(ImportError, match=r"names loft.bird, and there is no loft: put its folder into PYTHONPATH"):
+        netstack.open("pigeon", key=bytes(32))
+
+
+OPEN = """
+from lamina import netstack
+try:
+    print(netstack.open("pigeon", key=bytes(32)))
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("package", [True, False])
+def test_no_transport_comes_from_the_current_directory(tmp_path: Path, *, package: bool) -> None:
+    """The same folder is trusted where PYTHONPATH names it and it is not the current directory."""
+    file = tmp_path / "loft" / ("bird/__init__.py" if package else "bird.py")
+    file.parent.mkdir(parents=True)
+    file.write_text("print('executed')\ndef open_fabric(key): return 'flies'\n")
+    refused = "LAMINA_TRANSPORTS names bird, which lies in the current directory: start in another one"
+    for folder, path, printed in (
+        (tmp_path / "loft", str(ROOT), [refused]),
+        (tmp_path, os.pathsep.join([str(ROOT), str(tmp_path / "loft")]), ["executed", "flies"]),
+    ):
+        environment = os.environ | {"PYTHONPATH": path, schemes.PLUGINS: "pigeon=bird"}
+        for program in (["-c", OPEN], ["-m", "loft_main"]):
+            (folder / "loft_main.py").write_text(OPEN)
+            done = subprocess.run(
+                [sys.executable, *program], cwd=folder, env=environment, capture_output=True, text=True, timeout=60,
+                check=True,
+            )  # fmt: skip
+            assert done.stdout.splitlines() == printed
 
 
 @pytest.mark.usefixtures("closed")

@@ -36,7 +36,7 @@
 #include <thread>
 #include <utility>
 
-#include "netstack/nic_model/nic.h"
+#include "soft_nic/nic.h"
 
 using namespace lamina::nic_model;
 

@@ -21,7 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 CSRC = ROOT / "csrc"
 HEADERS = tuple(f"netstack/{name}.h" for name in ("device", "mlx5", "mlx5_channel", "memory_channel", "proxy/proxy"))
-MODEL = CSRC / "netstack" / "nic_model"
+MODEL = ROOT / "tests" / "soft_nic"
+INCLUDES = (f"-I{CSRC}", f"-I{MODEL.parent}")
 ARGUED = Path(__file__).with_name("mlx5_survivors.txt")
 POSTS = "20000"
 COMPILE_S, RUN_S = 600.0, 30.0
@@ -165,7 +166,7 @@ class Proof:
         self._scratch = scratch
         self._command = [compiler, *FLAGS]
         self._model = scratch / "nic.o"
-        build = [*self._command, f"-I{CSRC}", "-c", str(MODEL / "nic.cpp"), "-o", str(self._model)]
+        build = [*self._command, *INCLUDES, "-c", str(MODEL / "nic.cpp"), "-o", str(self._model)]
         subprocess.run(build, check=True, timeout=COMPILE_S)
 
     def build(self, mutant: Mutant | None) -> Path | None:
@@ -175,7 +176,7 @@ class Proof:
             header = folder / mutant.header
             header.parent.mkdir(parents=True)
             header.write_text(mutant.source())
-        build = [*self._command, f"-I{folder}", f"-I{CSRC}", str(MODEL / "prove.cpp"), str(self._model)]
+        build = [*self._command, f"-I{folder}", *INCLUDES, str(MODEL / "prove.cpp"), str(self._model)]
         done = subprocess.run(
             [*build, "-o", str(folder / "prove")], capture_output=True, timeout=COMPILE_S, check=False
         )

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "netstack/mlx5_channel.h"
-#include "netstack/nic_model/nic.h"
 #include "netstack/verbs/formats.h"
 #include "netstack/verbs/objects.h"
+#include "soft_nic/nic.h"
 
 extern "C" {
 void fake_mlx5_hostile();

@@ -32,10 +32,10 @@ FILES = {
     f"class/infiniband/{DEVICE}/ports/1/gid_attrs/types/0": "RoCE v2",
     f"class/infiniband/{DEVICE}/ports/1/pkeys/0": "0xffff",
 }
-FLAGS = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{ROOT / 'csrc'}"]
+FLAGS = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}"]
 LIBRARY = [
     str(Path(__file__).with_name("fake_mlx5.cpp")),
-    str(ROOT / "csrc/netstack/nic_model/nic.cpp"),
+    str(ROOT / "tests/soft_nic/nic.cpp"),
     "-shared",
     "-fPIC",
 ]

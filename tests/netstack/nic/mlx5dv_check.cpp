@@ -5,9 +5,9 @@
 #include <cstdio>
 #include <cstring>
 
-#include "netstack/nic_model/nic.h"
 #include "netstack/verbs/formats.h"
 #include "netstack/verbs/objects.h"
+#include "soft_nic/nic.h"
 
 using namespace lamina;
 using mlx5::u32;

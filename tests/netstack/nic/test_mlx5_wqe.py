@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[2] / "csrc"
 QUEUE = 0x123456
-native = pytest.importorskip("lamina.netstack.nic_model._native", reason="its native module is not built")
+native = pytest.importorskip("soft_nic._native", reason="its native module is not built")
 
 
 def recorded() -> dict[str, bytes]:
@@ -51,7 +51,8 @@ def test_the_public_header_of_rdma_core(tmp_path: Path) -> None:
     if found.returncode:
         pytest.skip("no infiniband/mlx5dv.h: install libibverbs-dev")
     program = tmp_path / "check"
-    build = [compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", str(HERE / "mlx5dv_check.cpp")]
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", f"-I{HERE.parents[1]}"]
+    build = [compiler, *flags, str(HERE / "mlx5dv_check.cpp")]
     subprocess.run([*build, "-o", str(program)], check=True, timeout=110)
     run = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
     assert (run.returncode, run.stdout) == (0, "equal\n")

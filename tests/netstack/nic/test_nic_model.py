@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx5_mutants
 import pytest
 from compiled import made_by
-from mlx5_mutants import CSRC, FLAGS, MODEL, Mutant, Proof
+from mlx5_mutants import CSRC, FLAGS, INCLUDES, MODEL, Mutant, Proof
 
 MUTANTS = mlx5_mutants.mutants()
 FENCES = [m for m in MUTANTS if m.after == "" and ("order(" in m.before or "fence" in m.before)]
@@ -31,13 +31,13 @@ class KeptProof(Proof):
     """Its programs are kept, by content."""
 
     def __init__(self) -> None:
-        model = made_by(["g++", *FLAGS, f"-I{CSRC}", "-c", str(MODEL / "nic.cpp")], "-o", "{}/nic.o")
+        model = made_by(["g++", *FLAGS, *INCLUDES, "-c", str(MODEL / "nic.cpp")], "-o", "{}/nic.o")
         assert model.status == 0, model.said
         self._command, self._model = ["g++", *FLAGS], model.folder / "nic.o"
 
     def build(self, mutant: Mutant | None) -> Path | None:
         files = {} if mutant is None else {mutant.header: mutant.source()}
-        ours = [f"-I{CSRC}", str(MODEL / "prove.cpp"), str(self._model)]
+        ours = [*INCLUDES, str(MODEL / "prove.cpp"), str(self._model)]
         made = made_by(self._command, "-I{}", *ours, "-o", "{}/prove", files=files)
         return None if made.status else made.folder / "prove"
 
@@ -51,7 +51,7 @@ def proof() -> Proof:
 def program() -> Path:
     """The proof program as it is, with warnings as errors."""
     sources = [str(MODEL / "prove.cpp"), str(MODEL / "nic.cpp")]
-    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}"]
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", *INCLUDES]
     made = made_by(["g++", *flags, *sources], "-o", "{}/prove")
     assert made.status == 0, made.said
     return made.folder / "prove"

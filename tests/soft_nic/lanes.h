@@ -4,7 +4,7 @@
 
 #include <array>
 
-#include "netstack/nic_model/credits.h"
+#include "soft_nic/credits.h"
 
 namespace lamina::nic_model {
 

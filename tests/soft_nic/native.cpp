@@ -1,4 +1,4 @@
-// lamina.netstack.nic_model._native: a channel of mlx5_channel.h over the software NIC. netstack/nic_model/_native.pyi documents it.
+// soft_nic._native: a channel of mlx5_channel.h over the software NIC. netstack/nic_model/_native.pyi documents it.
 //
 // The GIL is the queue's lock: whoever posts or polls holds it. Only waits, which read the inbox, go without.
 #define PY_SSIZE_T_CLEAN
@@ -10,7 +10,7 @@
 
 #include "module_types.h"
 #include "netstack/device_module.h"
-#include "netstack/nic_model/end.h"
+#include "soft_nic/end.h"
 
 namespace {
 
@@ -317,8 +317,7 @@ PyType_Slot endpoint_slots[] = {{Py_tp_dealloc, slot(endpoint_dealloc)},
                                 {Py_tp_new, slot(endpoint_new)},
                                 {Py_tp_methods, endpoint_methods},
                                 {0, nullptr}};
-PyType_Spec endpoint_spec = {"lamina.netstack.nic_model._native.Endpoint", sizeof(Endpoint), 0, Py_TPFLAGS_DEFAULT,
-                             endpoint_slots};
+PyType_Spec endpoint_spec = {"soft_nic._native.Endpoint", sizeof(Endpoint), 0, Py_TPFLAGS_DEFAULT, endpoint_slots};
 
 int module_exec(PyObject* module) {
   PyObject* type = PyType_FromModuleAndSpec(module, &endpoint_spec, nullptr);

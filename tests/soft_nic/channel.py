@@ -24,9 +24,8 @@ try:
     from . import _native as native
 except ImportError as error:
     raise ImportError(
-        f"transport 'nic-model' needs the native module lamina.netstack.nic_model._native, which did not load "
-        f"({error}); install a C++17 compiler, then run `python setup.py build_ext --inplace` or install again; or use "
-        "another transport"
+        f"transport 'nic-model' needs the native module soft_nic._native, which did not load ({error}): install a "
+        "C++17 compiler, then run `python tests/soft_nic/setup.py build_ext --inplace`"
     ) from error
 
 STALL_S = 10.0

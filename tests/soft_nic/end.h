@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "netstack/mlx5_channel.h"
-#include "netstack/nic_model/bus.h"
 #include "netstack/proxy/proxy.h"
+#include "soft_nic/bus.h"
 
 namespace lamina::nic_model {
 

@@ -5,8 +5,8 @@
 #include <cstdlib>
 #include <functional>
 
-#include "netstack/nic_model/lanes.h"
-#include "netstack/nic_model/memory.h"
+#include "soft_nic/lanes.h"
+#include "soft_nic/memory.h"
 
 using namespace lamina;
 using namespace lamina::nic_model;

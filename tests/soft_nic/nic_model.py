@@ -1,17 +1,15 @@
-"""RDMA whose sender builds the work requests of an mlx5 NIC and rings its doorbell itself; the NIC is one in software.
+"""The transport ``nic-model``: the sender builds work requests of an mlx5 NIC, and a NIC in software executes them.
 
-HARDWARE-UNVERIFIED. The code that posts and polls (csrc/netstack/mlx5.h, for GPUs and CPUs) is proven against a
-software NIC and has never run on a ConnectX. This transport runs it on the CPU against that software NIC, which moves
-the bytes into the peer's memory: for tests, within one host and one user, and only where ``LAMINA_NIC_MODEL=1`` says
-that nothing faster is expected.
+HARDWARE-UNVERIFIED. The code that posts and polls (csrc/netstack/mlx5.h, for GPUs and CPUs) has never run on a
+ConnectX. Here the CPU runs it against the software NIC, which moves the bytes into the peer's memory. Peers are
+processes of one user on one host.
 
-Peers meet over TCP, as the control plane of a real queue pair would, and authenticate; then each names its inbox
-(address, key) and the memory behind it. The connection stays open, silent, as the life line.
+Peers meet over TCP, as the control plane of a real queue pair would, and authenticate. Then each names its inbox
+(address, key) and the memory that holds it. The connection stays open and silent as the life line.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 from time import monotonic
 
@@ -24,8 +22,6 @@ from lamina.netstack.meeting.sockets import dial, open_place
 
 from .channel import NicModelChannel
 
-MODEL = "LAMINA_NIC_MODEL"
-OLD_MODEL = "LAMINA_MLX5_MODEL"
 LOCAL = "127.0.0.1"
 
 
@@ -87,17 +83,6 @@ def _endpoint(address: str) -> tuple[str, int]:
     return LOCAL, int(port)
 
 
-def check_usable(scheme: str) -> None:
-    """Raises ImportError unless the software NIC was asked for."""
-    if os.environ.get(MODEL) != "1":
-        before = f" ({OLD_MODEL} is its old name)" if OLD_MODEL in os.environ else ""
-        raise ImportError(
-            f"transport '{scheme}' is a software NIC, for tests within one host: set {MODEL}=1 to use it{before}, or "
-            "use another transport; `lamina-launch doctor` checks this machine"
-        )
-
-
 def open_fabric(key: bytes) -> Fabric:
-    """Raises ImportError; see ``check_usable``."""
-    check_usable(NicModelFabric.scheme)
+    """Open a software NIC for peers that hold ``key``."""
     return NicModelFabric(key)

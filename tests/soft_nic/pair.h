@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "netstack/nic_model/end.h"
+#include "soft_nic/end.h"
 
 namespace lamina::nic_model {
 

@@ -1,4 +1,4 @@
-#include "netstack/nic_model/nic.h"
+#include "soft_nic/nic.h"
 
 #include <algorithm>
 

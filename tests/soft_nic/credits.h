@@ -2,7 +2,7 @@
 // those that send.
 #pragma once
 
-#include "netstack/nic_model/pair.h"
+#include "soft_nic/pair.h"
 
 namespace lamina::nic_model {
 

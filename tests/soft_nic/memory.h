@@ -2,7 +2,7 @@
 #pragma once
 
 #include "netstack/memory_channel.h"
-#include "netstack/nic_model/pair.h"
+#include "soft_nic/pair.h"
 
 namespace lamina::nic_model {
 

@@ -19,7 +19,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "netstack/nic_model/nic.h"
+#include "soft_nic/nic.h"
 
 namespace lamina::nic_model {
 
