@@ -38,6 +38,7 @@ _WHY = {
     500: "the server failed",
     503: "the server shuts down, or the engine is not there",
 }
+_WORDS = {"ge": "minimum", "le": "maximum"}  # pydantic's, of integers that may be written as 1.0
 _ANY = (401, 403, 500)  # of any route
 _WITH_BODY = (400, 404, 408, 413, 415)
 
@@ -66,5 +67,5 @@ def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
     if isinstance(schema, dict):
         if "$ref" in schema:
             return _inlined(definitions[schema["$ref"].rsplit("/", 1)[1]], definitions)
-        return {k: _inlined(v, definitions) for k, v in schema.items()}
+        return {k if isinstance(v, dict) else _WORDS.get(k, k): _inlined(v, definitions) for k, v in schema.items()}
     return [_inlined(x, definitions) for x in schema] if isinstance(schema, list) else schema

@@ -20,6 +20,7 @@ from lamina.models.checkpoint import peek_config
 from lamina.protocol.options.declare import MEASURED
 from lamina.protocol.options.engine import EngineConfig
 from lamina.protocol.options.resolve import ModelLimits, check_model
+from lamina.protocol.options.topology import MOST_BATCHES, MOST_WORKERS
 
 from .calls import Service
 from .door.bodies import parse
@@ -29,7 +30,7 @@ from .link.messages import Ready
 from .link.resizing import BusyError
 from .link.restarts import PlanFailedError
 from .openapi import answers, described
-from .request.protocol import Int, Strict
+from .request.protocol import Int, Strict, Word
 
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
 ELEMENT_BYTES = {"float32": 4}
@@ -39,24 +40,24 @@ router = APIRouter()
 class ScaleRequest(Strict):
     """POST /scale; what is not named stays."""
 
-    memory_workers: Int | None = Field(None, ge=1)
-    prefill_workers: Int | None = Field(None, ge=0)
-    tensor_parallel_size: Int | None = Field(None, ge=1)
-    pipeline: Int | None = Field(None, ge=1)
+    memory_workers: Int | None = Field(None, ge=1, le=MOST_WORKERS)
+    prefill_workers: Int | None = Field(None, ge=0, le=MOST_WORKERS)
+    tensor_parallel_size: Int | None = Field(None, ge=1, le=MOST_WORKERS)
+    pipeline: Int | None = Field(None, ge=1, le=MOST_BATCHES)
 
 
 class DrainRequest(Strict):
     """POST /drain. ``memory_worker``: that one alone, for good; the server goes on. ``host``: all that are on it."""
 
     on: bool = True
-    memory_worker: Int | None = Field(None, ge=0)
-    host: str | None = None
+    memory_worker: Int | None = Field(None, ge=0, le=MOST_WORKERS)
+    host: Word | None = None
 
 
 class CordonRequest(Strict):
     """POST /cordon."""
 
-    memory_worker: Int = Field(ge=0)
+    memory_worker: Int = Field(ge=0, le=MOST_WORKERS)
     on: bool = True
 
 

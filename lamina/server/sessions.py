@@ -30,7 +30,7 @@ from .errors import ApiError, json_response
 from .link.client import EngineGoneError
 from .link.messages import AskSessions, SessionsAre
 from .openapi import answers, described
-from .request.protocol import ChatRequest, CompletionRequest, Strict
+from .request.protocol import ChatRequest, CompletionRequest, Strict, Text
 from .tenants import salt_of
 
 PARAM = "session_id"
@@ -90,7 +90,7 @@ class PortedSession(msgspec.Struct, frozen=True):
 class ImportRequest(Strict):
     """POST /v1/sessions/import. ``session``: of an export."""
 
-    session: str
+    session: Text
 
 
 @router.get("/v1/sessions/{session_id:path}/export", responses=answers(400, 404, 409, 503))
@@ -114,7 +114,7 @@ async def import_session(request: Request) -> Response:
     body = await parse(ImportRequest, request)
     try:
         ported = msgspec.msgpack.decode(base64.b64decode(body.session, validate=True), type=PortedSession)
-    except (ValueError, msgspec.MsgspecError):
+    except (ValueError, msgspec.MsgspecError, RecursionError):
         raise ApiError(400, "session is no export of a session", param="session", code="invalid_value") from None
     name = SessionName(salt_of(request.state.key_id, None), ported.copy.name)
     with _refusals(), service.turns.bring(name, ported.spoken):

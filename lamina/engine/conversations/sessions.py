@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from lamina.protocol.placement import FIRST, Place
+from lamina.request.bounds import MOST_COUNT, Count, Identity, Salt, TokenBytes, Word
 
 from .ranges import Ranges
 
@@ -71,11 +72,11 @@ class SessionCopy(msgspec.Struct, frozen=True, kw_only=True):
     ``identity``: of the model and its KV; ``tokens``: of whole pages, 4 bytes each, little-endian.
     """
 
-    identity: bytes
-    name: str
-    turns: int
-    salt: bytes
-    tokens: bytes
+    identity: Identity
+    name: Word
+    turns: Count
+    salt: Salt
+    tokens: TokenBytes
 
 
 class Sessions:
@@ -113,7 +114,7 @@ class Sessions:
         if session.turns:
             self.hits[tier] += 1
             session.tier = tier
-        session.turns += 1
+        session.turns = min(session.turns + 1, MOST_COUNT)
 
     def sleep(self, session: SessionState, leaf: int, length: int, place: Place, discarded: Ranges = ()) -> int | None:
         """A turn has ended: its KV is that of the retained sequence ``leaf``. Returns the one before, which nobody

@@ -13,11 +13,13 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from lamina.request.bounds import MOST_WORD, Count, Digest
 
 from .sessions import MOST_SESSIONS, SessionName
 
-MOST_CHARS = 256  # of a session's name
+Kind = Literal["", "messages", "text", "tokens"]
 
 
 class SessionBusyError(ValueError):
@@ -29,7 +31,7 @@ class Said(NamedTuple):
     messages, text or tokens.
     """
 
-    kind: str
+    kind: Kind
     data: bytes
 
 
@@ -37,17 +39,17 @@ NOTHING_SAID = Said("", b"")
 
 
 class Spoken(NamedTuple):
-    """What a turn has sent, as far as it is remembered."""
+    """The record of what a turn has sent. ``length``: bytes; ``digest``: their SHA-256."""
 
-    kind: str
-    length: int
-    digest: bytes
+    kind: Kind
+    length: Count
+    digest: Digest
 
 
 def check_name(name: SessionName) -> None:
     """Raises ValueError for a name that is none."""
-    if not 1 <= len(name.name) <= MOST_CHARS or not name.name.isprintable():
-        raise ValueError(f"session_id must be 1 to {MOST_CHARS} printable characters: correct it")
+    if not 1 <= len(name.name) <= MOST_WORD or not name.name.isprintable():
+        raise ValueError(f"session_id must be 1 to {MOST_WORD} printable characters: correct it")
 
 
 def said_of(prompt: str | Sequence[int]) -> Said:

@@ -25,7 +25,7 @@ M = TypeVar("M", bound=BaseModel)
 _NULL = msgspec.Raw(b"null")
 INLINE_BYTES = 1 << 14  # a longer body is decoded on a thread beside the event loop
 _PLAIN_WORDS = (  # for pydantic's
-    ("^(Input|List|String) should ", "must "),
+    ("^(Dictionary|Input|List|String) should ", "must "),
     ("^Field required$", "must be given"),
     ("^Value error, | after validation", ""),
     ("greater than or equal to", "at least"),

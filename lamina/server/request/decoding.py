@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
+from lamina.request.bounds import MOST_MESSAGES
 from lamina.server.errors import ApiError, overflow
 
-MAX_TEXTS = 1 << 14  # in a body, keys included
+MAX_TEXTS = MOST_MESSAGES  # in a body, keys included
 MAX_COMMAS = 1 << 20  # in a body: more take the scan longer than 20 ms
 PIECE = 1 << 20
 MAX_FIELD = 1 << 16  # bytes of a field that is no prompt

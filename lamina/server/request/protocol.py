@@ -19,6 +19,15 @@ from pydantic import (
 )
 
 from lamina.engine.conversations.ranges import ranges_of
+from lamina.request.bounds import (
+    INT64,
+    MOST_ITEMS,
+    MOST_LABEL,
+    MOST_MESSAGES,
+    MOST_TEXT,
+    MOST_TOKEN,
+    MOST_WORD,
+)
 
 
 def _whole(value: Any) -> Any:
@@ -51,15 +60,24 @@ def _ranges(pairs: list[list[int]]) -> list[list[int]]:
     return pairs
 
 
-Int = Annotated[int, BeforeValidator(_whole), Field(ge=-(1 << 63), le=(1 << 63) - 1)]  # as messages carry
+Int = Annotated[int, BeforeValidator(_whole), Field(ge=-INT64, le=INT64 - 1)]
 Bool = Annotated[bool, BeforeValidator(_truth)]
+Word = Annotated[str, Field(max_length=MOST_WORD)]
+Label = Annotated[str, Field(max_length=MOST_LABEL)]
+Text = Annotated[str, Field(max_length=MOST_TEXT)]
+Ints = Annotated[list[Int], Field(max_length=MOST_ITEMS)]
+Labels = Annotated[list[Label], Field(max_length=MOST_ITEMS)]
+Texts = Annotated[list[Text], Field(max_length=MOST_ITEMS)]
+Range = Annotated[list[Int], Field(max_length=MOST_WORD)]  # a first token and a stop
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Variables = Annotated[dict[Label, Any], Field(max_length=MOST_ITEMS)]  # of a chat template
 
 
-_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_TEXT: dict[str, Any] = {"type": "string"}
-FORMS_OF_PROMPTS: dict[str, Any] = {
-    "anyOf": [_TEXT, _IDS, *({"type": "array", "items": form, "minItems": 1} for form in (_TEXT, _IDS))]
-}
+_ID: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": MOST_TOKEN}
+_IDS: dict[str, Any] = {"type": "array", "items": _ID, "minItems": 1, "maxItems": MOST_TEXT}
+_TEXT: dict[str, Any] = {"type": "string", "maxLength": MOST_TEXT}
+_SEVERAL = [{"type": "array", "items": form, "minItems": 1, "maxItems": MOST_ITEMS} for form in (_TEXT, _IDS)]
+FORMS_OF_PROMPTS: dict[str, Any] = {"anyOf": [_TEXT, _IDS, *_SEVERAL]}
 
 
 class Strict(BaseModel):
@@ -77,9 +95,9 @@ class PromptCacheOptions(Strict):
 
 
 class Sampling(Strict):
-    """What completions and chat share."""
+    """The fields that completions and chat share."""
 
-    model: str | None = None
+    model: Label | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: Int | None = Field(None, ge=-1)
@@ -87,8 +105,8 @@ class Sampling(Strict):
     n: Int | None = Field(None, ge=1, le=128)
     max_tokens: Int | None = Field(None, ge=0)
     min_tokens: Int | None = Field(None, ge=0)
-    stop: Annotated[str | list[str], WrapValidator(_texts)] | None = None
-    stop_token_ids: list[Int] | None = None
+    stop: Annotated[Text | Texts, WrapValidator(_texts)] | None = None
+    stop_token_ids: Ints | None = None
     include_stop_str_in_output: Bool | None = None
     skip_special_tokens: Bool | None = None
     ignore_eos: Bool | None = None
@@ -96,20 +114,20 @@ class Sampling(Strict):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[Int] | None = Field(None, min_length=1)
-    bad_words: list[str] | None = None
+    logit_bias: Annotated[dict[Word, Bias], Field(max_length=MOST_ITEMS)] | None = None
+    allowed_token_ids: Ints | None = Field(None, min_length=1)
+    bad_words: Labels | None = None
     stream: Bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: Label | None = None
     return_tokens_as_token_ids: Bool | None = None
     return_token_ids: Bool | None = None
     prompt_logprobs: Int | None = Field(None, ge=-1)  # -1 = the whole vocabulary
     truncate_prompt_tokens: Int | None = Field(None, ge=-1)
     truncation_side: Literal["left", "right"] | None = None  # which end goes; default: left
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    session_id: str | None = None  # the next turn of that session
-    kv_discard: Annotated[list[list[Int]], Field(max_length=64), AfterValidator(_ranges)] | None = None
+    session_id: Word | None = None  # the next turn of that session
+    kv_discard: Annotated[list[Range], Field(max_length=64), AfterValidator(_ranges)] | None = None
     priority: Int | None = None  # lower numbers come first; default: 0
     prompt_cache_key: str | None = Field(None, max_length=1024)  # begins where others with this key did, if it can
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None  # how long KV is kept at least
@@ -129,26 +147,26 @@ class CompletionRequest(Sampling):
 
 
 class TextPart(Strict):
-    type: str
-    text: str | None = None
+    type: Label
+    text: Text | None = None
 
 
 class Message(Strict):
     role: Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_not_of_tools)]  # the template knows which
-    content: str | list[TextPart] | None = None
-    name: str | None = None
+    content: Text | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES)] | None = None
+    name: Label | None = None
 
 
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: Int | None = Field(None, ge=1)
     add_generation_prompt: Bool | None = None  # default: yes, unless the final message is to go on
     continue_final_message: Bool | None = None
     echo: Bool | None = None  # the answer begins with the final message, where that is the assistant's
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    chat_template_kwargs: Variables | None = None
+    reasoning_effort: Word | None = None
     generation_config: Any = None  # as generation_config.py has it
     logprobs: Bool | None = None
     top_logprobs: Int | None = Field(None, ge=-1)
@@ -157,13 +175,13 @@ class ChatRequest(Sampling):
 class TokenizeRequest(Strict):
     """POST /tokenize: a prompt or messages."""
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    model: Label | None = None
+    prompt: Text | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
     add_generation_prompt: Bool | None = None
     continue_final_message: Bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    chat_template_kwargs: Variables | None = None
+    reasoning_effort: Word | None = None
     add_special_tokens: Bool | None = None
     return_token_strs: Bool | None = None
 
@@ -171,5 +189,5 @@ class TokenizeRequest(Strict):
 class DetokenizeRequest(Strict):
     """POST /detokenize."""
 
-    model: str | None = None
-    tokens: list[Int]
+    model: Label | None = None
+    tokens: Annotated[list[Int], Field(max_length=MOST_TEXT)]

@@ -1,0 +1,179 @@
+"""A server and its engine in this process: the real application, link and scheduler over a wire without workers.
+
+The wire answers transfers of pages as a disk would, so that sessions can be exported and imported.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake import http_of
+from fake_wire import FakeWire
+from msgspec import structs
+from running import ROOT
+from shipped import MODEL
+
+from lamina.config import make_config
+from lamina.models.tokens import load_tokenizer
+from lamina.observe.trace import OFF
+from lamina.protocol.control import RunStep, StepDone
+from lamina.protocol.plan import Export, Import
+from lamina.protocol.tiers import TierFacts, Transferred
+from lamina.server.admission import Admission
+from lamina.server.answer.logprobs import TokenTexts
+from lamina.server.calls import Service
+from lamina.server.config import ServerConfig
+from lamina.server.journal.journal import Journal
+from lamina.server.link import engine_process
+from lamina.server.link.client import EngineClient
+from lamina.server.link.engine_process import serve_engine
+from lamina.server.link.messages import Start
+from lamina.server.link.restarts import EngineRestarts
+from lamina.server.request.prompts import Prompter
+from lamina.server.request.unsupported import UnknownFields
+from lamina.server.watch.gauges import EngineGauges
+from lamina.server.watch.metrics import Metrics
+
+VOCAB, BLOCK = 2048, 4
+ADMIN_KEY = "operator"
+SOON_S = 20.0
+
+
+class StoringWire(FakeWire):
+    """Reports each save as done, and each load as of nothing. Draws have log-probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=256)
+        tier = TierFacts(secret=b"s" * 32, identity=b"i" * 32, page=BLOCK, pages=[[]], medium="file")
+        self.ready = structs.replace(self.ready, vocab_size=VOCAB, tier=tier)
+        self.reports = deque[Transferred]()
+
+    def wait(self) -> Any:
+        if not (self.done or self.flight):
+            return self.reports.popleft()
+        return super().wait()
+
+    def _execute(self, step: RunStep) -> StepDone:
+        for op in step.plan.ops:
+            if isinstance(op, Export | Import):
+                pages = len(op.keys) if isinstance(op, Export) else 0
+                error = "" if isinstance(op, Export) else "no such page"
+                self.reports.append(Transferred(view=0, id=op.id, pages=pages, error=error))
+        done = super()._execute(step)
+        scores = [[(d.token, -0.5, 1), *[(0, -1.0, 1)] * max(0, min(draw.logprobs, 5))] if draw.logprobs >= 0 else []
+                  for d, draw in zip(done.drawn, step.draws, strict=True)]  # fmt: skip
+        drawn = [structs.replace(d, logprobs=s) for d, s in zip(done.drawn, scores, strict=True)]
+        return structs.replace(done, drawn=drawn)
+
+
+class WirePools:
+    """As much of Pools as an engine process asks."""
+
+    recovering, borrower, awaits_stats = False, None, False
+
+    def __init__(self, model: str, config: Any, progress: Any, launch: Any) -> None:
+        self.wire = StoringWire()
+        self.ready = self.wire.ready
+        self.pids, self.hosts = {"memory-0": 0, "compute-0": 0}, {"memory-0": "localhost", "compute-0": "localhost"}
+        self.tracer = SimpleNamespace(recorder=OFF)
+        self.elastic = SimpleNamespace(take_outcome=lambda: None, moved={}, plan=self._none, begin=self._none)
+        self._stats: dict[str, dict[str, float]] | None = None
+
+    @staticmethod
+    def _none(*_: Any, **__: Any) -> None:
+        raise ValueError("workers of a test do not come or go")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wire, name)
+
+    def attend(self, engine: Any) -> None: ...
+
+    def meanwhile(self, call: Any) -> None: ...
+
+    def ask_stats(self) -> None:
+        self._stats = {"memory-0": {"steps": 1.0}}
+
+    def take_stats(self) -> Any:
+        found, self._stats = self._stats, None
+        return found
+
+
+class ThreadEngine:
+    """An engine on a thread, and the handle of it."""
+
+    role, index, pid, place, stopped = "engine", 0, 0, "", False
+
+    def __init__(self, start: Start) -> None:
+        self.sock, theirs = socket.socketpair()
+        self.error: BaseException | None = None
+
+        def serve() -> None:
+            try:
+                serve_engine(theirs)
+            except BaseException as error:  # noqa: BLE001 - what the test is about
+                self.error = error
+
+        self.thread = threading.Thread(target=serve, daemon=True)
+        self.thread.start()
+        engine_process.ControlLink(self.sock, Start).send(start)
+
+    def fate(self) -> str | None:
+        return None if self.thread.is_alive() else "exited with status 1"
+
+    def join(self, timeout_s: float) -> None:
+        self.thread.join(timeout_s or SOON_S)
+
+
+class WiredServer:
+    """``engines``: all that were started, the first one included. ``folder``: of its journal."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        config = {"transport": "shm", "enable_prefix_caching": True, "scheduling_policy": "priority", "max_num_seqs": 8}
+        self.start = Start(model=str(ROOT / MODEL), tokenizer="", config=make_config(config))
+        self.engines = list[ThreadEngine]()
+        self._folder, self._options = folder, options
+
+    def launch(self, start: Start) -> ThreadEngine:
+        """Raises ValueError for other workers than those of the first engine: the wire has these alone."""
+        if start.config.topology != self.start.config.topology:
+            raise ValueError("a test has the workers that it has")
+        self.engines.append(ThreadEngine(start))
+        return self.engines[-1]
+
+    async def open(self) -> None:
+        config = ServerConfig(journal=str(self._folder / "journal"), admin_key=ADMIN_KEY, **self._options)
+        self.journal = Journal(config.journal, self.start.model, config.journal_bytes)
+        restarts, first = EngineRestarts(self.start, self.launch), self.launch(self.start)
+        self.client = await EngineClient.connect(first, lambda progress: None, restarts, self.journal)
+        tokenizer, metrics = load_tokenizer(self.start.model), Metrics("tiny", config.rules.limits)
+        gauges = EngineGauges(self.client, metrics.labels)
+        metrics.registry.register(gauges)
+        self.client.on_step = metrics.stepped
+        self.service = Service(
+            config=config, names=["tiny"], root=self.start.model, client=self.client,
+            prompter=Prompter(tokenizer, self.client.ready), texts=TokenTexts(tokenizer), metrics=metrics,
+            gauges=gauges, admission=Admission(8, 64, 0, metrics.rejected), fields=UnknownFields(),
+            journal=self.journal,
+        )  # fmt: skip
+        self.http = http_of(self.service)
+
+    async def close(self) -> None:
+        await self.http.aclose()
+        await self.client.close()
+        self.journal.close()
+
+
+@contextmanager
+def over_a_wire() -> Iterator[None]:
+    """Engines of this process have wires in place of workers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_process, "Pools", WirePools)
+        yield
