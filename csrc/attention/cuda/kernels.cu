@@ -1,7 +1,7 @@
-// The kernels of lamina.attention.cuda, for one element type and head size: by NVRTC at run time, by nvcc in tests, and by
-// g++ for the emulation. Blocks are single warps, which share nothing but L2.
+// The kernels of lamina.attention.cuda, for one element type and head size. NVRTC compiles them at run time, nvcc and g++
+// in tests (tests/cuda_emulation). Blocks are single warps, which share nothing but L2.
 //
-// HARDWARE-UNVERIFIED: compiled for sm_80, sm_90 and sm_100, and run warp by warp on a CPU (emulation.h); not on a GPU.
+// HARDWARE-UNVERIFIED: compiled for sm_80, sm_90 and sm_100, and run warp by warp on a CPU, not on a GPU.
 //
 // Defined by the compiler's command line: LAMINA_ELEMENT (float, BFloat16, Half), and LAMINA_STORED where k and v are
 // Int8 or Fp8; for tensor cores also LAMINA_KEY_DIM, LAMINA_VALUE_DIM, LAMINA_COLUMNS, LAMINA_STAGES,

@@ -1,5 +1,5 @@
-// What the 32 lanes of a warp do together, one PTX instruction each. For g++ emulation.h has the same functions, so that
-// the kernels' very source runs on a CPU.
+// The 32 lanes of a warp, one PTX instruction a function. Another compiler than nvcc and NVRTC gets the types alone, and
+// brings the functions: those of tests/cuda_emulation run the same kernels on a CPU.
 //
 // Fragments are those of mma.m16n8k16 (PTX ISA, "Matrix fragments"), with g = lane / 4 and t = lane % 4:
 //   A [16, 16]: a[0] = (g, 2t..), a[1] = (g + 8, 2t..), a[2] = (g, 2t + 8..), a[3] = (g + 8, 2t + 8..), two numbers each
@@ -31,9 +31,7 @@ constexpr int kLanes = 32;
 
 }  // namespace lamina::attention::cuda
 
-#ifndef __CUDACC__
-#include "attention/cuda/emulation.h"
-#else
+#ifdef __CUDACC__
 
 #define LAMINA_DEVICE __device__ __forceinline__
 

@@ -16,7 +16,8 @@
 #include <memory>
 #include <vector>
 
-#include "attention/cuda/emulated_numbers.h"
+#include "attention/cuda/warp.cuh"
+#include "cuda_emulation/emulated_numbers.h"
 
 #define LAMINA_DEVICE inline
 #define __global__

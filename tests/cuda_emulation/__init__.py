@@ -1,4 +1,4 @@
-"""The CUDA kernels on a CPU: their own source, compiled by g++, warp by warp (csrc/attention/cuda/emulation.h)."""
+"""The CUDA kernels on a CPU: their own source, compiled by g++, warp by warp (emulation.h)."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from lamina.attention.cuda_kernels import CSRC, Argument
 from lamina.attention.cuda_kernels import FLAGS as PRODUCT_FLAGS
 
 GXX = shutil.which("g++")
+HERE = Path(__file__).resolve().parent
 BUILD = CSRC.resolve().parent / "build" / "cuda_emulation"
 needs_gxx = pytest.mark.skipif(GXX is None, reason="no g++: the CUDA kernels cannot be emulated")
 SMALL = GpuLimits(processors=2, shared_bytes=228 << 10, block_shared_bytes=227 << 10)
@@ -37,13 +38,14 @@ def library(variant: Variant, csrc: Path = CSRC) -> ctypes.CDLL:
     """One variant of the kernels; ``csrc``: the folder of the sources. Kept under build/, by content."""
     sources = csrc / "attention" / "cuda"
     digest = hashlib.sha256(repr((variant.defines(), FLAGS, sys.version)).encode())
-    for path in sorted(sources.iterdir()):
+    for path in [*sorted(sources.iterdir()), *sorted(HERE.glob("*.h")), HERE / "emulation.cpp"]:
         digest.update(path.read_bytes())
     output = BUILD / f"{digest.hexdigest()[:32]}.so"
     if not output.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
         ours = output.with_suffix(f".{os.getpid()}")  # others may build the same
-        command = [str(GXX), *FLAGS, f"-I{csrc}", *variant.defines(), str(sources / "emulation.cpp"), "-o", str(ours)]
+        includes = (f"-I{csrc}", f"-I{HERE.parent}")
+        command = [str(GXX), *FLAGS, *includes, *variant.defines(), str(HERE / "emulation.cpp"), "-o", str(ours)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
         if done.returncode != 0:
             pytest.exit(done.stderr)  # no test of these kernels can pass

@@ -8,6 +8,8 @@
 #include <xmmintrin.h>
 #endif
 
+#include "attention/cuda/warp.cuh"
+
 namespace lamina::attention::cuda {
 
 inline float from_bits(u32 bits) {

@@ -4,6 +4,8 @@
 #include <tuple>
 #include <utility>
 
+#include "cuda_emulation/emulation.h"
+
 #include "attention/cuda/kernels.cu"
 
 namespace {
