@@ -21,8 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["LAMINA_TRANSPORTS"] = ",".join(f"{scheme}={module}" for scheme, module in soft_nic.SCHEMES.items())
 
-# Compiled modules are kept beside their sources, also where the environment says otherwise, as images of containers do:
-# else each of the hundreds of processes under test compiles Lamina anew.
+# Python keeps compiled modules next to their sources, even if the environment forbids it, as images of containers do.
+# Otherwise each of the hundreds of processes under test would compile Lamina again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -85,7 +85,7 @@ gc.disable()
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Processes that later tests start have this thread's signal mask: with SIGTERM in it nobody can end them."""
+    """Processes that later tests start inherit this thread's signal mask; with SIGTERM in it they cannot be ended."""
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]):
         pytest.fail(f"{item.nodeid} leaves SIGTERM blocked: have it served by another thread")
 

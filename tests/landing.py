@@ -3,8 +3,8 @@
 python tests/landing.py PYTEST_ARGUMENTS [--and PYTEST_ARGUMENTS ...]
 
 A test that then passes is printed as ``flaky: NAME``, with the output of its failure, and counts as passed. Five
-flaky tests are allowed; more count as failed. These failures are never retried: a test marked ``no_retry``, a time-out,
-a crash of the process that runs the test, an error after the test's end (a leak), an error of collection.
+flaky tests are allowed; more count as failed. A failure is final if the test is marked ``no_retry``, if it timed out or
+crashed its process, or if it failed after its end, as a leak does. Errors of collection are final, too.
 The last line has the counts of all runs, and the exit status is 0 where none failed.
 """
 

@@ -46,7 +46,7 @@ def commands(target: str) -> list[list[str]]:
 
 
 def selected(target: str) -> set[Marks]:
-    """Which marks a test may carry that is run by ``target``, the only command of which runs tests of all paths."""
+    """Returns the sets of marks that tests run by ``target`` may carry; its only command runs tests of all paths."""
     (words,) = commands(target)
     options = words[3:] if words[1:3] == ["-m", "pytest"] else words[words.index("tests/landing.py") + 1 :]
     given = dict(zip(options[::2], options[1::2], strict=True))  # no path, nothing that leaves out by name
