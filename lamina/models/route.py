@@ -25,7 +25,6 @@ from .shims import shim_for
 _HARMLESS = frozenset(
     {
         "position_ids",  # K arrives rotated
-        "past_key_values",
         "use_cache",
         "cache_position",
         "output_attentions",

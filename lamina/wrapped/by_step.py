@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lamina.engine.lockstep import Lockstep
 from lamina.llm import LLM
+from lamina.models.cache_name import cache_name
 
 from .call import PreparedCall
 
@@ -85,14 +86,13 @@ class _Beside:
     def __init__(self, llm: LLM, call: PreparedCall, stack: ExitStack) -> None:
         self._llm, self._call, self._stack = llm, call, stack
 
-    def __call__(
-        self, ids: Tensor, *, attention_mask: Tensor, past_key_values: Lockstep | None, use_cache: bool
-    ) -> CausalLMOutputWithPast:
-        """What comes back has the logits of the last position; the rows go on from call to call as its cache."""
-        rows: Any = past_key_values
+    def __call__(self, ids: Tensor, *, attention_mask: Tensor, **options: Any) -> CausalLMOutputWithPast:
+        """Logits of the last position. The rows are returned as the cache; the next call passes them back."""
+        rows = next((value for value in options.values() if isinstance(value, Lockstep)), None)
         if rows is None:
             prompts = [row[kept].tolist() for row, kept in zip(ids, attention_mask.bool(), strict=True)]
             rows = self._stack.enter_context(self._llm.lockstep(prompts, self._call.most))
         else:
             rows.choose(ids[:, -1].tolist())
-        return CausalLMOutputWithPast(logits=_tensor(rows.logits())[:, None].to(ids.device), past_key_values=rows)
+        logits = _tensor(rows.logits())[:, None].to(ids.device)
+        return CausalLMOutputWithPast(logits=logits, **{cache_name(): rows})

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers.utils import ModelOutput
 
+from lamina.models.cache_name import cache_name
+
 
 @dataclass
 class SplitOutput(ModelOutput):  # type: ignore[misc]
-    """As transformers' GenerateDecoderOnlyOutput, without ``past_key_values``: the cache is on the memory workers.
+    """The fields of transformers' GenerateDecoderOnlyOutput without its KV cache, which is on the memory workers.
 
-    ``sequences`` [rows, length]; ``scores`` and ``logits``: of each step [rows, vocabulary] fp32, behind all processors
-    and before them.
+    ``sequences`` [rows, length]; ``scores`` and ``logits`` have a tensor [rows, vocabulary] fp32 for each step, after
+    all processors and before them.
     """
 
     sequences: Tensor | None = None
@@ -23,8 +25,8 @@ class SplitOutput(ModelOutput):  # type: ignore[misc]
     hidden_states: None = None
 
     def __getattr__(self, name: str) -> object:
-        if name == "past_key_values":
+        if name in ("past_key_values", cache_name()):
             raise AttributeError(
-                "past_key_values is not here: the KV cache lies on the memory workers; pass the whole text again"
+                f"{name} is not here: the KV cache lies on the memory workers; pass the whole text again"
             )
         raise AttributeError(f"{type(self).__name__} has no {name!r}")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
+
+from lamina.models.cache_name import cache_name
 
 _OWN = "or use the model's own generate: split.model.generate(...)"
 # Arguments that are refused with every value but None and False.
 _ARGUMENTS = {
-    "past_key_values": f"the KV cache lies on the memory workers: pass the whole text as input_ids, {_OWN}",
     "inputs_embeds": f"prompts are token ids here: pass input_ids, {_OWN}",
     "assistant_model": "leave it out, greedy tokens are the same without it",
     "custom_generate": f"the loop is Lamina's: pass logits_processor or stopping_criteria, {_OWN}",
@@ -32,8 +35,9 @@ _CACHES = {
     "paged": "leave it out, the cache is paged on the memory workers",
     "offloaded": "leave it out, the cache is on the memory workers, not on this process's device",
 }
-# Of what transformers hands to the decoding loop, all that changes no token here.
-_HARMLESS = {"past_key_values", "cache_params", "use_cache", "logits_to_keep", "position_ids", "attention_mask"}
+_OTHER_CACHE = f"the KV cache lies on the memory workers: pass the whole text as input_ids, {_OWN}"
+# transformers hands these to the decoding loop with every call, and none changes a token here.
+_HARMLESS = {"use_cache", "logits_to_keep", "position_ids", "attention_mask"}
 
 
 def check_arguments(arguments: dict[str, Any], configs: list[Any]) -> None:
@@ -41,6 +45,10 @@ def check_arguments(arguments: dict[str, Any], configs: list[Any]) -> None:
 
     Raises ValueError.
     """
+    cache_names = {"past_key_values", cache_name()}
+    for name, value in arguments.items():
+        if isinstance(value, Cache) or (name in cache_names and value is not None):
+            raise ValueError(f"generate does not take {name} here: {_OTHER_CACHE}")
     for name, way_out in _ARGUMENTS.items():
         if arguments.get(name) is not None and arguments[name] is not False:
             raise ValueError(f"generate does not take {name} here: {way_out}")
@@ -75,9 +83,18 @@ def check_prepared(config: Any, inputs: dict[str, Any], ids: Tensor, arguments: 
         if getattr(config, name, False) and config.return_dict_in_generate:
             raise ValueError(f"generate cannot obey {name} here: workers keep none of them; leave it out, {_OWN}")
         inputs.pop(name, None)
-    if others := [name for name, value in inputs.items() if name not in _HARMLESS and value is not None]:
+    if others := [name for name, value in inputs.items() if name not in _HARMLESS and _says_something(value)]:
         raise ValueError(f"generate does not take {', '.join(others)} here: leave it out, {_OWN}")
     return _checked_mask(ids, inputs.get("attention_mask"), arguments)
+
+
+def _says_something(value: Any) -> bool:
+    """False for a value that tells the model nothing about the text: None, an empty collection, and the empty cache
+    that transformers makes for each call. ``check_arguments`` has refused the caller's own cache.
+    """
+    if isinstance(value, Mapping | list | tuple | set):
+        return bool(value)
+    return value is not None and not isinstance(value, Cache)
 
 
 def _checked_mask(ids: Tensor, prepared: Tensor | None, arguments: dict[str, Any]) -> Tensor:

@@ -34,6 +34,8 @@ from calls import (
 from desk import NEW, PROMPT, Call
 from transformers import DynamicCache, GenerationConfig, TextStreamer, WatermarkingConfig
 
+from lamina.models.cache_name import cache_name
+
 FEATURES: dict[str, dict[str, Call]] = {}
 FEATURES["Lengths"] = {
     "max_new_tokens": batched(max_new_tokens=9),
@@ -175,7 +177,7 @@ FEATURES["What comes back"] = {
     "output_hidden_states": as_dict("sequences", "hidden_states", output_hidden_states=True),
     "attentions that nobody asked for": as_dict("attentions", "hidden_states"),
     "keys of the dict": lambda m, d: sorted(
-        k for k in d.one(m, return_dict_in_generate=True, output_logits=True) if k != "past_key_values"
+        k for k in d.one(m, return_dict_in_generate=True, output_logits=True) if k != cache_name()
     ),
 }
 FEATURES["Streams"] = {

@@ -20,6 +20,7 @@ from lamina.config import changed, flat
 from lamina.engine.wire import WorkerError
 from lamina.kv.stored import dequantise, is_scaled, quantise, stored_dtype
 from lamina.llm import LLM
+from lamina.models.cache_name import cache_name
 from lamina.models.load import load
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import RequestOutput, SamplingParams
@@ -261,5 +262,6 @@ def _scores(model: Any, output: RequestOutput, cache: Rounded | None = None) -> 
     """Log-probabilities [tokens] of what was generated, in fp32."""
     prompt, tokens = output.prompt_token_ids, output.outputs[0].token_ids
     ids = torch.tensor([prompt + tokens[:-1]])
-    logits = model(ids, past_key_values=cache).logits[0, len(prompt) - 1 :].float()
+    options = {} if cache is None else {cache_name(): cache}
+    logits = model(ids, **options).logits[0, len(prompt) - 1 :].float()
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]

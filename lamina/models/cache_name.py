@@ -1,0 +1,25 @@
+"""The name by which the installed transformers passes a KV cache around."""
+
+from __future__ import annotations
+
+import functools
+import typing
+
+
+@functools.cache
+def cache_name() -> str:
+    """The argument of a model's ``forward``, and the field of its output, that is the KV cache.
+
+    Releases spell it differently (``past_key_values`` up to 5.23, ``cache`` from 5.24), so it is found by its type.
+    Raises ImportError, with the version, for a release whose outputs have no such field.
+    """
+    import transformers
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    for name, hint in typing.get_type_hints(CausalLMOutputWithPast).items():
+        if transformers.Cache in (hint, *typing.get_args(hint)):
+            return name
+    raise ImportError(
+        f"transformers {transformers.__version__} has no cache among the outputs of a causal LM: install a version "
+        f"that pyproject.toml allows"
+    )
