@@ -75,7 +75,7 @@ def moved(come: list[Fault], gone: list[Fault]) -> Counter[str]:
 
 def read(path: Path) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in filter(None, path.read_text().splitlines() if path.exists() else ()):
         folder, count = line.rsplit(maxsplit=1)
         counts[folder] = max(int(count), counts.get(folder, 0))
     return counts

@@ -204,7 +204,7 @@ def test_text_that_moves_takes_its_count_with_it(house: House) -> None:
 
 
 def test_a_merge_that_keeps_two_counts_passes(house: House) -> None:
-    house.counts.write_text("docs 1\ndocs 0\n")
+    house.counts.write_text("docs 1\n\ndocs 0\n")
     assert house.lint() == (0, [])
     assert house.lint("--write") == (0, [])
     assert house.counts.read_text() == "docs 1\n"
