@@ -22,7 +22,7 @@ VARIABLES = {
     "LAMINA_TRACE": "write a trace of the run to this file (--trace)",
     TRANSPORTS: "more transports for --transport, NAME=MODULE by comma, such as those of tests; modules of PYTHONPATH",
     "LAMINA_EMULATE": "times of other devices, for compute workers and the attention `emulate`; see lamina.emulate",
-    "LAMINA_EMULATE_MEDIUM": "delays and faults of host memory beside the pool; see lamina.kv.media.emulated",
+    "LAMINA_MEDIA": "more KV media, NAME=MODULE by comma, such as those of tests; modules of PYTHONPATH",
     "LAMINA_RDMA_DEVICE": "this host's RDMA device, where hosts have different ones; as --rdma-device",
     "LAMINA_RDMA_TRAFFIC_CLASS": "the traffic class of RoCE packets, 0 to 255: DSCP * 4 + ECN; default: 0",
     "LAMINA_RDMA_SERVICE_LEVEL": "InfiniBand packets' service level, 0 to 15; of RoCE the priority, 0 to 7; default: 0",

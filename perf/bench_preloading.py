@@ -26,7 +26,9 @@ from common import BrokenError, cpu_pressure, record
 from reference_model import make
 
 from lamina import LLM, RequestOutput, SamplingParams
-from lamina.kv.media import EMULATE_VARIABLE
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from emulated_medium import environment
 
 LAYERS, HEADS, DIM = 16, 2, 32
 SHAPE = {
@@ -149,7 +151,7 @@ def main() -> None:
     row_s = args.compute_s / NEW / (LAYERS + 1)
     byte_s = args.compute_s * T_LOAD / T_COMPUTE / (HISTORY * TOKEN_BYTES)
     os.environ["LAMINA_EMULATE"] = json.dumps({"slice_row_s": row_s})
-    os.environ[EMULATE_VARIABLE] = json.dumps([{"call": "read", "byte_s": byte_s}])
+    os.environ.update(environment({"call": "read", "byte_s": byte_s}))
     with tempfile.TemporaryDirectory() as folder:
         path, pressure = make(Path(folder) / "model", "bfloat16", SHAPE, 2048), cpu_pressure()
         turns, anew = TurnTimes(path, kv_offloading_size="256MiB"), TurnTimes(path, enable_prefix_caching=False)

@@ -28,7 +28,9 @@ from common import BrokenError, cpu_pressure, record
 from reference_model import make
 
 from lamina import LLM, SamplingParams
-from lamina.kv.media import EMULATE_VARIABLE
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from emulated_medium import environment
 
 LENGTHS = 1000, 1300, 1600
 STEPS = 20
@@ -94,7 +96,7 @@ def main() -> None:
     emulated = {"slice_row_s": args.compute_s / LENGTHS[0] / slices, "slice_s": [step_s / slices]}
     byte_s = SAVED * job_s / (LENGTHS[0] * TOKEN_BYTES)
     os.environ["LAMINA_EMULATE"] = json.dumps(emulated)
-    os.environ[EMULATE_VARIABLE] = json.dumps([{"call": "write", "byte_s": byte_s}])
+    os.environ.update(environment({"call": "write", "byte_s": byte_s}))
     with tempfile.TemporaryDirectory() as folder:
         jobs, pressure = SavingJobs(make(Path(folder) / "model", "bfloat16", SHAPE, 2048)), cpu_pressure()
         try:

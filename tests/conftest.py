@@ -30,7 +30,7 @@ sys.dont_write_bytecode = False
 # 4 s of CPU.
 HERE = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(HERE / "e2e"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    [str(HERE / "e2e"), str(HERE / "support"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
 # Captures are kept, as a user's are, by all that they follow from: what has not changed since is not traced again.

@@ -1,4 +1,4 @@
-"""Entries that an environment variable adds to a table of modules, such as the transports of tests.
+"""Entries that an environment variable adds to a table of modules: tests add transports and KV media.
 
 The variable has NAME=MODULE, several by comma. Child processes inherit it. A module comes from PYTHONPATH or from an
 installed package, never from the current directory.

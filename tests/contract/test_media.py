@@ -13,7 +13,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from lamina.kv.media import MEDIA, AtomLostError, HeldPage, Medium, MediumError, MediumPlace, NoRoomError, open_medium
+from lamina.kv.media import (
+    MEDIA,
+    PLUGINS,
+    AtomLostError,
+    HeldPage,
+    Medium,
+    MediumError,
+    MediumPlace,
+    NoRoomError,
+    open_medium,
+)
 from lamina.kv.pages import PAGE, Atom, Page, Recipe
 
 TENANT = b"t" * 16
@@ -36,10 +46,11 @@ def filled(medium: Medium, key: bytes, atoms: Mapping[Atom, bytes]) -> dict[Atom
     return {atom: bytes(data) for atom, data in into.items()}
 
 
-@pytest.fixture(params=[name for name in MEDIA if name != "zeros"])
-def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
+@pytest.fixture(params=[*(name for name in MEDIA if name != "zeros"), "emulated"])
+def opener(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
     """Opens the medium, each call another worker of one server; all are closed."""
     opened: list[Medium] = []
+    monkeypatch.setenv(PLUGINS, "emulated=emulated_medium")
 
     def open_one(**more: Any) -> Medium:
         place = MediumPlace(SIZE, b"i" * 32, directory=str(tmp_path / "kv"), secret=b"s" * 32, server="one")
@@ -384,5 +395,5 @@ def test_beside_a_dict(opener: Opener) -> None:
 
 
 def test_an_unknown_medium() -> None:
-    with pytest.raises(ValueError, match="one of host, file, emulated, layered"):
+    with pytest.raises(ValueError, match="one of host, file, layered"):
         open_medium("tape", MediumPlace(SIZE))

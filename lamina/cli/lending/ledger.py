@@ -1,4 +1,4 @@
-"""``lamina-launch ledger serve|show|drill``: the loans between deployments, and a drill of deaths among them."""
+"""``lamina-launch ledger serve|show``: the loans between deployments."""
 
 from __future__ import annotations
 
@@ -15,37 +15,28 @@ from lamina.fleet.lending.links import LEDGER_NAME, key_of, open_link, parse_pla
 from lamina.lending.messages import AskDebts, DebtsAre, LenderRow, OfLedger
 from lamina.protocol.control import LinkClosedError
 
-from .drill import add_drill_arguments, run_drill
-
 SHOW_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
     parser.add_argument(
-        "order", choices=("serve", "show", "drill"),
-        help="serve: be the ledger; show: what it knows; drill: hit a ledger, creditors and a debtor of its own",
+        "order", choices=("serve", "show", "drill"), metavar="serve|show",
+        help="serve: run the ledger; show: print the loans that it knows",
     )  # fmt: skip
-    parser.add_argument(
-        "place",
-        metavar="HOST:PORT|MODEL",
-        help="where it listens, port 0 = any free one; drill: a directory or a hub id",
-    )
+    parser.add_argument("place", metavar="HOST:PORT", help="address of the ledger; serve: port 0 = any free one")
     parser.add_argument(
         "--silent-s", type=float, default=5.0, help="serve: an instance without a heartbeat for so long is dead (5)"
     )
     parser.add_argument("--watch", type=float, default=0.0, metavar="S", help="show: again every S seconds")
     parser.add_argument("--dry-run", action="store_true", help="check the flags, say what would be done, and exit")
-    parser.add_argument("--json", action="store_true", help="show, drill: as JSON, a line each time")
-    add_drill_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="show: as JSON, a line each time")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0, or 1 of a drill in which something was wrong. Raises ValueError for bad input, OSError where it
-    cannot listen, or is not there.
-    """
+    """Returns 0. Raises ValueError for bad input, and OSError where the ledger cannot listen or does not answer."""
     if args.order == "drill":
-        return run_drill(args)
+        raise ValueError("ledger drill is no command any more: run `python tests/support/lending_drill.py MODEL`")
     if not 0.5 <= args.silent_s <= 3600.0:
         raise ValueError(f"--silent-s must be 0.5 to 3600 seconds, not {args.silent_s:g}")
     if args.watch < 0.0:

@@ -23,17 +23,17 @@ One entry is no store: ``zeros`` has every page, and keeps nothing that is writt
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
 from lamina.kv.pages import Atom, Page
+from lamina.netstack.contract.plugins import load_plugin, plugins
 
 # name -> module of this package with a function ``open_medium(place)``; imported when first used
-MEDIA: dict[str, str] = {"host": "host", "file": "file", "emulated": "emulated", "layered": "layered", "zeros": "zeros"}
+MEDIA: dict[str, str] = {"host": "host", "file": "file", "layered": "layered", "zeros": "zeros"}
 
-EMULATE_VARIABLE = "LAMINA_EMULATE_MEDIUM"
+PLUGINS = "LAMINA_MEDIA"  # more entries, or others in place of these, with whole names of modules
 
 Bytes = bytes | bytearray | memoryview
 
@@ -162,11 +162,12 @@ class Medium(Protocol):
 
 
 def open_medium(name: str, place: MediumPlace) -> Medium:
-    """Entry ``name`` of the table; ``emulated`` in place of ``host`` where that has a script. Raises ValueError, with
-    one line: an unknown name, or a place that cannot be had.
+    """Open entry ``name`` of LAMINA_MEDIA or of the table. Raises ValueError, with one line, for an unknown name or a
+    place that cannot be had; ImportError for a module of LAMINA_MEDIA that cannot be imported.
     """
-    name = "emulated" if name == "host" and os.environ.get(EMULATE_VARIABLE) else name
-    if name not in MEDIA:
+    plugin = plugins(PLUGINS).get(name, "")
+    if name not in MEDIA and not plugin:
         raise ValueError(f"a medium is one of {', '.join(MEDIA)}, not {name!r}")
-    medium: Medium = import_module(f"{__name__}.{MEDIA[name]}").open_medium(place)
+    module = load_plugin(PLUGINS, plugin) if plugin else import_module(f"{__name__}.{MEDIA[name]}")
+    medium: Medium = module.open_medium(place)
     return medium

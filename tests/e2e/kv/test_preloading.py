@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from emulated_medium import environment
 
 from lamina import LLM, SamplingParams
 from lamina.engine.blocks.swaps import Swaps
-from lamina.kv.media import EMULATE_VARIABLE
 from lamina.observe.perfetto import read
 from lamina.observe.trace import Event
 
@@ -32,7 +31,8 @@ def long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def script(monkeypatch: pytest.MonkeyPatch, *happenings: dict[str, Any]) -> None:
-    monkeypatch.setenv(EMULATE_VARIABLE, json.dumps(happenings))
+    for name, value in environment(*happenings).items():
+        monkeypatch.setenv(name, value)
 
 
 def asked_twice(llm: LLM, prompt: list[int] = PROMPT) -> tuple[list[int], list[int], int]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from emulated_medium import EMULATE_VARIABLE, environment
 
-from lamina.kv.media import EMULATE_VARIABLE, AtomLostError, Medium, MediumError, MediumPlace, NoRoomError, open_medium
+from lamina.kv.media import AtomLostError, Medium, MediumError, MediumPlace, NoRoomError, open_medium
 from lamina.kv.pages import PAGE, Atom, Page, Recipe
 
 WHAT = Page(b"k" * 32, 0, PAGE, b"t" * 16, Recipe("prompt"))
@@ -18,8 +18,9 @@ WHAT = Page(b"k" * 32, 0, PAGE, b"t" * 16, Recipe("prompt"))
 @pytest.fixture
 def opener(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Medium]:
     def open_one(*script: dict[str, Any]) -> Medium:
-        monkeypatch.setenv(EMULATE_VARIABLE, json.dumps(script))
-        return open_medium("emulated", MediumPlace(1000))
+        for name, value in environment(*script).items():
+            monkeypatch.setenv(name, value)
+        return open_medium("host", MediumPlace(1000))
 
     return open_one
 

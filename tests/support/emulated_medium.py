@@ -1,7 +1,7 @@
-"""Host memory behind a script of delays and faults: for tests of whoever uses a medium, and as a slower medium.
+"""Host memory with a script of delays and faults: for tests of the users of a medium, and as a slower medium.
 
-The script is JSON in the variable LAMINA_EMULATE_MEDIUM, a list of what happens to which calls; where it is set, host
-memory is this:
+``environment`` has it take the place of ``host``. The script is JSON in the variable LAMINA_EMULATE_MEDIUM, a list of
+events, each with the calls that it befalls:
 
     [{"call": "read", "after": 2, "times": 1, "fault": "lost"}, {"call": "write", "delay_s": 0.01}]
 
@@ -13,21 +13,34 @@ a wrong bit as if it were right.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
-from lamina.kv.media import EMULATE_VARIABLE, AtomLostError, Bytes, HeldPage, MediumError, MediumPlace, NoRoomError
+from lamina.kv.media import PLUGINS, AtomLostError, Bytes, HeldPage, MediumError, MediumPlace, NoRoomError
 from lamina.kv.media.host import HostMedium
 from lamina.kv.pages import Atom, Page
 
+EMULATE_VARIABLE = "LAMINA_EMULATE_MEDIUM"
 _QUEUED_S = 0.05  # a call so soon behind the one before counts as queued: a thread that wakes late slows no medium
 _ERRORS = {"lost": AtomLostError, "full": NoRoomError, "broken": MediumError}
+
+
+def environment(*script: Mapping[str, Any]) -> dict[str, str]:
+    """Environment variables by which processes have this medium, with ``script``, in place of ``host``."""
+    paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(Path(__file__).parent)]
+    return {
+        PLUGINS: f"host={__name__}",
+        EMULATE_VARIABLE: json.dumps(script),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+    }
 
 
 class Happening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,7 +59,7 @@ class Happening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Emulated:
-    """Beside what the script says, host memory."""
+    """A medium in host memory that does what the script says."""
 
     def __init__(self, place: MediumPlace, script: list[Happening]) -> None:
         self._inner = HostMedium(place)

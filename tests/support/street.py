@@ -1,6 +1,4 @@
-"""What a drill of lending hits: a ledger, a host that lends, a server that borrows and one that lends, in processes of
-their own.
-"""
+"""The processes that the drill of lending needs: a ledger, a host that lends, a server that borrows, one that lends."""
 
 from __future__ import annotations
 
