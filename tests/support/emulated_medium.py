@@ -29,7 +29,7 @@ from lamina.kv.media.host import HostMedium
 from lamina.kv.pages import Atom, Page
 
 EMULATE_VARIABLE = "LAMINA_EMULATE_MEDIUM"
-_QUEUED_S = 0.05  # a call so soon behind the one before counts as queued: a thread that wakes late slows no medium
+_QUEUED_S = 0.05  # a call so soon after the previous one counts as queued: a thread that wakes late slows no medium
 _ERRORS = {"lost": AtomLostError, "full": NoRoomError, "broken": MediumError}
 
 
@@ -54,7 +54,7 @@ class Happening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fault: Literal["", "lost", "full", "broken", "flip"] = ""
 
     def meets(self, call: str, number: int) -> bool:
-        """Whether the event befalls call ``number`` of a kind."""
+        """True if the event befalls call ``number`` of a kind."""
         return call == self.call and 0 <= number - self.after < (number + 1 if self.times is None else self.times)
 
 
@@ -100,11 +100,11 @@ class Emulated:
         self._inner.expect(turn, keys)
 
     def copied(self, key: bytes, *, yes: bool) -> None:
-        """Whether another place has all that is here of a page, which goes first then."""
+        """Note that another place has all that is here of a page, which is evicted first then."""
         self._inner.copied(key, yes=yes)
 
     def prolong(self, keys: Iterable[bytes], seconds: float) -> None:
-        """Have these pages give way behind others for so many seconds."""
+        """Keep these pages longer than others for so many seconds."""
         self._inner.prolong(keys, seconds)
 
     def fetch(self, atoms: frozenset[Atom]) -> list[bytes] | None:

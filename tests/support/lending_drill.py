@@ -23,7 +23,7 @@ SILENCE_S = 300.0  # that fails a stream, and anything else that does not come
 SOON_S = 30.0
 WAITS_S = 4.0  # in which a request that needs a new loan gets nothing while there is no ledger
 BACK_S = 8.0  # for blocks of a dead debtor, by the ledger: by the end of its link, before that of its lease
-EARLY = 8  # tokens behind which a hit comes
+EARLY = 8  # tokens before a hit
 
 
 class Scene(NamedTuple):
@@ -79,7 +79,7 @@ def run_drill(args: argparse.Namespace) -> int:
 
 
 def line_of(scene: Scene) -> str:
-    """For people."""
+    """A line of text."""
     pause = "" if scene.pause_s is None else f"silent for {scene.pause_s:.1f} s at most: "
     return f"{'right' if scene.right else 'WRONG':5}  {scene.name:22} {pause}{scene.what}"
 
@@ -97,7 +97,7 @@ class LendingDrill:
         self._wanted: list[int] = []
 
     def calm(self) -> Scene:
-        """Nobody is hit."""
+        """A run without a fault."""
         reading = self._begun(self._street.debtor)
         lent = self._street.lent()
         self._wanted = reading.join().ids.get(0, [])
@@ -112,7 +112,7 @@ class LendingDrill:
         dead, lent = self._street.creditor_name, dict[str, int]()
 
         def borrows_anew() -> bool:
-            """Of another one: the ledger knows for a while what the dead one had lent."""
+            """True once another creditor lends. The ledger lists the loans of the dead one for a while."""
             lent.update((name, blocks) for name, blocks in self._street.lent().items() if name != dead)
             return any(lent.values())
 
@@ -133,7 +133,7 @@ class LendingDrill:
         return self._scene(reading, right, what)
 
     def kill_ledger(self) -> Scene:
-        """What is lent goes on, new loans wait."""
+        """The ledger dies: loans go on, new ones wait."""
         reading = self._begun(self._street.debtor)
         self._street.ledger.end()
         what = "the loan went on; the next one waited until it was there again"
@@ -180,11 +180,11 @@ class LendingDrill:
         return reading
 
     def _await_rest(self) -> None:
-        """Until nothing is on loan: what is not needed goes back after a while."""
+        """Wait until nothing is on loan: memory that is not needed goes back after a while."""
         until(lambda: not any(self._street.lent().values()), SILENCE_S)
 
     def _scene(self, reading: Reading, right: bool, what: str) -> Scene:
-        """Behind the stream's end: whether all its tokens are those of the calm run."""
+        """Wait for the stream's end, and compare its tokens with those of the run without a fault."""
         told = reading.join()
         same = not told.error and told.ids.get(0) == self._wanted
         pause = told.pause_behind(reading.began)
@@ -192,7 +192,7 @@ class LendingDrill:
 
 
 def leased_bytes(server: Target) -> float:
-    """That it has of others, by its metrics."""
+    """Bytes that ``server`` borrows, by its metrics."""
     lines = [line for line in server.metrics().splitlines() if "leased_bytes{" in line]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 

@@ -52,7 +52,7 @@ class Started(NamedTuple):
     said: str
 
     def end(self) -> None:
-        """By force. Idempotent."""
+        """Kill the process. Idempotent."""
         self.process.kill()
         self.process.wait()
 
@@ -67,7 +67,7 @@ class Reading:
 
     @property
     def tokens(self) -> int:
-        """That have come."""
+        """Count of tokens so far."""
         return len(self.told.ids.get(0, ()))
 
     @property
@@ -101,7 +101,7 @@ class LendingStreet:
         self.place = self.ledger.said.rpartition(" ")[2]
 
     def start_creditor(self) -> None:
-        """Who has more to lend than the server that lends is asked first."""
+        """Start a host that lends. It has more than the server that lends, so it is asked first."""
         memory = str(self._sizes.loan + 2 * BLOCK_BYTES)
         self.creditor = self._start("lend", "--ledger", self.place, "--lend-memory", memory)
 
@@ -124,9 +124,7 @@ class LendingStreet:
         return {row.name: row.num_lent for row in answer.lenders}
 
     def stop(self, started: Started) -> Callable[[], None]:
-        """Have a process and what it has started stand still, as behind a network that is cut; returns what has them go
-        on.
-        """
+        """Stop a process and its descendants, as a network that is cut would; the result lets them continue."""
         pids = [started.process.pid, *descendants_of(started.process.pid)]
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -166,7 +164,7 @@ class LendingStreet:
 
 
 def free_port() -> int:
-    """Of this host, as long as nobody else takes it."""
+    """A port of this host that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
 
