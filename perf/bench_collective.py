@@ -1,4 +1,4 @@
-"""What ranks cost that meet: sums and gathers of the sizes of slices, by ``mesh`` and ``gloo``, ranks in processes.
+"""What ranks cost that meet: sums and gathers of the sizes of slices, by ``mesh``, ranks in processes.
 
 A row has microseconds, and GB/s as nccl-tests have them: algbw, the size of the result over the time, and busbw, what
 each rank's link carries each way. Every result is compared with a plain sum. With two GPUs, gpu_suite.py has the same
@@ -59,7 +59,7 @@ def rank_process(args: argparse.Namespace) -> None:
     print(listener.url, flush=True)
     urls, kinds = json.loads(sys.stdin.readline())
     mesh = listen_and_connect(fabric, listener, urls, names, args.rank, start_timeout_s=LIMIT_S, step_timeout_s=LIMIT_S)
-    print(json.dumps(play(mesh, kinds, open_staging(CPU), args.runs)), flush=True)
+    print(json.dumps(play(dict.fromkeys(kinds, mesh), open_staging(CPU), args.runs)), flush=True)
     fabric.close()
 
 

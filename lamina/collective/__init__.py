@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 # name -> module of this package with ``lacks(device)``, ``unfit(ranks)`` and ``open_collective(mesh, at)``, for the
 # functions of these names below; imported when first used. For --collective the names stand in protocol.options, too.
-COLLECTIVES: dict[str, str] = {"mesh": "mesh", "gloo": "gloo", "nccl": "nccl"}
+COLLECTIVES: dict[str, str] = {"mesh": "mesh", "nccl": "nccl"}
 
 
 class Joining(Protocol):
@@ -89,7 +89,6 @@ class RankPlace(NamedTuple):
     """Where a rank is, for itself."""
 
     device: torch.device
-    host: str  # the address of an interface that other ranks reach; 127.0.0.1: all are on this host
     start_timeout_s: float
     step_timeout_s: float
     together: bool = True  # whether all ranks are on one host

@@ -85,13 +85,6 @@ class Mesh:
             self._number += 1
         return out
 
-    def meet(self, nbytes: int) -> None:
-        """Wait until all ranks are here, to do something with ``nbytes`` of each. Raises ChannelError."""
-        self._send(memoryview(b""), nbytes)
-        for channel in self._peers:
-            channel.release(self._receive(channel, nbytes, carried=0))
-        self._number += 1
-
     def check(self, within_s: float = 0.0) -> None:
         """Raises PeerFault where a rank has gone, or is found to have ``within_s``, ChannelAborted where this one's
         fabric was closed. What comes meanwhile is kept.
@@ -152,9 +145,8 @@ class Mesh:
 
         return parts, end
 
-    def _send(self, data: memoryview, nbytes: int | None = None) -> None:
-        """``nbytes``: what the message is about, where that is not its own length."""
-        self._put(data, self._number, data.nbytes if nbytes is None else nbytes)
+    def _send(self, data: memoryview) -> None:
+        self._put(data, self._number, data.nbytes)
 
     def _put(self, data: memoryview, number: int, nbytes: int) -> None:
         for channel in self._peers:
@@ -162,14 +154,13 @@ class Mesh:
             slot.data[:] = data
             channel.put_signal(slot, _TAG.pack(number, nbytes))
 
-    def _receive(self, channel: Channel, nbytes: int, carried: int | None = None) -> Arrival:
-        """The next message, which is about ``nbytes``; ``carried``: its own length, where that is another."""
-        carried = nbytes if carried is None else carried
+    def _receive(self, channel: Channel, nbytes: int) -> Arrival:
+        """The next message, which has ``nbytes``."""
         start = time.perf_counter()
         arrival = self._next(channel, self._timeout_s)
         self.wait_s += time.perf_counter() - start
         due = self._number, nbytes
-        if (got := _TAG.unpack_from(arrival.tag)) != due or arrival.data.nbytes != carried:
+        if (got := _TAG.unpack_from(arrival.tag)) != due or arrival.data.nbytes != nbytes:
             raise PeerFault(f"{channel.peer} is out of step: message {got[0]} of {got[1]} B in place of {due}")
         return arrival
 

@@ -1,8 +1,14 @@
 """Ranks over NCCL: GPUs gather each other's parts by themselves, also as a part of CUDA graphs.
 
-The host only says what is to be done. So that no GPU waits for ever, a guard looks at the mesh and at the clock, and
-ends NCCL's waits; what ranks do out of step is found by that clock alone. HARDWARE-UNVERIFIED: this module has been run
-over gloo on CPUs, with its guard; NCCL's own calls have not.
+NCCL's own all-reduce sums in an order of its own, which depends on the size. So all parts come to all ranks, as bytes,
+and each rank adds them up in the order of ranks. Few bytes take one message, as on the mesh. Of many, each rank sums
+its share of the elements, and the sums are gathered: elements do not meet, so the bits are the same.
+
+The host only enqueues. So that no GPU waits without end, a guard looks at the mesh and at the clock, and ends NCCL's
+waits; ranks that are out of step are found by that clock alone. HARDWARE-UNVERIFIED: this module has been run over gloo
+on CPUs, with its guard; NCCL's own calls have not.
+
+No group of torch's own is made (``init_process_group``): ranks may be threads of one process.
 """
 
 from __future__ import annotations
@@ -11,48 +17,77 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from lamina.netstack import ChannelError, PeerFault
+from lamina.netstack.contract.fabric import DEATH_NOTICED_S
 
 from . import Facts, RankPlace
 from .expect import NO_GPU, for_gpus
 from .guard import Guard
 from .mesh import Mesh
-from .process_group import OfGroup, Opened, failed, open_group
+from .sums import ordered_sum, side_by_side
 
-LAST_RESORT_S = 30.0  # behind the guard's deadline, torch ends the process
+# Bytes of a rank; above, all parts at all ranks would be more to send and to hold than what sums of shares take. For
+# two ranks both send the same.
+ONE_SHOT_BYTES = 256 << 10
+LAST_RESORT_S = 30.0  # after the guard's deadline, torch ends the process
 INTERFACE = "NCCL_SOCKET_IFNAME"  # NCCL's own variable
 
-# Of what the device was given until now: whether it is done. None while a graph is recorded, which does nothing yet.
+# Asks for the work that the device was given until now: true once it is done. None while a graph is recorded.
 Mark = Callable[[], Callable[[], bool] | None]
 
 
-class Nccl(OfGroup):
+class Opened(NamedTuple):
+    """A torch.distributed Backend of these ranks, and the store that its threads may read as long as it lives."""
+
+    group: Any
+    store: Any
+
+
+class Nccl:
     """One rank's end of a group that NCCL carries. Tensors of another device go over the mesh."""
 
     recordable = True
 
     def __init__(self, mesh: Mesh, opened: Opened, device: torch.device, timeout_s: float, mark: Mark) -> None:
         """``timeout_s``: until the device has done what it was given."""
-        super().__init__(mesh, opened)
+        self.rank, self.size = mesh.rank, mesh.size
+        self._mesh = mesh
+        self._group, self._store = opened
         self._device, self._mark = device, mark
         self._guard = Guard(mesh, self._abort, timeout_s)
 
+    @property
+    def wait_s(self) -> float:
+        """Seconds spent waiting for other ranks over the mesh."""
+        return self._mesh.wait_s
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' ``x``, in the order of ranks. Raises ChannelError."""
-        if x.device.type == self._device.type:
-            return super().all_reduce(x)
-        with self._guard.mesh() as mesh:
-            return mesh.all_reduce(x)
+        if x.device.type != self._device.type:
+            with self._guard.mesh() as mesh:
+                return mesh.all_reduce(x)
+        x = x.contiguous()
+        if not x.numel():
+            return x.clone()
+        flat = x.view(-1)
+        if self.size > 2 and x.nbytes > ONE_SHOT_BYTES:
+            return self._two_shots(flat).view(x.shape)
+        return ordered_sum(self._gather(flat).unbind()).to(x.dtype).view(x.shape)
 
     def all_gather(self, x: Tensor, size: int) -> Tensor:
         """All ranks' ``x`` side by side, in the order of ranks. Raises ChannelError."""
-        if x.device.type == self._device.type:
-            return super().all_gather(x, size)
-        with self._guard.mesh() as mesh:
-            return mesh.all_gather(x, size)
+        if x.device.type != self._device.type:
+            with self._guard.mesh() as mesh:
+                return mesh.all_gather(x, size)
+        x = x.contiguous()
+        if not x.numel():
+            return x.new_empty(*x.shape[:-1], size * x.shape[-1])
+        return side_by_side(self._gather(x.view(-1)), x.shape)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's ``x``, a tensor of the host. Raises ChannelError."""
@@ -69,9 +104,28 @@ class Nccl(OfGroup):
         self._guard.close()
         self._abort()
 
-    def _do(self, start: Callable[[Any], Any], nbytes: int) -> None:
+    def _gather(self, flat: Tensor) -> Tensor:
+        """[n] of each rank -> [ranks, n]."""
+        gathered = torch.empty(self.size * flat.nbytes, dtype=torch.uint8, device=flat.device)
+        sent = flat.view(torch.uint8)
+        self._enqueue(lambda group: group._allgather_base(gathered, sent, _all_gather_options()))
+        return gathered.view(flat.dtype).view(self.size, -1)
+
+    def _two_shots(self, flat: Tensor) -> Tensor:
+        """The sum of all ranks' ``flat`` [n]: each rank sums a share, padded to the same size."""
+        share = -(-flat.numel() // self.size)
+        padded = flat.new_zeros(self.size * share)
+        padded[: flat.numel()] = flat
+        received, sent = torch.empty_like(padded), padded.view(torch.uint8)
+        theirs = received.view(torch.uint8)
+        self._enqueue(lambda group: group.alltoall_base(theirs, sent, [], [], _all_to_all_options()))
+        total = ordered_sum(received.view(self.size, share).unbind()).to(flat.dtype)
+        return self._gather(total).view(-1)[: flat.numel()]
+
+    def _enqueue(self, start: Callable[[Any], Any]) -> None:
+        """``start`` an operation of the group; work that is enqueued later waits for it. Raises ChannelError."""
         group = self._group
-        self._guard.check()  # behind the line above: the guard says why before it takes the group away
+        self._guard.check()  # after the line above: the guard says why before it takes the group away
         try:
             if (work := start(group)) is not None:
                 work.wait()  # later work of the stream waits, not the host
@@ -126,6 +180,33 @@ def open_collective(mesh: Mesh, at: RankPlace) -> Nccl:
     return Nccl(mesh, open_group(mesh, at, make), at.device, at.step_timeout_s, lambda: _event(at.device))
 
 
+def open_group(mesh: Mesh, at: RankPlace, make: Callable[[Any], Any]) -> Opened:
+    """The group that ``make`` opens over a torch.distributed.Store of ``mesh``, once all ranks have opened theirs.
+    Raises ChannelError.
+    """
+    from .store import MeshStore  # where torch has process groups
+
+    store = MeshStore(mesh, at.start_timeout_s)
+    try:
+        group = make(store)
+        store.close()
+    except ChannelError:
+        raise
+    except RuntimeError as error:  # of the library
+        raise failed(mesh, error) from error
+    return Opened(group, store)
+
+
+def failed(mesh: Mesh, error: RuntimeError) -> ChannelError:
+    """The cause of a library's ``error``: the rank that has gone, which the mesh may learn of a little later."""
+    try:
+        mesh.check(within_s=DEATH_NOTICED_S)
+    except ChannelError as known:
+        return known
+    said, _, _ = str(error).partition("\n")
+    return PeerFault(f"rank {mesh.rank}: its connections to other ranks failed: {said}")
+
+
 def _event(device: torch.device) -> Callable[[], bool] | None:
     if torch.cuda.is_current_stream_capturing():
         return None
@@ -133,3 +214,17 @@ def _event(device: torch.device) -> Callable[[], bool] | None:
     event.record(torch.cuda.current_stream(device))
     query: Callable[[], bool] = event.query
     return query
+
+
+def _all_gather_options() -> Any:
+    return _in_order(torch._C._distributed_c10d.AllgatherOptions())
+
+
+def _all_to_all_options() -> Any:
+    return _in_order(torch._C._distributed_c10d.AllToAllOptions())
+
+
+def _in_order(options: Any) -> Any:
+    """On a GPU: on the stream that computes, and no other one."""
+    options.asyncOp = False
+    return options

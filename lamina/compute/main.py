@@ -40,7 +40,6 @@ from .view_group import ViewGroup
 from .worker import Attention, ComputeWorker
 
 NO_LIMIT = 1 << 62  # bytes
-OWN_HOST = "127.0.0.1"  # where ranks are that were given no address
 
 
 def _connect(
@@ -141,8 +140,7 @@ class ComputeServer(ModelServer):
         mesh = listen_and_connect(
             fabric, fabric.at(door), urls, names, start.rank, start_timeout_s=start_s, step_timeout_s=step_s
         )
-        host = start.address.rpartition(":")[0].strip("[]") or OWN_HOST
-        at = RankPlace(self.staging.device, host, start_s, step_s)
+        at = RankPlace(self.staging.device, start_s, step_s)
         self.group, choice = choose_and_open(start.topology.collective, mesh, at)
         self.choices["collective"] = f"{choice.name}: {choice.why}"
         self.clock.lap("meet_s")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -48,17 +48,23 @@ def measure(names: Sequence[str], devices: Sequence[torch.device], runs: int = R
     """Times and bandwidths by what is done, size and name; medians, of rank 0. Raises BrokenError for what is wrong."""
     fabrics = [netstack.open("shm", key=bytes(range(32))) for _ in devices]
     ranks = [f"rank {n}" for n in range(len(fabrics))]
-    listeners = [
-        fabric.listen(reception=netstack.Reception(name=name)) for fabric, name in zip(fabrics, ranks, strict=True)
-    ]
-    urls = [listener.url for listener in listeners]
+    # A mesh for each name: it has one reader at a time, and nccl's guard is one.
+    listeners = {
+        name: [fabric.listen(reception=netstack.Reception(name=r)) for fabric, r in zip(fabrics, ranks, strict=True)]
+        for name in names
+    }
+
+    def mesh_of(name: str, number: int) -> Mesh:
+        urls = [listener.url for listener in listeners[name]]
+        fabric, listener = fabrics[number], listeners[name][number]
+        return listen_and_connect(
+            fabric, listener, urls, ranks, number, start_timeout_s=LIMIT_S, step_timeout_s=LIMIT_S
+        )
 
     def rank(number: int) -> dict[str, dict[str, float]]:
         try:
-            mesh = listen_and_connect(
-                fabrics[number], listeners[number], urls, ranks, number, start_timeout_s=LIMIT_S, step_timeout_s=LIMIT_S
-            )
-            return play(mesh, names, open_staging(devices[number]), runs)
+            meshes = {name: mesh_of(name, number) for name in names}
+            return play(meshes, open_staging(devices[number]), runs)
         except BaseException:
             fabrics[number].close()  # the others need not wait
             raise
@@ -72,21 +78,22 @@ def measure(names: Sequence[str], devices: Sequence[torch.device], runs: int = R
             fabric.close()
 
 
-def play(mesh: Mesh, names: Sequence[str], staging: Staging, runs: int) -> dict[str, dict[str, float]]:
-    """A rank's part of ``measure``."""
+def play(meshes: Mapping[str, Mesh], staging: Staging, runs: int) -> dict[str, dict[str, float]]:
+    """Run a rank's part of ``measure``. ``meshes``: of each collective, by name."""
     times = dict[str, dict[str, float]]()
-    at = RankPlace(staging.device, "127.0.0.1", LIMIT_S, LIMIT_S)
-    groups = {name: open_collective(name, mesh, at) for name in names}
+    at = RankPlace(staging.device, LIMIT_S, LIMIT_S)
+    groups = {name: open_collective(name, mesh, at) for name, mesh in meshes.items()}
+    (ranks, me), *_ = ((mesh.size, mesh.rank) for mesh in meshes.values())
     staged = {name: stage_collective(group, staging) for name, group in groups.items()}
     try:
         for (kind, way), (size, nbytes) in product(KINDS.items(), SIZES.items()):
-            parts = [part(rank, nbytes // way.parts(mesh.size)) for rank in range(mesh.size)]
+            parts = [part(rank, nbytes // way.parts(ranks)) for rank in range(ranks)]
             want, row = way.result(parts), times.setdefault(f"{kind} {size}", {})
             for name, group in staged.items():
-                call = partial(way.call, group, staging.up(parts[mesh.rank]))
+                call = partial(way.call, group, staging.up(parts[me]))
                 if not torch.equal(staging.down(call())[0], want):
                     raise BrokenError(f"{kind} of {size} by {name} is wrong")
-                figures = bandwidths(kind, nbytes, mesh.size, _seconds(call, staging, runs))
+                figures = bandwidths(kind, nbytes, ranks, _seconds(call, staging, runs))
                 row.update({f"{name} {unit}": value for unit, value in figures.items()})
     finally:
         for group in groups.values():

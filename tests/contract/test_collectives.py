@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,14 +17,13 @@ from forked import ForkedProgram
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import WAIT_S, on_all
+from nccl_over_gloo import open_over_gloo
 from torch import Tensor
 
 from lamina import collective, netstack
 from lamina.collective import COLLECTIVES, Collective, RankPlace, lacks
-from lamina.collective.gloo import Gloo
 from lamina.collective.mesh import SLOT_BYTES, Mesh, listen_and_connect
-from lamina.collective.nccl import Nccl
-from lamina.collective.process_group import ONE_SHOT_BYTES, Opened
+from lamina.collective.nccl import ONE_SHOT_BYTES
 from lamina.netstack import ChannelError, ChannelTimeout, PeerFault
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,12 +55,8 @@ def device_of(name: str, rank: int) -> torch.device:
 
 
 def open_entry(name: str, mesh: Mesh, timeout_s: float) -> Collective:
-    at = RankPlace(device_of(name, mesh.rank), "127.0.0.1", WAIT_S, timeout_s)
-    if name in COLLECTIVES:
-        return collective.open_collective(name, mesh, at)
-    inner = collective.open_collective("gloo", mesh, at)
-    assert isinstance(inner, Gloo)
-    return Nccl(mesh, Opened(inner._group, inner._store), CPU, timeout_s, lambda: lambda: True)
+    at = RankPlace(device_of(name, mesh.rank), WAIT_S, timeout_s)
+    return collective.open_collective(name, mesh, at) if name in COLLECTIVES else open_over_gloo(mesh, at)
 
 
 def on_entry(
@@ -181,14 +175,14 @@ def test_every_entry_gives_the_bits_of_the_mesh(
     parts = [x.transpose(0, -1) for x in parts] if turned else parts
 
     def work(mesh: Mesh) -> list[tuple[Tensor, Tensor]]:
-        group = open_entry("gloo", mesh, WAIT_S)
+        group = open_entry(GUARDED, mesh, WAIT_S)
         x = parts[mesh.rank]
         found = [(g.all_reduce(x), g.all_gather(x, size)) for g in (mesh, group)]
         group.close()
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lamina.collective.process_group.ONE_SHOT_BYTES", ONE_SHOT_BYTES if one_shot else 0)
+        patch.setattr("lamina.collective.nccl.ONE_SHOT_BYTES", ONE_SHOT_BYTES if one_shot else 0)
         for known, found in on_all(size, work):
             assert torch.equal(found[0], known[0])
             assert torch.equal(found[1], known[1])
@@ -200,15 +194,13 @@ def test_every_entry_gives_the_bits_of_the_mesh(
             assert bool(((found[0].double() - exact).abs() <= bound + 1e-12).all())
 
 
-@pytest.mark.parametrize("name", ["mesh", "gloo"])
-def test_a_rank_that_does_something_else_is_found_out(name: str) -> None:
+def test_a_rank_that_does_something_else_is_found_out() -> None:
     """Not with nccl, as its contract says."""
     with pytest.raises(PeerFault, match="out of step|closed|gone|ended"):
-        on_entry(name, 2, lambda group: group.all_reduce(torch.ones(4 + group.rank)))
+        on_entry("mesh", 2, lambda group: group.all_reduce(torch.ones(4 + group.rank)))
 
 
-@pytest.mark.parametrize("name", ["mesh", "gloo"])
-def test_a_rank_that_never_comes_is_not_waited_for_for_ever(name: str) -> None:
+def test_a_rank_that_never_comes_is_not_waited_for_for_ever() -> None:
     left = threading.Event()
 
     def work(group: Collective) -> Tensor | None:
@@ -221,7 +213,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_for_ever(name: str) -> None:
         return None
 
     with pytest.raises(ChannelTimeout):
-        on_entry(name, 2, work, timeout_s=0.2)
+        on_entry("mesh", 2, work, timeout_s=0.2)
 
 
 def test_a_rank_that_fails_ends_the_others(entry: str) -> None:
@@ -241,92 +233,42 @@ def test_a_rank_that_fails_ends_the_others(entry: str) -> None:
 RANK = """
 import signal, sys
 import torch
-from lamina import collective, netstack
-from lamina.collective import RankPlace
+from lamina import netstack
 from lamina.collective.mesh import listen_and_connect
-scheme, name, last = sys.argv[1:]
-fabric = netstack.open(scheme, key=b"k" * 32)
+fabric = netstack.open(sys.argv[1], key=b"k" * 32)
 listener = fabric.listen(reception=netstack.Reception(name="second"))
 print(listener.url, flush=True)
 names = ["first", "second"]
 mesh = listen_and_connect(
     fabric, listener, ["", listener.url], names, 1, start_timeout_s=30.0, step_timeout_s=30.0
 )
-group = collective.open_collective(name, mesh, RankPlace(torch.device("cpu"), "127.0.0.1", 30.0, 30.0))
-print(group.all_reduce(torch.full((3,), 2.0)).tolist(), flush=True)
-if last == "meets":
-    mesh.meet(12)
-    print("met", flush=True)
+print(mesh.all_reduce(torch.full((3,), 2.0)).tolist(), flush=True)
 signal.pause()
 """
 
 
-@contextmanager
-def other_process(scheme: str, name: str, last: str, timeout_s: float) -> Iterator[tuple[Collective, Any]]:
-    """Rank 0, and the process of rank 1, with which it has summed once."""
-    fabric = netstack.open(scheme, key=KEY)
-    process = ForkedProgram([scheme, name, last], code=RANK)
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+def test_the_death_of_a_process_is_noticed(scheme: str) -> None:
+    """This is rank 0, which has summed once with the process of rank 1."""
+    names = ["first", "second"]
+    process = ForkedProgram([scheme], code=RANK)
     assert process.stdout is not None
-    with process.stdout:
+    with closing(netstack.open(scheme, key=KEY)) as fabric, process.stdout:
         try:
             urls = ["", process.stdout.readline().strip()]
             mesh = listen_and_connect(
-                fabric,
-                fabric.listen(),
-                urls,
-                ["first", "second"],
-                0,
-                start_timeout_s=WAIT_S,
-                step_timeout_s=timeout_s,
+                fabric, fabric.listen(), urls, names, 0, start_timeout_s=WAIT_S, step_timeout_s=WAIT_S
             )
-            group = open_entry(name, mesh, timeout_s)
-            assert group.all_reduce(torch.full((3,), 1.0)).tolist() == [3.0] * 3
+            assert mesh.all_reduce(torch.full((3,), 1.0)).tolist() == [3.0] * 3
             assert process.stdout.readline().strip() == "[3.0, 3.0, 3.0]"
-            yield group, process
-            group.close()
-        finally:
-            fabric.close()
-            process.send_signal(signal.SIGCONT)
             process.kill()
-
-
-@pytest.mark.parametrize("name", ["mesh", "gloo"])
-@pytest.mark.parametrize("scheme", ["shm", "tcp"])
-def test_the_death_of_a_process_is_noticed(name: str, scheme: str) -> None:
-    with other_process(scheme, name, "reads", WAIT_S) as (group, process):
-        process.kill()
-        process.wait(SOON_S)
-        start = time.monotonic()
-        with pytest.raises(PeerFault):
-            group.all_reduce(torch.ones(3))
-        assert time.monotonic() - start < SOON_S
-
-
-@pytest.mark.parametrize(("how", "error"), [(signal.SIGKILL, PeerFault), (signal.SIGSTOP, ChannelTimeout)])
-def test_a_process_that_goes_or_stops_within_an_operation_of_gloo(how: signal.Signals, error: type[Exception]) -> None:
-    """It has met the others, so that they rely on gloo alone."""
-    timeout_s = 1.5
-    with other_process("shm", "gloo", "meets", timeout_s) as (group, process):
-        failure = list[Exception]()
-
-        def work() -> None:
-            try:
-                group.all_reduce(torch.ones(3))
-            except ChannelError as found:
-                failure.append(found)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        assert process.stdout.readline().strip() == "met"
-        process.send_signal(how)
-        thread.join(timeout_s + SOON_S)
-        assert not thread.is_alive()
-        assert [type(x) for x in failure] == [error]
-        assert "rank 0" in str(failure[0]) or "shm://" in str(failure[0])
-        failure.clear()  # its traceback holds what is closed
-        start = time.monotonic()
-        group.close()
-        assert time.monotonic() - start < SOON_S, "no thread goes on with what was given up"
+            process.wait(SOON_S)
+            start = time.monotonic()
+            with pytest.raises(PeerFault):
+                mesh.all_reduce(torch.ones(3))
+            assert time.monotonic() - start < SOON_S
+        finally:
+            process.kill()
 
 
 def sockets() -> int:
@@ -338,42 +280,12 @@ def sockets() -> int:
     return found
 
 
-def listening() -> set[str]:
-    """The addresses where this process does, as /proc has them: bytes of the IP backwards in hexadecimal."""
-    own = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            own.add(os.readlink(f"/proc/self/fd/{name}"))
-    rows = [x.split() for table in ("tcp", "tcp6") for x in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
-    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
-
-
-def test_gloo_listens_where_it_is_told_to_alone() -> None:
-    """Over loopback channels, which listen nowhere."""
-    assert not listening()
-    ready = threading.Barrier(2, timeout=WAIT_S)
-
-    def work(mesh: Mesh) -> set[str]:
-        group = collective.open_collective("gloo", mesh, RankPlace(CPU, "127.0.0.3", WAIT_S, WAIT_S))
-        try:
-            group.all_reduce(torch.ones(1))
-            ready.wait()
-            found = listening()
-            ready.wait()
-            return found
-        finally:
-            group.close()
-
-    assert on_all(2, work) == [{"0300007F"}] * 2
-    assert not listening()
-
-
 def tasks() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
 @pytest.mark.no_retry
-@pytest.mark.long(but=["gloo", "nccl", "nccl's class over gloo"])
+@pytest.mark.long(but=["nccl", "nccl's class over gloo"])
 def test_nothing_is_left_behind(entry: str) -> None:
     on_entry(entry, 2, lambda g: g.all_reduce(there(entry, g.rank, torch.ones(4))).cpu())  # what is made once
     gc.collect()

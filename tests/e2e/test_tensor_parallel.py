@@ -61,15 +61,14 @@ def two_ranks(llama_path: Path) -> Callable[[list[list[int]]], tuple[Found, Foun
         {"transport": "shm"},
         {"pipeline": 2},
         {"pipeline": 3},
-        {"collective": "gloo"},
-        {"collective": "gloo", "transport": "shm", "pipeline": 3},
+        {"transport": "shm", "pipeline": 3},
     ],
     ids=lambda o: " ".join(f"{k}={v}" for k, v in o.items()),
 )
 def test_ranks_give_the_same_bits_whatever_is_around_them(
     options: dict[str, Any], llama_path: Path, prompts: list[list[int]], two_ranks: Any
 ) -> None:
-    """Memory workers, own processes, batches that take turns, replicas, another collective."""
+    """Memory workers, own processes, batches that take turns, replicas."""
     assert outputs(llama_path, prompts, **{**RANKS, **options}) == two_ranks(prompts)
 
 
@@ -120,7 +119,7 @@ def test_tokens_of_families_are_those_of_one_rank(name: str, prompts: list[list[
         ({"tensor_parallel_size": 0}, r"--tensor-parallel-size must be at least 1, not 0"),
         ({"tensor_parallel_size": 2, "prefill_workers": 1}, r"--prefill-workers .* use 0 with --tensor-parallel-size"),
         ({"tensor_parallel_size": 2, "memory_weights": "2,1"}, r"every rank must have the same weights"),
-        ({"collective": "ring"}, r"--collective must be one of auto, mesh, gloo, nccl, not 'ring'"),
+        ({"collective": "ring"}, r"--collective must be one of auto, mesh, nccl, not 'ring'"),
         ({"tensor_parallel_size": 2, "collective": "nccl"}, r"--collective nccl is for GPUs, and ranks compute on cpu"),
         ({"tensor_parallel_size": 3, "memory_workers": 3}, r"3 does not divide the 4 KV heads .*: use 1 or 2 or 4"),
     ],
@@ -139,8 +138,8 @@ def test_dry_run_and_explain_know_of_ranks(tiny_lm: Path, capsys: pytest.Capture
     said = capsys.readouterr().out.splitlines()
     assert "would start 4 compute workers (2 replicas x 2 ranks) and 2 memory workers" in said[0]
     assert said[1] == "--collective auto: ranks would meet over mesh: not every rank computes on a GPU"
-    assert main(["generate", str(tiny_lm), "--dry-run", "--prompt", "x", "--collective", "gloo", *two]) == 0
-    assert capsys.readouterr().out.splitlines()[1] == "--collective gloo: ranks would meet over gloo: as asked"
+    assert main(["generate", str(tiny_lm), "--dry-run", "--prompt", "x", "--collective", "mesh", *two]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "--collective mesh: ranks would meet over mesh: as asked"
     assert main(["generate", str(tiny_lm), "--dry-run", "--prompt", "x"]) == 0
     assert "--collective" not in capsys.readouterr().out, "one rank meets nobody"
     assert main(["explain", str(tiny_lm), "--json"]) == 0

@@ -177,7 +177,6 @@ def whole(
         *(_ranks(transport=name, pipeline=3) for name in transports),
         *(_ranks(memory_workers=4, partition=name) for name in HOLDING),
         _ranks(**{**_SPILL, "memory_workers": 6}),
-        _ranks(collective="gloo"),
         _planned(2, RANKS, **_TWO),
         *_losses(),
         *(Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, {"tensor_parallel_size": n, "memory_workers": n})

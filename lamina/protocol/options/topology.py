@@ -15,7 +15,7 @@ from .declare import MEASURED, OneOf, Options, ReadText, parse_size, parse_weigh
 _T = TypeVar("_T")
 MOST_WORKERS = 1024
 MOST_BATCHES = MOST_WORKERS + 1
-COLLECTIVES = ("auto", "mesh", "gloo", "nccl")  # of collective, which is a room above
+COLLECTIVES = ("auto", "mesh", "nccl")  # of collective, which is a room above
 
 
 class TopologyOptions(Options, frozen=True, kw_only=True):
@@ -60,9 +60,8 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     collective: Annotated[
         str,
         OneOf(COLLECTIVES),
-        "how these ranks add up their parts: mesh (through the hosts, over --transport), gloo (through the hosts, "
-        "over its own TCP), nccl (from GPU to GPU), or auto (nccl where each rank has a GPU of one host to itself, "
-        "else mesh)",
+        "how these ranks add up their parts: mesh (through the hosts, over --transport), nccl (from GPU to GPU), or "
+        "auto (nccl where each rank has a GPU of one host to itself, else mesh)",
     ] = "auto"
     prefill_workers: Annotated[
         int,

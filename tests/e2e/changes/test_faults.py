@@ -38,7 +38,6 @@ ROOT = Path(__file__).resolve().parents[3]
         ("compute-1", {"pipeline": 3}),
         ("compute-0", {"tensor_parallel_size": 2}),
         ("compute-1", {"tensor_parallel_size": 2}),
-        ("compute-1", {"tensor_parallel_size": 2, "collective": "gloo"}),
         ("prefill-0", {"prefill_workers": 1}),
     ],
 )

@@ -15,8 +15,7 @@ from torch import Tensor
 from lamina import LLM, SamplingParams
 from lamina.collective import COLLECTIVES, RankPlace
 from lamina.collective.mesh import Mesh
-from lamina.collective.nccl import Nccl
-from lamina.collective.process_group import Opened
+from lamina.collective.nccl import Nccl, Opened
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
 SCORED = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=12, logprobs=2, ignore_eos=True)

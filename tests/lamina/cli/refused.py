@@ -50,7 +50,7 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_memory": 0}, "--kv-memory must be a size such as 512MiB or 4GiB (B, KB to TB, KiB to TiB), not '0'"),
     ({"placement": "near"}, "--placement must be one of pack, spread, not 'near'"),
     ({"partition": "tea"}, "--partition must be one of head, token, request, spill, not 'tea'"),
-    ({"collective": "ring"}, "--collective must be one of auto, mesh, gloo, nccl, not 'ring'"),
+    ({"collective": "ring"}, "--collective must be one of auto, mesh, nccl, not 'ring'"),
     ({"compute_device": "gpu"}, "--compute-device must be cpu, cuda, cuda:N or auto, not 'gpu'"),
     ({"memory_device": "cuda:x"}, "--memory-device must be cpu, cuda, cuda:N or auto, not 'cuda:x'"),
     ({"memory_device": "cuda:12345"}, "--memory-device must be cpu, cuda, cuda:N or auto, not 'cuda:12345'"),

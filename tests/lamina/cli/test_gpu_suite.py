@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from nccl_over_gloo import open_over_gloo
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "perf"))
 from gpu import collective  # noqa: E402 - needs the path above
 
 CPU = torch.device("cpu")
+COLLECTIVE_NCCL = "lamina.collective.nccl.open_collective"
 WITHOUT = """
 import sys
 sys.path[:0] = [sys.argv[1] + "/perf", sys.argv[1]]
@@ -40,12 +42,15 @@ def test_what_is_missing_is_told_and_fails_its_parts_alone() -> None:
 
 
 @pytest.mark.long
-def test_collectives_are_measured_against_each_other_on_devices_that_are_there() -> None:
-    rows = collective.measure(("mesh", "gloo"), [CPU, CPU], runs=2)
+def test_collectives_are_measured_against_each_other_on_devices_that_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(COLLECTIVE_NCCL, open_over_gloo)
+    rows = collective.measure(("mesh", "nccl"), [CPU, CPU], runs=2)
     assert list(rows) == [f"{kind} {size}" for kind in ("all_reduce", "all_gather") for size in collective.SIZES]
     for what, row in rows.items():
         nbytes = collective.SIZES[what.split(" ", 1)[1]]
-        for name in ("mesh", "gloo"):
+        for name in ("mesh", "nccl"):
             assert row[f"{name} algbw"] == pytest.approx(nbytes / row[f"{name} us"] / 1e3)
             share = {"all_reduce": 1.0, "all_gather": 0.5}[what.split()[0]]
             assert row[f"{name} busbw"] == pytest.approx(row[f"{name} algbw"] * share)
@@ -58,9 +63,10 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
 
 
 def test_a_collective_that_is_wrong_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamina.collective.process_group.ordered_sum", lambda parts: parts[0] + 1.0)
-    with pytest.raises(collective.BrokenError, match="all_reduce of 16 KiB by gloo is wrong"):
-        collective.measure(("mesh", "gloo"), [CPU, CPU], runs=1)
+    monkeypatch.setattr(COLLECTIVE_NCCL, open_over_gloo)
+    monkeypatch.setattr("lamina.collective.nccl.ordered_sum", lambda parts: parts[0] + 1.0)
+    with pytest.raises(collective.BrokenError, match="all_reduce of 16 KiB by nccl is wrong"):
+        collective.measure(("mesh", "nccl"), [CPU, CPU], runs=1)
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from meshes import WAIT_S, on_all
+from nccl_over_gloo import open_over_gloo
 
 from lamina.collective import AUTO, COLLECTIVES, Facts, RankPlace, lacks
 from lamina.collective.choose import choose, choose_and_open, facts_of, gather
@@ -51,7 +52,6 @@ def test_auto_is_nccl_where_it_can_be_and_is_within_a_host(found: list[Facts], n
 
 def test_what_is_asked_for_is_taken_or_refused() -> None:
     assert choose("mesh", ranks("aa", "01")).name == "mesh"
-    assert choose("gloo", ranks("ab", "--"))[:1] == ("gloo",)
     assert choose("nccl", ranks("ab", "01")) == ("nccl", "as asked", False)
     for found, words in (
         (ranks("aa", "00"), "ranks 0 and 1 have one GPU, and NCCL takes one for each: use --collective mesh, or a GPU"),
@@ -66,7 +66,7 @@ def test_what_is_asked_for_is_taken_or_refused() -> None:
 def test_ranks_of_this_host_know_each_other_and_meet(caplog: pytest.LogCaptureFixture) -> None:
     def work(mesh: Mesh) -> tuple[list[Facts], str, str, bool]:
         found = gather(mesh, facts_of(CPU))
-        group, choice = choose_and_open(AUTO, mesh, RankPlace(CPU, "127.0.0.1", WAIT_S, WAIT_S))
+        group, choice = choose_and_open(AUTO, mesh, RankPlace(CPU, WAIT_S, WAIT_S))
         return found, type(group).__name__, *choice[1:]
 
     with caplog.at_level(logging.WARNING):
@@ -82,9 +82,11 @@ def test_ranks_of_several_hosts_are_told_what_that_means(
 ) -> None:
     """Where no boot is known, every rank takes itself to be alone on its host."""
     monkeypatch.setattr("lamina.collective.choose.BOOT", GONE)
+    monkeypatch.setattr("lamina.collective.nccl.unfit", lambda ranks: "")
+    monkeypatch.setattr("lamina.collective.nccl.open_collective", open_over_gloo)
 
     def work(mesh: Mesh) -> str:
-        group, choice = choose_and_open("gloo", mesh, RankPlace(CPU, "127.0.0.1", WAIT_S, WAIT_S))
+        group, choice = choose_and_open("nccl", mesh, RankPlace(CPU, WAIT_S, WAIT_S))
         assert not choice.together
         try:
             return str(group.all_reduce(torch.ones(1)).tolist())
@@ -125,23 +127,21 @@ GONE = _Gone()
 
 
 def test_every_entry_says_what_it_lacks_and_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [lacks(name, CPU) for name in (AUTO, "mesh", "gloo")] == ["", "", ""]
+    assert [lacks(name, CPU) for name in (AUTO, "mesh")] == ["", ""]
     assert lacks("nccl", CPU) == (
         "--collective nccl is for GPUs, and ranks compute on cpu: use --compute-device cuda, or --collective auto"
     )
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
-    for name in ("gloo", "nccl"):
-        said = lacks(name, GPU if name == "nccl" else CPU)
-        assert said.startswith(f"--collective {name}: torch ")
-        assert "use --collective mesh" in said
+    said = lacks("nccl", GPU)
+    assert said.startswith("--collective nccl: torch ")
+    assert "use --collective mesh" in said
 
 
 def test_names_are_checked_where_they_are_given() -> None:
     assert (AUTO, *COLLECTIVES) == options.COLLECTIVES
     for name in options.COLLECTIVES:
         make_config({"collective": name})
-    with pytest.raises(ValueError, match="^--collective must be one of auto, mesh, gloo, nccl, not 'ring'$"):
+    with pytest.raises(ValueError, match="^--collective must be one of auto, mesh, nccl, not 'ring'$"):
         make_config({"collective": "ring"})
 
 
@@ -154,7 +154,7 @@ def test_names_are_checked_where_they_are_given() -> None:
         (ranks("aa", "01"), "cuda", "nccl"),
         (ranks("aa", "01"), "cuda", "mesh"),
         (ranks("ab", "01"), "cuda", "mesh"),
-        (ranks("aa", "--"), "cpu", "gloo"),
+        (ranks("aa", "--"), "cpu", "mesh"),
     ],
 )
 def test_what_is_expected_is_what_ranks_say_once_they_have_met(found: list[Facts], device: str, asked: str) -> None:
@@ -166,7 +166,7 @@ def test_what_is_expected_where_only_ranks_can_know() -> None:
     assert expected(AUTO, "cuda", together=True).startswith("nccl where torch has it, else mesh: every rank has a GPU")
     assert expected(AUTO, "auto", together=True).startswith("nccl where every rank finds a GPU of its own and its")
     assert expected(AUTO, "auto", together=False) == "mesh: ranks are on several hosts"
-    assert expected("gloo", "cpu", together=False).startswith("gloo: as asked; what it sends between hosts is neither")
+    assert expected("nccl", "cuda", together=False).startswith("nccl: as asked; what it sends between hosts is neither")
     with pytest.raises(ValueError, match="^--collective nccl is for GPUs, and ranks compute on cpu: use --compute-dev"):
         expected("nccl", "cpu", together=True)
 
@@ -182,5 +182,5 @@ def test_a_dry_run_refuses_what_a_start_would() -> None:
     two = {"tensor_parallel_size": 2, "memory_workers": 2}
     with pytest.raises(ValueError, match="^--collective nccl is for GPUs"):
         devices.check(make_config({**two, "collective": "nccl"}))
-    devices.check(make_config({**two, "collective": "gloo"}))
+    devices.check(make_config({**two, "collective": "mesh"}))
     devices.check(make_config({"collective": "nccl"}))  # there is nobody to meet

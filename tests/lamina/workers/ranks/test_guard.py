@@ -15,8 +15,7 @@ from torch import Tensor
 from lamina import netstack
 from lamina.collective.guard import Guard
 from lamina.collective.mesh import Mesh, listen_and_connect
-from lamina.collective.nccl import Nccl
-from lamina.collective.process_group import Opened, failed
+from lamina.collective.nccl import Nccl, Opened, failed
 from lamina.netstack import ChannelAborted, ChannelTimeout, PeerFault, Reception
 from lamina.workers.graphs import GraphedSlice
 
