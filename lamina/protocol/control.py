@@ -35,7 +35,9 @@ class LinkClosedError(Exception):
 
 
 class LinkBrokenError(LinkClosedError):
-    """What has come over the link is no message: its ends do not speak alike."""
+    """A frame has come over the link that is no message: its ends do not speak alike."""
+
+    frame: bytes | bytearray = b""
 
 
 class LinkStalledError(LinkClosedError):
@@ -269,9 +271,7 @@ class RunStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRound(msgspec.Struct, frozen=True, kw_only=True, tag="run-round"):
-    """Driver -> every compute worker: one step of every batch that has one, by batch. Rounds may be queued. Or to one
-    prefill worker: a chunk of a prompt, as a step of a batch of its own.
-    """
+    """Driver -> compute workers: a step of each batch; or to one prefill worker: a chunk of a prompt. May be queued."""
 
     round: int
     steps: list[RunStep]
@@ -324,9 +324,7 @@ class ControlLink:
     """One end of the link. ``send`` is safe from any thread; one thread receives."""
 
     def __init__(self, sock: socket.socket, messages: Any, most_bytes: int = MAX_FRAME) -> None:
-        """``messages`` is the union of message types that this end accepts; anything else closes the link, and so does
-        one of more than ``most_bytes``.
-        """
+        """``messages``: the union of types that this end accepts, each of ``most_bytes`` at most."""
         self._sock, self._most_bytes = sock, most_bytes
         self._sock.setblocking(True)
         self._lock = threading.Lock()
@@ -351,18 +349,20 @@ class ControlLink:
             raise LinkClosedError(f"control link: {e}") from e
 
     def recv(self, timeout_s: float | None = None) -> Any:
-        """The next message. None waits for ever, which is right only where the end of the link is the deadline.
-
-        Raises TimeoutError, LinkClosedError at the end of the link or on a frame that does not decode.
+        """The next message. None waits for ever: only where the end of the link is the deadline. Raises TimeoutError,
+        LinkClosedError at the end of the link, LinkBrokenError by a frame that does not decode.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
         if length > self._most_bytes:
             raise LinkBrokenError(f"control link: frame of {length} bytes")
+        frame = self._read(length, deadline)
         try:
-            return self._decoder.decode(self._read(length, deadline))
-        except msgspec.MsgspecError as e:
-            raise LinkBrokenError(f"control link: {e}") from e
+            return self._decoder.decode(frame)
+        except (msgspec.MsgspecError, RecursionError) as e:
+            broken = LinkBrokenError(f"control link: {e}")
+            broken.frame = frame
+            raise broken from e
 
     def fileno(self) -> int:
         """For select and poll."""

@@ -22,8 +22,9 @@ from .errors import ApiError, engine_error, too_late
 from .journal.entry import Entry
 from .journal.journal import Journal
 from .journal.records import Accepted
-from .link.client import EngineClient, EngineGoneError, PromptRefusedError
+from .link.client import EngineClient, EngineGoneError
 from .link.messages import Delta
+from .link.open_prompts import PromptRefusedError
 from .link.reply_feed import ReplyFeed
 from .request.params import PARAMS
 from .request.prompts import Prompt, Prompter
@@ -140,12 +141,12 @@ class Call:
 
     def _add_all(self) -> None:
         for number, (prompt, meter) in enumerate(zip(self.prompts, self.meters, strict=True)):
-            entry, client, terms = self._entry, self._service.client, self._terms
+            entry, client, terms, name = self._entry, self._service.client, self._terms, self.answer_id
             if entry is None:
-                key = client.add(prompt.ids, self.params, self._feed, meter, terms=terms)
+                key = client.add(prompt.ids, self.params, self._feed, meter, terms=terms, name=name)
             else:
                 params, known = entry.params_of(number), entry.keys[number]
-                key = client.add(prompt.ids, params, self._feed, meter, key=known, terms=terms)
+                key = client.add(prompt.ids, params, self._feed, meter, key=known, terms=terms, name=name)
             self._numbers[key] = number
             self._waiting.add(key)
 

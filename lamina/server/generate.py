@@ -29,7 +29,6 @@ from .sessions import turn_of
 from .tenants import salt_of, terms_of
 
 JOURNAL_RETRY_S = 5
-UNTOLD = 20  # digits of an id that no log has: by the whole one anybody gets the answer of a journal
 router = APIRouter()
 _ANSWERS = answers(429, 503, kinds=("application/json", "text/event-stream"), body=True)
 
@@ -107,7 +106,7 @@ async def _call(
             terms=terms_of(request.state.key_id, asked.salt, turn.name if turn else None, body),
             entry=entry,
             turn=turn,
-            answer_id=asked.id[:-UNTOLD],
+            answer_id=asked.log_name,
         )
     except BaseException:
         if service.journal is not None:

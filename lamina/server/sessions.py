@@ -27,7 +27,7 @@ from lamina.engine.conversations.turns import (
 from .calls import Service, SessionTurn
 from .door.bodies import parse
 from .errors import ApiError, json_response
-from .link.client import EngineGoneError
+from .link.client import EngineGoneError, QuestionFailedError
 from .link.messages import AskSessions, SessionsAre
 from .openapi import answers, described
 from .request.protocol import ChatRequest, CompletionRequest, Strict, Text
@@ -124,10 +124,8 @@ async def import_session(request: Request) -> Response:
 
 async def _answered(service: Service, question: AskSessions) -> SessionsAre:
     """Raises ValueError where the engine refuses, ApiError."""
-    try:
+    with _failures():
         answer = await service.client.ask(question)
-    except EngineGoneError as e:
-        raise ApiError(503, f"the engine is gone: {e}", code="engine_gone", retry_after_s=5) from e
     if answer.refusal:
         raise ValueError(answer.refusal)
     return answer
@@ -135,10 +133,18 @@ async def _answered(service: Service, question: AskSessions) -> SessionsAre:
 
 async def _asked(request: Request, drop: str | None) -> list[Any]:
     service: Service = request.app.state.service
-    try:
+    with _failures():
         return list(await service.client.sessions(salt_of(request.state.key_id, None), drop))
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    try:
+        yield
     except EngineGoneError as e:
         raise ApiError(503, f"the engine is gone: {e}", code="engine_gone", retry_after_s=5) from e
+    except QuestionFailedError as e:
+        raise ApiError(500, str(e), code="engine_failed") from e
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from lamina.server.answer.logprobs import TokenTexts
 from lamina.server.app import layered, make_app
 from lamina.server.calls import Service
 from lamina.server.config import ServerConfig
-from lamina.server.link.client import DeltaWatch
 from lamina.server.link.messages import AskSessions, Delta, Ready, SessionsAre, State, Times
+from lamina.server.link.open_prompts import DeltaWatch
 from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.request.prompts import Prompter
 from lamina.server.request.unsupported import UnknownFields
@@ -64,6 +64,7 @@ class FakeClient:
         meter: DeltaWatch,
         *,
         terms: KVTerms = PLAIN,
+        name: str = "",
     ) -> int:
         key = len(self.added)
         self.added.append((prompt, params))

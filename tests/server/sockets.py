@@ -16,8 +16,8 @@ from test_flow import until
 
 from lamina.request import SamplingParams
 from lamina.server.calls import Service
-from lamina.server.link.client import DeltaWatch
 from lamina.server.link.messages import Delta
+from lamina.server.link.open_prompts import DeltaWatch
 from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.run import HttpServer
 

@@ -12,9 +12,10 @@ from lamina.engine.text import spelled
 from lamina.fleet.launchers import WorkerHandle
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import CompletionOutput, RequestOutput, RequestTimes, SamplingParams
-from lamina.server.link.client import EngineClient, PromptRefusedError
+from lamina.server.link.client import EngineClient
 from lamina.server.link.launch import launch_engine
 from lamina.server.link.messages import Delta, Start
+from lamina.server.link.open_prompts import PromptRefusedError
 from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.link.restarts import EngineRestarts
 

@@ -10,6 +10,7 @@ from lamina.engine.conversations.ranges import Ranges
 from lamina.request import SamplingParams
 from lamina.server.link.messages import Delta
 
+UNTOLD = 20  # digits of an id that no log has
 FORMAT = 2  # raised where a server of the version before could not read it
 
 
@@ -48,6 +49,11 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
     salt: bytes = b""  # it shares KV with requests of the same salt only
     priority: int = 0
     discard: Ranges = ()  # tokens of its prompt that it has lost
+
+    @property
+    def log_name(self) -> str:
+        """The beginning of ``id``, for logs: by the whole id anybody gets the answer."""
+        return self.id[:-UNTOLD]
 
 
 class Grown(msgspec.Struct, frozen=True, tag="grown"):

@@ -11,7 +11,8 @@ from lamina.engine.conversations.terms import KVTerms
 from lamina.facts.report import counted
 from lamina.request import Blame
 from lamina.server.calls import Service
-from lamina.server.link.client import EngineGoneError, PromptRefusedError
+from lamina.server.link.client import EngineGoneError
+from lamina.server.link.open_prompts import PromptRefusedError
 from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.watch.metrics import PromptMeter
 
@@ -74,7 +75,8 @@ async def _compute(service: Service, entry: Entry) -> bool:
             if entry.open_of(key):
                 ids, params = entry.prompts[number].ids, entry.params_of(number)
                 meter = PromptMeter(service.metrics, time.monotonic(), len(ids), params)
-                client.add(ids, params, feed, meter, key=key, heard=entry.heard_of(key), terms=terms)
+                heard = entry.heard_of(key)
+                client.add(ids, params, feed, meter, key=key, heard=heard, terms=terms, name=said.log_name)
         while not entry.ended:
             for delta in await feed.take():
                 if delta.finish_reason is not None:

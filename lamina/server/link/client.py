@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import msgspec
 
@@ -18,9 +17,10 @@ from lamina.engine.wire import WorkerError
 from lamina.fleet.launchers import WorkerHandle
 from lamina.protocol.control import MAX_FRAME, Failed, Progress, Stop
 from lamina.protocol.options.engine import EngineConfig
-from lamina.request import Blame, Refusal, SamplingParams
+from lamina.request import Blame, SamplingParams
 
 from .engine_watch import EngineWatch, fate_of
+from .frames import LENGTH, UnsendableError, framed, read_anyway
 from .messages import (
     AskSessions,
     Cancel,
@@ -39,6 +39,7 @@ from .messages import (
     emptied,
     fitted,
 )
+from .open_prompts import DeltaRecords, DeltaWatch, OpenPrompt, OpenPrompts
 from .output_parts import OutputParts
 from .questions import ANSWER_S, Questions
 from .reply_feed import ReplyFeed
@@ -50,7 +51,6 @@ FROM_ENGINE = (
 )
 JOIN_S = 8.0
 WATCH_S = 0.25  # between looks whether the engine stands still
-_LENGTH = struct.Struct("<I")
 log = logging.getLogger(__name__)
 
 
@@ -58,32 +58,8 @@ class EngineGoneError(WorkerError):
     """The engine process has ended, and why."""
 
 
-class PromptRefusedError(Exception):
-    """The engine has refused a prompt. ``blame``: who can put that right. ``refusal``: it would come too late."""
-
-    def __init__(self, text: str, blame: Blame, refusal: Refusal | None = None) -> None:
-        super().__init__(text)
-        self.blame, self.refusal = blame, refusal
-
-
-class DeltaWatch(Protocol):
-    """Watches one prompt's deltas as they come in."""
-
-    def grown(self, delta: Delta) -> None: ...
-
-
-class DeltaRecords(Protocol):
-    """Keeps what a step has brought, before readers get it."""
-
-    def grown(self, deltas: Sequence[Delta]) -> None: ...
-
-
-class _OpenPrompt(NamedTuple):
-    """A prompt in the engine, who reads its deltas, and what has been heard of them."""
-
-    feed: ReplyFeed
-    meter: DeltaWatch
-    hearing: Hearing
+class QuestionFailedError(Exception):
+    """The engine could not answer a question, by a defect of its own."""
 
 
 class EngineClient:
@@ -99,13 +75,13 @@ class EngineClient:
         self.counters: dict[str, dict[str, float]] = {}
         self.failure: str | None = None  # why the engine is gone
         self.lost = asyncio.Event()  # the same, to wait for; not set where ``close`` has ended it
-        self._handle, self._restarts, self._records = handle, restarts, records
+        self._handle, self._restarts = handle, restarts
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self._is_ready = False  # until then questions wait here
         self._workers: set[int] = set()  # processes of the engine's workers
-        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FROM_ENGINE)
-        self._live: dict[int, _OpenPrompt] = {}
+        self._decoder = msgspec.msgpack.Decoder(FROM_ENGINE)
+        self.prompts = OpenPrompts(self._send, records, hears=restarts is not None)
         self._resizing, self._questions, self._closing, self._next_key = Resizing(self._send), Questions(), False, 0
         self._state_at = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
@@ -121,6 +97,7 @@ class EngineClient:
         """Wait until a launched engine is ready. Raises ValueError for bad input, EngineGoneError."""
         client = cls(handle, restarts, records)
         await client._open(on_progress)
+        client.prompts.resume()
         client._tasks = [asyncio.create_task(client._read()), asyncio.create_task(client._watch())]
         return client
 
@@ -156,10 +133,11 @@ class EngineClient:
         key: int | None = None,
         heard: Sequence[Delta] | None = None,
         terms: KVTerms = PLAIN,
+        name: str = "",
     ) -> int:
         """Queue a prompt; its deltas go to ``feed`` under the key returned. ``key``: None = one of this client's own,
         and then never one from elsewhere. ``heard``: of its completions, from another server's engine; None = it is
-        new. Raises EngineGoneError.
+        new. ``name``: its request's, for the log. Raises EngineGoneError.
         """
         if self.failure is not None:
             raise EngineGoneError(self.failure)
@@ -168,15 +146,12 @@ class EngineClient:
         hearing = Hearing(prompt, self.seeded(params), terms, accepted=heard is not None)
         for delta in heard or ():
             hearing.take(delta)
-        if self._is_ready:
-            self._send(hearing.ask(key))
-        self._live[key] = _OpenPrompt(feed, meter, hearing)  # never one that cannot be sent: each engine is asked anew
+        self.prompts.add(key, OpenPrompt(feed, meter, hearing, name))
         return key
 
     def cancel(self, key: int) -> None:
         """Nobody wants it any more. Finished and unknown keys are ignored."""
-        if self._live.pop(key, None) is not None and self._is_ready:
-            self._send(Cancel(key))
+        self.prompts.cancel(key)
 
     def reset_prefix_cache(self) -> None:
         """Prompts that are added behind this find no KV of those before."""
@@ -185,17 +160,23 @@ class EngineClient:
             self._send(reset)
 
     async def sessions(self, tenant: bytes, drop: str | None = None) -> list[SessionFacts]:
-        """Those of a tenant; or the one that is called ``drop``, which then is no more. Raises EngineGoneError."""
+        """The sessions of a tenant; or the one that is called ``drop``, which then is no more. Raises as ``ask``."""
         return (await self.ask(AskSessions(0, tenant, drop))).sessions
 
     async def ask(self, question: AskSessions) -> SessionsAre:
-        """The answer to any question about sessions. Raises EngineGoneError."""
+        """The answer to any question about sessions. Raises EngineGoneError, QuestionFailedError."""
         if self.failure is not None or not self._is_ready:
             raise EngineGoneError(self.failure or "it is being replaced")
         try:
-            return await self._questions.ask(self._send, question)
+            answer = await self._questions.ask(self._send, question)
         except TimeoutError:
             raise EngineGoneError(f"it has not answered for {ANSWER_S:g} s") from None
+        except UnsendableError as e:
+            log.error("a question cannot be sent to the engine: %s", e)
+            raise QuestionFailedError(f"the question cannot be sent to the engine: {e}") from None
+        if answer.blame is Blame.SERVER:
+            raise QuestionFailedError(answer.refusal)
+        return answer
 
     @property
     def config(self) -> EngineConfig | None:
@@ -258,19 +239,33 @@ class EngineClient:
         self._writer.close()
 
     def _send(self, message: msgspec.Struct) -> None:
-        data = self._encoder.encode(message)
+        """Raises UnsendableError."""
+        data = framed(message)
         with contextlib.suppress(OSError, RuntimeError):  # its link has ended: the next engine is asked anew
-            self._writer.write(_LENGTH.pack(len(data)) + data)
+            self._writer.write(data)
 
     async def _receive(self) -> Any:
         try:
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
             if length > MAX_FRAME:
                 raise EngineGoneError(f"the engine process sent a frame of {length} bytes")
-            return self._decoder.decode(await self._reader.readexactly(length))
+            frame = await self._reader.readexactly(length)
         except (EOFError, OSError) as e:
             fate = await asyncio.to_thread(fate_of, self._handle)
             raise EngineGoneError(f"the engine process (pid {self._handle.pid}) {fate}") from e
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.MsgspecError, RecursionError) as e:
+            return self._mended(frame, e)
+
+    def _mended(self, frame: bytes, error: Exception) -> Any:
+        """What can be read of a frame; requests of which nothing can end by an error. Raises EngineGoneError."""
+        if (mended := read_anyway(frame, error)) is None:
+            raise EngineGoneError(f"the engine process sent what is no message: {error}")
+        log.error("an answer of the engine cannot be read, and its request ends by an error: %s", error)
+        for key in mended.ended:
+            self._send(Cancel(key))
+        return mended.message
 
     async def _read(self) -> None:
         reason = None
@@ -288,9 +283,7 @@ class EngineClient:
         if not self._closing:
             log.error("the engine is gone, requests get 503: %s", reason)
             self.lost.set()
-        live, self._live = self._live, {}
-        for each in live.values():
-            each.feed.fail(EngineGoneError(reason))
+        self.prompts.fail(EngineGoneError(reason))
 
     async def _watch(self) -> None:
         """An engine that makes no way is as one that has died, also while it is idle: who asks /health would wait."""
@@ -320,6 +313,7 @@ class EngineClient:
     async def _restart(self, reason: str) -> str | None:
         """Have another engine go on with all open prompts. Why that cannot be; None where it is so."""
         restarts, self._is_ready = self._restarts, False
+        self.prompts.pause()
         self._resizing.answered(Scaled(error=reason))
         self._questions.fail(EngineGoneError(reason))
         while restarts is not None and not self._closing:
@@ -356,21 +350,19 @@ class EngineClient:
         self.state = msgspec.structs.replace(self.state, recovering=False)
         if self.ready.num_blocks != had.num_blocks:  # it has other workers than the last one
             self.state, self.counters = emptied(self.state, self.ready), {}
-        for message in [*restarts.owed, *(each.hearing.ask(key) for key, each in self._live.items())]:
-            self._send(message)
-        restarts.end(len({each.feed for each in self._live.values()}))
+        for reset in restarts.owed:
+            self._send(reset)
+        self.prompts.resume()
+        restarts.end(self.prompts.requests)
 
     def _handle_message(self, message: Any) -> None:
         if isinstance(message, Outputs):
             self._state_at = time.monotonic()
             if (message := self._parts.add(message)) is None:
                 return
-            if self._records is not None:
-                self._records.grown(message.deltas)
             if message.tokens:
                 self.on_step(message.tokens)
-            for delta in message.deltas:
-                self._deliver(delta)
+            self.prompts.take(message.deltas)
         elif isinstance(message, State):
             self._state_at, self.state = time.monotonic(), fitted(message, self.ready)
         elif isinstance(message, Scaled):
@@ -385,14 +377,5 @@ class EngineClient:
             self._questions.answered(message)
         elif isinstance(message, Reset) and self._restarts is not None:
             self._restarts.paid(message)
-        elif isinstance(message, Refused) and (live := self._live.pop(message.key, None)):
-            live.feed.fail(PromptRefusedError(message.text, message.blame, message.refusal))
-
-    def _deliver(self, delta: Delta) -> None:
-        if live := self._live.get(delta.key):
-            if delta.times is not None:
-                del self._live[delta.key]
-            elif self._restarts is not None:
-                live.hearing.take(delta)
-            live.meter.grown(delta)
-            live.feed.push(delta)
+        elif isinstance(message, Refused):
+            self.prompts.refuse(message)

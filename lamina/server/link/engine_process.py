@@ -8,11 +8,12 @@ import queue
 import socket
 import threading
 import time
+from collections import deque
 from functools import partial
 from typing import Any
 
 from lamina import netstack
-from lamina.engine.conversations.sessions import SessionCopy, SessionName
+from lamina.engine.conversations.sessions import SessionCopy, SessionFacts, SessionName
 from lamina.engine.engine import Engine
 from lamina.engine.tuning.alone import check_limits
 from lamina.engine.tuning.measure import tune
@@ -26,6 +27,7 @@ from lamina.protocol.control import VIEW_BITS, ControlLink, Failed, LinkBrokenEr
 from lamina.request import Blame, OverloadedError, RequestOutput
 from lamina.workers.process import write_error
 
+from .frames import Garbled, garbled, in_place_of
 from .live import LivePrompt
 from .messages import (
     Add,
@@ -47,6 +49,7 @@ from .messages import (
 )
 from .orders import obey
 from .output_parts import parted
+from .reports import ready_of, state_of
 from .reweigh import REASON, Reweigh
 
 log = logging.getLogger(__name__)
@@ -56,6 +59,7 @@ LOOK_S = 0.25  # the same, while some of them have yet to answer
 WAIT_S = 0.01  # the same, where requests wait for room
 STATE_S = 0.05
 LAST_VIEW = (1 << VIEW_BITS) - 1024  # a change takes two at least, and more where workers are lost meanwhile
+MOST_UNSENDABLE = 1024  # that are remembered
 COUNTERS_S = 0.9  # how often all workers are asked for their counters, and so whether they live
 
 
@@ -148,6 +152,7 @@ class _Loop:
         self._reweigh = Reweigh(engine, pools)
         self._state_at = self._asked_at = 0.0
         self._sessions: dict[str, int] = {}  # by tier, when workers were asked last
+        self._unsendable = deque[int](maxlen=MOST_UNSENDABLE)  # keys of requests that have ended so
 
     def run(self) -> None:
         self._link.send(self._ready())
@@ -223,21 +228,36 @@ class _Loop:
                 self._outbox.put(answer)
         elif isinstance(message, AskSessions):
             self._tell_sessions(message)
+        elif isinstance(message, Garbled):
+            self._refuse_garbled(message)
         elif isinstance(message, Exception):
             raise RuntimeError(f"its link to the server has failed: {message}") from message
         else:
             self._stopped = True
 
+    def _refuse_garbled(self, message: Garbled) -> None:
+        log.error("a message of the server cannot be read, and its request gets an error: %s", message.text)
+        if message.key is not None:
+            self._outbox.put(Refused(message.key, message.text, Blame.SERVER))
+        elif message.number is not None:
+            self._outbox.put(SessionsAre(message.number, [], refusal=message.text, blame=Blame.SERVER))
+
     def _tell_sessions(self, asked: AskSessions) -> None:
-        sessions = self._engine.scheduler.leaves.of_tenant(asked.tenant)
-        if asked.drop is not None:
-            sessions = [s for s in sessions if s.name == asked.drop]
-            self._engine.drop_session(SessionName(asked.tenant, asked.drop))
+        sessions, copy, refusal, blame = list[SessionFacts](), None, "", Blame.CLIENT
         try:
-            copy, refusal = self._port_session(asked), ""
+            sessions = self._engine.scheduler.leaves.of_tenant(asked.tenant)
+            if asked.drop is not None:
+                sessions = [s for s in sessions if s.name == asked.drop]
+                self._engine.drop_session(SessionName(asked.tenant, asked.drop))
+            copy = self._port_session(asked)
         except ValueError as e:
-            copy, refusal = None, str(e)
-        self._outbox.put(SessionsAre(asked.number, sessions, copy, refusal))
+            refusal = str(e)
+        except WorkerError:
+            raise
+        except Exception as e:
+            log.exception("a question about sessions could not be answered")
+            refusal, blame = f"the engine could not answer: {type(e).__name__}: {e}", Blame.SERVER
+        self._outbox.put(SessionsAre(asked.number, sessions, copy, refusal, blame))
 
     def _port_session(self, asked: AskSessions) -> SessionCopy | None:
         leaves = self._engine.scheduler.leaves
@@ -318,59 +338,14 @@ class _Loop:
         self._outbox.put(self._state())
 
     def _state(self) -> State:
-        scheduler, borrower = self._engine.scheduler, self._pools.borrower
-        return State(
-            running=scheduler.num_unfinished,
-            waiting=scheduler.num_waiting,
-            free_blocks=list(self._engine.free_blocks),
-            evictable_blocks=scheduler.prefixes.evictable(self._engine.free_blocks),
-            preemptions=scheduler.num_preemptions,
-            dropped_blocks=scheduler.evictions.num_dropped if scheduler.evictions else 0,
-            errors=scheduler.shadows.errors if scheduler.shadows else None,
-            borrowed=scheduler.borrowed,
-            leased=borrower.by_creditor if borrower else None,
-            moved=dict(self._pools.elastic.moved),
-            lent=borrower.lent if borrower else None,
-            loan_refusals=borrower.refusals if borrower else 0,
-            debt_cycles=borrower.debt_cycles if borrower else None,
-            moved_blocks=scheduler.moves.num_moved if self._engine.config.moves_some else None,
-            prefix_queries=scheduler.prefixes.num_queried,
-            prefix_hits=scheduler.prefixes.num_hit,
-            external_queries=scheduler.tier.num_queried if scheduler.tier else 0,
-            external_hits=scheduler.tier.num_hit if scheduler.tier else 0,
-            sessions=self._sessions,
-            session_hits=dict(scheduler.sessions.hits),
-            session_waits=dict(scheduler.sessions.waits),
-            steps=self._steps,
-            recovering=self._pools.recovering,
-            promised=self._engine.promises.counts(),
-            kv_replicas=self._engine.promises.replicas,
-        )
+        return state_of(self._engine, self._pools, self._sessions, self._steps)
 
     def _ready(self) -> Ready:
-        info = self._pools.ready
-        names = {"q": "q_bytes", "kv": "kv_bytes", "o": "o_bytes"}
-        return Ready(
-            vocab_size=info.vocab_size,
-            max_model_len=info.max_model_len,
-            max_num_seqs=self._engine.config.batching.max_num_seqs,
-            dtype=info.dtype,
-            block_size=info.block_size,
-            num_blocks=list(info.num_blocks),
-            holders=info.holders,
-            sparse=info.sparse,
-            hops_per_step=len(info.summary.get("q_bytes", [])),
-            keeps_kv=self._engine.config.keeps_prefixes,
-            truncates=self._engine.config.overflow.truncates,
-            fits=self._engine.scheduler.most_sequences(info.max_model_len),
-            row_bytes={k: sum(info.summary.get(v, [])) for k, v in names.items()},
-            workers=sorted(self._pools.pids),
-            hosts=self._pools.hosts,
-        )
+        return ready_of(self._engine, self._pools)
 
     def _read(self) -> None:
         try:
-            while not isinstance(message := self._link.recv(), Stop):
+            while not isinstance(message := self._heard(), Stop):
                 self._inbox.put(message)
             self._inbox.put(message)
         except LinkBrokenError as e:
@@ -380,15 +355,40 @@ class _Loop:
         except Exception as e:  # noqa: BLE001 - the loop raises it: who hears nothing must not seem to live
             self._inbox.put(e)
 
+    def _heard(self) -> Any:
+        try:
+            return self._link.recv()
+        except LinkBrokenError as e:
+            if (about := garbled(e.frame, e)) is None:
+                raise
+            return about
+
     def _write(self) -> None:
         try:
             while (message := self._outbox.get()) is not None:
                 for part in parted(message) if isinstance(message, Outputs) else (message,):
-                    self._link.send(part)
+                    self._tell(part)
         except LinkClosedError:
             pass  # the reader says so
         except Exception as e:  # noqa: BLE001 - the same
             self._inbox.put(e)
+
+    def _tell(self, message: Any) -> None:
+        """Send a message, or an error in place of an answer that cannot be encoded. Raises what ``send`` raises."""
+        try:
+            self._link.send(message)
+        except LinkClosedError:
+            raise
+        except Exception as e:
+            if (mended := in_place_of(message, e)) is None:
+                raise
+            new = [key for key in mended.ended if key not in self._unsendable]
+            if new or not mended.ended:  # more steps may be done before it is cancelled
+                log.error("an answer cannot be encoded, and its request ends by an error: %s: %s", type(e).__name__, e)
+            self._unsendable.extend(new)
+            self._link.send(mended.message)
+            for key in new:
+                self._inbox.put(Cancel(key))
 
 
 def _tell(link: ControlLink, message: Failed | EngineBroken) -> None:

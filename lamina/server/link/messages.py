@@ -67,12 +67,15 @@ class AskSessions(msgspec.Struct, frozen=True, tag="ask-sessions"):
 
 
 class SessionsAre(msgspec.Struct, frozen=True, tag="sessions-are"):
-    """Engine -> server, in answer to AskSessions of that ``number``. ``refusal``: why nothing was copied or taken."""
+    """Engine -> server, in answer to AskSessions of that ``number``. ``refusal``: why nothing was copied or taken;
+    ``blame``: who can put that right.
+    """
 
     number: int
     sessions: list[SessionFacts]
     copy: SessionCopy | None = None
     refusal: str = ""
+    blame: Blame = Blame.CLIENT
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -19,7 +19,8 @@ from lamina.server.admission import Admission
 from lamina.server.app import layered, make_app
 from lamina.server.calls import Call, Service
 from lamina.server.errors import ApiError
-from lamina.server.link.client import EngineGoneError, PromptRefusedError
+from lamina.server.link.client import EngineGoneError
+from lamina.server.link.open_prompts import PromptRefusedError
 from lamina.server.request.prompts import Prompt
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 2}

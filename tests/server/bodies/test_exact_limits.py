@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import struct
-from types import SimpleNamespace
-from typing import Any
-
-import msgspec
 import pytest
 
-from lamina.request import SamplingParams
 from lamina.server.admission import Admission
 from lamina.server.errors import ApiError
-from lamina.server.link.client import EngineClient
-from lamina.server.link.messages import Add, Cancel
-from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.request.prompts import _plain
 from lamina.server.request.protocol import Message
 
@@ -62,37 +52,3 @@ def test_a_developer_speaks_as_the_system_and_nobody_else_does() -> None:
     """Models' templates know no developer."""
     roles = {role: _plain(Message(role=role, content="be brief"))["role"] for role in ("developer", "system", "user")}
     assert roles == {"developer": "system", "system": "system", "user": "user"}
-
-
-class _Writer:
-    def __init__(self) -> None:
-        self.sent = b""
-
-    def write(self, data: bytes) -> None:
-        self.sent += data
-
-    def messages(self) -> list[Any]:
-        found, rest, decoder = [], self.sent, msgspec.msgpack.Decoder(Add | Cancel)
-        while rest:
-            (length,) = struct.unpack_from("<I", rest)
-            found.append(decoder.decode(rest[4 : 4 + length]))
-            rest = rest[4 + length :]
-        return found
-
-
-def test_the_engine_is_told_of_a_request_that_nobody_wants_any_more() -> None:
-    async def work() -> list[Any]:
-        writer: Any = _Writer()
-        client = EngineClient(SimpleNamespace(), None)  # type: ignore[arg-type]
-        client._writer, client._is_ready = writer, True
-        key = client.add([1, 2], SamplingParams(), ReplyFeed(), SimpleNamespace())  # type: ignore[arg-type]
-        client.cancel(key)
-        client.cancel(key)  # once is enough
-        client.cancel(key + 1)
-        messages: list[Any] = writer.messages()
-        return messages
-
-    added, cancelled = asyncio.run(work())
-    assert isinstance(added, Add)
-    assert isinstance(cancelled, Cancel)
-    assert cancelled.key == added.key

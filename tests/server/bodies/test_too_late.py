@@ -19,8 +19,8 @@ from lamina.engine.conductor.overload import Limits
 from lamina.request import Blame, Refusal
 from lamina.server.answer.answers import DONE, KEEP_ALIVE
 from lamina.server.config import ServerConfig
-from lamina.server.link.client import PromptRefusedError
 from lamina.server.link.messages import Add, Refused, State
+from lamina.server.link.open_prompts import PromptRefusedError
 
 LATE = Refusal("ttft", 3.25, 0.01, 1.2)
 TOLD = {

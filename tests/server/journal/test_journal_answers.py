@@ -23,8 +23,9 @@ from lamina.server.errors import ApiError
 from lamina.server.journal.journal import Journal
 from lamina.server.journal.records import Accepted, KeptPrompt
 from lamina.server.journal.resume import finish_all
-from lamina.server.link.client import DeltaWatch, EngineGoneError, PromptRefusedError
+from lamina.server.link.client import EngineGoneError
 from lamina.server.link.messages import Delta
+from lamina.server.link.open_prompts import DeltaWatch, PromptRefusedError
 from lamina.server.link.reply_feed import ReplyFeed
 
 BODY: dict[str, Any] = {"prompt": ["def f(", "import"], "n": 2, "max_tokens": 5, "logprobs": 1, "echo": True,
@@ -49,7 +50,7 @@ class KeptClient(FakeClient):
 
     def add(  # type: ignore[override]
         self, prompt: list[int], params: SamplingParams, feed: ReplyFeed, meter: DeltaWatch, *, key: int,
-        heard: list[Delta] | None = None, terms: KVTerms = PLAIN,
+        heard: list[Delta] | None = None, terms: KVTerms = PLAIN, name: str = "",
     ) -> int:  # fmt: skip
         self.keys.append(key)
         self.terms.append(terms)

@@ -20,11 +20,11 @@ def test_a_request_is_kept_where_the_link_has_just_ended() -> None:
         here, there = socket.socketpair()
         client: Any = EngineClient(None, None)  # type: ignore[arg-type]
         client._reader, client._writer = await asyncio.open_connection(sock=here)
-        client._is_ready = True
+        client.prompts.resume()
         there.close()
         client._writer.close()
         await client._writer.wait_closed()
         client.add([1, 2], SamplingParams(), ReplyFeed(), None)
-        return len(client._live)
+        return len(client.prompts.keys)
 
     assert uvloop.run(add()) == 1

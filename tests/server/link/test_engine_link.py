@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 from running import MODEL, ROOT
-from test_flow import until
 
 from lamina.config import make_config
 from lamina.fleet.counters import moved
-from lamina.protocol.control import ControlLink
+from lamina.protocol.control import ControlLink, Stop
 from lamina.request import Blame, SamplingParams
-from lamina.server.link.client import EngineClient, PromptRefusedError
+from lamina.server.link.client import EngineClient
 from lamina.server.link.launch import launch_engine
-from lamina.server.link.messages import Delta, Outputs, Ready, Start, State
+from lamina.server.link.messages import Add, Cancel, Delta, Outputs, Ready, Start, State
+from lamina.server.link.open_prompts import PromptRefusedError
 from lamina.server.link.reply_feed import ReplyFeed
 
 pytestmark = pytest.mark.timeout(300)  # starting an engine on a busy machine takes its time
@@ -121,9 +121,9 @@ READY = Ready(
 )  # fmt: skip
 
 
-def test_a_reader_that_fails_is_a_lost_engine_and_no_silence() -> None:
+def test_an_answer_that_the_server_cannot_handle_is_an_error_of_its_request_alone() -> None:
     ours, theirs = socket.socketpair()
-    engine = ControlLink(theirs, Start)
+    engine = ControlLink(theirs, Add | Cancel | Stop)
 
     class Broken(Quiet):
         def grown(self, delta: Delta) -> None:
@@ -132,13 +132,16 @@ def test_a_reader_that_fails_is_a_lost_engine_and_no_silence() -> None:
     async def work() -> None:
         engine.send(READY)
         client = await EngineClient.connect(Silent(ours), lambda progress: None)
-        feed = ReplyFeed()
-        key = client.add([1], SamplingParams(), feed, Broken())
-        engine.send(Outputs([Delta(key=key, index=0, tokens=[1], text="a")]))
-        await until(client.lost.is_set)
-        assert "KeyError" in (client.failure or "")
-        with pytest.raises(Exception, match="KeyError"):
-            await asyncio.wait_for(feed.take(), 5)
+        bad, good = ReplyFeed(), ReplyFeed()
+        keys = [client.add([1], SamplingParams(), bad, Broken()), client.add([1], SamplingParams(), good, Quiet())]
+        engine.send(Outputs([Delta(key=key, index=0, tokens=[1], text="a") for key in keys]))
+        with pytest.raises(PromptRefusedError, match="KeyError") as failed:
+            await asyncio.wait_for(bad.take(), 5)
+        assert failed.value.blame is Blame.SERVER
+        assert [delta.text for delta in await asyncio.wait_for(good.take(), 5)] == ["a"]
+        told = [await asyncio.to_thread(engine.recv, 5) for _ in range(3)]
+        assert told[2] == Cancel(keys[0]), "the engine need not go on with it"
+        assert client.failure is None
         await client.close()
 
     asyncio.run(work())

@@ -144,7 +144,7 @@ def test_another_engine_is_told_all_that_readers_have() -> None:
             grown(ended, 0, [1], "x", finish_reason="length", times=TIMES),
         )
         first.say(grown(key, 0, [3], "d", [[(3, -0.25, 1)]]))
-        await until(lambda: client._live.keys() == {key, gone})
+        await until(lambda: client.prompts.keys == {key, gone})
         first.link.close()
         second = await engines.next(client)
         assert first.joins == [0.0], "it is ended by force, whatever it does"

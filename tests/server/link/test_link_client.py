@@ -22,7 +22,7 @@ from lamina.request import Blame, SamplingParams
 from lamina.server.errors import ApiError
 from lamina.server.link import client as module
 from lamina.server.link import engine_watch
-from lamina.server.link.client import EngineClient, EngineGoneError, PromptRefusedError
+from lamina.server.link.client import EngineClient, EngineGoneError
 from lamina.server.link.messages import (
     Add,
     Cancel,
@@ -35,6 +35,7 @@ from lamina.server.link.messages import (
     Times,
     WorkerCounters,
 )
+from lamina.server.link.open_prompts import PromptRefusedError
 from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.scaling import on_host
 
@@ -286,7 +287,7 @@ def test_who_closes_its_link_and_does_not_end_is_told_so() -> None:
         (struct.pack("<I", MAX_FRAME + 1), f"the engine process sent a frame of {MAX_FRAME + 1} bytes"),
         (
             struct.pack("<I", 1) + b"\x01",
-            "the server cannot go on with its engine: ValidationError: ",
+            "the engine process sent what is no message: ",
         ),
     ],
 )
