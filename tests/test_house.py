@@ -76,6 +76,7 @@ POLICY = (
     "engine/conductor/overload.py", "engine/conductor/squares.py", "engine/conversations/overflow.py",
     "kv/windows.py", "kv/gate.py", "protocol/blocks/after_op.py", "protocol/blocks/extents.py",
     "lending/creditor.py", "lending/debtor.py", "lending/debts.py", "lending/ledger.py", "lending/settler.py",
+    "server/door/budget.py", "server/limits.py",
 )  # fmt: skip
 
 

@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lamina.background import Background
+from lamina.facts.report import size
+from lamina.facts.room import memory_bytes
 from lamina.models.checkpoint import peek_config
 from lamina.protocol.options.declare import flag
 from lamina.server.config import ServerConfig
@@ -71,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         with listener(config):
             pass
         print(would_start(args.model, engine))
+        total = size(config.memory_limits(memory_bytes()).body_total)
+        print(f"would hold at most {total} of bodies and prompts (--limits body-total)")
         print(f"would serve {args.model} as {', '.join(config.names(args.model))} on {_place(config)}")
         return 0
     return _serve(args.model, config, engine)

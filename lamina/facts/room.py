@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lamina.protocol.options.declare import size_flag
@@ -15,6 +17,33 @@ def free_bytes() -> int:
     with open("/proc/meminfo") as f:
         fields = dict(line.split(":") for line in f)
     return int(fields["MemAvailable"].split()[0]) << 10
+
+
+def memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory of this host, or the part of it that this process's control group may have."""
+    with open(proc / "meminfo") as f:
+        fields = dict(line.split(":") for line in f)
+    total = int(fields["MemTotal"].split()[0]) << 10
+    return min([total, *_group_limits(proc, cgroups)])
+
+
+def _group_limits(proc: Path, cgroups: Path) -> Iterator[int]:
+    """The limits of this process's control groups and of those above them, in both versions of the file system."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount, name = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
+        place = Path(group.lstrip("/"))
+        for folder in (place, *place.parents):
+            try:
+                yield int((mount / folder / name).read_text())
+            except (OSError, ValueError):  # no such file here, or "max"
+                continue
 
 
 def check_kv_room(config: EngineConfig, free: int) -> None:

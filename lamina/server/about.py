@@ -12,7 +12,9 @@ from lamina import __version__
 
 from .calls import Service
 from .door.bodies import parse
+from .door.intake import TextRoom
 from .errors import ApiError, json_response
+from .limits import LIST_TOKEN, TOKEN_NAME
 from .openapi import answers, described
 from .request.protocol import DetokenizeRequest, TokenizeRequest
 
@@ -78,7 +80,7 @@ async def model(request: Request, model: str) -> Response:
     return json_response(_card(service, service.check_model(model)))
 
 
-@router.post("/load_model", responses=answers(408, 413, 415, kinds=("text/event-stream",)))
+@router.post("/load_model", responses=answers(kinds=("text/event-stream",)))
 async def load_model() -> Response:
     """What `transformers chat` asks before anything else: the model is there, as the one event of a stream."""
     return Response('data: {"status": "ready", "cached": true}\n\n', media_type="text/event-stream")
@@ -91,12 +93,14 @@ async def tokenize(request: Request) -> Response:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
-    prompter, special = service.prompter, body.add_special_tokens
+    prompter, special, intake = service.prompter, body.add_special_tokens, request.state.intake
+    room = TextRoom(intake, service.tokenizing)
     if body.messages is not None:
         variables = prompter.variables(body)
-        ids = (await prompter.chat(body.messages, None, variables, special=bool(special), counts=True)).ids
+        ids = (await prompter.chat(body.messages, None, variables, room, special=bool(special), counts=True)).ids
     else:
-        ids = await prompter.encode(body.prompt or "", special=special is not False)
+        ids = await prompter.encode(body.prompt or "", room, special=special is not False)
+    intake.add((TOKEN_NAME if body.return_token_strs else LIST_TOKEN) * len(ids), "the prompt")
     names = await asyncio.to_thread(prompter.tokenizer.convert_ids_to_tokens, ids) if body.return_token_strs else None
     limit = service.client.ready.max_model_len
     return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit, "token_strs": names})

@@ -41,13 +41,14 @@ def make_app(service: Service) -> FastAPI:
 
 
 def layered(app: FastAPI, service: Service) -> ASGIApp:
-    """``app`` behind its layers: observe, hosts, CORS, API key, what is not here, early refusal, limits of bodies,
-    heads; from outside to inside.
+    """``app`` in its layers: observe, hosts, CORS, keys, what is not here, early refusal, limits of bodies, heads; from
+    outside to inside.
     """
     config = service.config
     routes = _routes(service)
-    refusal = EarlyRefusal(BodyLimits(Heads(app), config), service.admission, generate.router.routes)
-    inner: ASGIApp = Auth(Unserved(refusal, _paths(routes)), config.api_keys)
+    bodies = BodyLimits(Heads(app), config, service.bodies, service.metrics.rejected, routes)
+    refusal = EarlyRefusal(bodies, service.admission, generate.router.routes)
+    inner: ASGIApp = Auth(Unserved(refusal, _paths(routes)), config.api_keys, config.admin_key)
     if config.origins:
         inner = CORSMiddleware(
             inner, allow_origins=config.origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"],

@@ -12,12 +12,14 @@ from typing import Any
 from lamina.engine.conversations.sessions import SessionName
 from lamina.engine.conversations.terms import PLAIN, KVTerms
 from lamina.engine.conversations.turns import Turns
+from lamina.facts.room import memory_bytes
 from lamina.request import SamplingParams
 
 from .admission import Admission, Ticket
 from .answer.heads import usage_of
 from .answer.logprobs import TokenNumbers, TokenTexts
 from .config import ServerConfig
+from .door.budget import MemoryBudget
 from .errors import ApiError, engine_error, too_late
 from .journal.entry import Entry
 from .journal.journal import Journal
@@ -62,8 +64,14 @@ class Service:
     journal: Journal | None = None
     turns: Turns = field(default_factory=Turns)
     decoder: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lamina-bodies"))
+    decoding: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a body on ``decoder``
+    tokenizing: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a long text
     calls: set[Call] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        limits = self.config.memory_limits(memory_bytes())
+        self.bodies = MemoryBudget(limits.body_total)
 
     def texts_of(self, asked: Accepted) -> TokenTexts:
         """By which tokens are named in its log-probabilities."""

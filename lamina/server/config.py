@@ -12,6 +12,8 @@ from lamina.engine.conductor.choice import POLICIES
 from lamina.engine.conductor.overload import NO_LIMITS, OVERLOADS, Limits
 from lamina.protocol.options.declare import flag, parse_seconds, parse_size
 
+from .limits import MemoryLimits, memory_limits
+
 
 def option(default: Any, help: str) -> Any:
     """A field with the text that ``lamina-launch`` prints for its flag."""
@@ -60,6 +62,11 @@ class ServerConfig:
         "of --prefill-policy mooncake: a prompt's KV comes from another worker that has so many times as much of it",
     )
     max_body: str = option("8MiB", "size of a request's body")
+    limits: str = option(
+        "",
+        "memory of all requests together: body-total=SIZE for bodies and prompts; empty = a 16th of the memory of this "
+        "host or its control group (docs/serve.md)",
+    )
     max_nesting: int = option(64, "depth of a request's JSON")
     max_prompts: int = option(256, "prompts in a request")
     max_n: int = option(16, "completions of a prompt (n)")
@@ -127,7 +134,7 @@ class ServerConfig:
         if self.prefill_policy not in POLICIES:
             raise ValueError(f"--prefill-policy must be one of {', '.join(POLICIES)}, not {self.prefill_policy!r}")
         self.rules  # noqa: B018 - or it raises
-        parse_size(self.max_body, "--max-body")
+        self.memory_limits(0)
         parse_size(self.journal_size, "--journal-size")
 
     @property
@@ -150,6 +157,10 @@ class ServerConfig:
     def max_body_bytes(self) -> int:
         """``max_body`` in bytes."""
         return parse_size(self.max_body, "--max-body")
+
+    def memory_limits(self, memory: int) -> MemoryLimits:
+        """The bounds of ``limits``, on a host or in a control group with ``memory`` bytes. Raises ValueError."""
+        return memory_limits(self.limits, memory, self.max_body_bytes)
 
     @property
     def journal_bytes(self) -> int:

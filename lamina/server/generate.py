@@ -18,9 +18,11 @@ from .answer.shapes import ChatShape, CompletionShape, Shape
 from .calls import Call, Service, SessionTurn
 from .config import ServerConfig
 from .door.bodies import parse
+from .door.intake import TextRoom
 from .errors import ApiError
 from .journal.entry import Entry
 from .journal.records import Accepted, KeptPrompt
+from .limits import PROMPT_TOKEN
 from .openapi import answers, described
 from .request.params import chat_params, completion_params
 from .request.prompts import Prompt, echo_of, split_prompts
@@ -48,7 +50,8 @@ async def completions(request: Request) -> Response:
     asked = new_request("cmpl", name, params, body, salt, tokens_as_ids=by_number, echo=echo, only_prompt=only_prompt)
     with turn_of(request, body, len(parts)) as turn, _room(service, len(parts) * params.n) as ticket:
         cut = service.prompter.cut(body, max_tokens)
-        prompts = await service.prompter.completions(parts, max_tokens, special=special, cut=cut)
+        room = TextRoom(request.state.intake, service.tokenizing)
+        prompts = await service.prompter.completions(parts, max_tokens, room, special=special, cut=cut)
         await service.prompter.forbid(params)
         call = await _call(request, body, asked, prompts, ticket, turn)
     return await _answer(request, body, call, CompletionShape(call, service.texts_of(asked), asked))
@@ -68,7 +71,8 @@ async def chat(request: Request) -> Response:
     with turn_of(request, body) as turn, _room(service, params.n) as ticket:
         most = params.max_tokens if body.max_completion_tokens or body.max_tokens else None  # a default gives way
         special, cut = bool(body.add_special_tokens), service.prompter.cut(body, most)
-        prompt = await service.prompter.chat(body.messages, most, variables, special=special, cut=cut)
+        room = TextRoom(request.state.intake, service.tokenizing)
+        prompt = await service.prompter.chat(body.messages, most, variables, room, special=special, cut=cut)
         await service.prompter.forbid(params)
         call = await _call(request, body, asked, [replace(prompt, text=echo)], ticket, turn)
     return await _answer(request, body, call, ChatShape(call, service.texts_of(asked), asked))
@@ -94,6 +98,7 @@ async def _call(
     turn: SessionTurn | None,
 ) -> Call:
     service: Service = request.app.state.service
+    request.state.intake.add(PROMPT_TOKEN * sum(len(p.ids) for p in prompts), "the prompt")
     entry = await _journaled(service, asked, prompts)
     try:
         call = Call(

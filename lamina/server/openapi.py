@@ -36,11 +36,11 @@ _WHY = {
     415: "the body is no JSON, or encoded",
     429: "too many requests wait: again after Retry-After",
     500: "the server failed",
-    503: "the server shuts down, or the engine is not there",
+    503: "the server shuts down, the engine is not there, or memory has no room now",
 }
 _WORDS = {"ge": "minimum", "le": "maximum"}  # pydantic's, of integers that may be written as 1.0
 _ANY = (401, 403, 500)  # of any route
-_WITH_BODY = (400, 404, 408, 413, 415)
+_WITH_BODY = (400, 404, 408, 413, 415, 503)
 
 
 def answers(*statuses: int, kinds: tuple[str, ...] = ("application/json",), body: bool = False) -> Answers:

@@ -175,13 +175,14 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         config, own = self.config, self._service.config
-        crowd, loop = Crowd(room()), asyncio.get_running_loop()
+        budget, loop = self._service.bodies, asyncio.get_running_loop()
+        crowd = Crowd(room(budget.limit, tls=config.ssl is not None))
         self.servers = list[asyncio.Server | TlsDoor]()
 
         def connection(handshake: Handshake | None = None) -> Connection:
             made = None if handshake is None else handshake.end
             state = {"config": config, "server_state": self.server_state, "app_state": {}}
-            return Connection(crowd, own.header_timeout_s, own.slow_reader_timeout_s, made, **state)
+            return Connection(crowd, budget, own.header_timeout_s, own.slow_reader_timeout_s, made, **state)
 
         for sock in sockets or []:
             if config.ssl is None:

@@ -124,7 +124,11 @@ def test_each_command_is_one_of_a_shell(line: str) -> None:
 def test_what_it_runs_makes_sense(capsys: pytest.CaptureFixture[str]) -> None:
     command = words("CMD")
     assert main([*command, "--port", "0", "--dry-run"]) == 0
-    assert "would serve examples/tiny_lm/model" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "would serve examples/tiny_lm/model" in out
+    assert re.search(
+        r"^would hold at most [\d.]+ [MG]B of bodies and prompts \(--limits body-total\)$", out, re.MULTILINE
+    )
     assert "COPY examples /home/lamina/examples" in FINAL
     assert "WORKDIR /home/lamina" in FINAL
 

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lamina.server.config import ServerConfig
 from lamina.server.errors import ApiError, error_response
+from lamina.server.limits import decoding_bytes, held_bytes
 from lamina.server.request import decoding
 from lamina.server.request.generation_config import fields_of
 from lamina.server.request.protocol import PromptCacheOptions
 from lamina.server.request.unsupported import MESSAGE, PART, QUIET, STREAM_OPTIONS, UNSUPPORTED, check_neutral
+
+from .budget import MemoryBudget
+from .intake import SMALL, Intake
 
 if TYPE_CHECKING:
     from lamina.server.calls import Service
 
 M = TypeVar("M", bound=BaseModel)
 _NULL = msgspec.Raw(b"null")
-INLINE_BYTES = 1 << 14  # a longer body is decoded on a thread beside the event loop
+INLINE_BYTES = SMALL  # a longer body is decoded on a thread, off the event loop
 _PLAIN_WORDS = (  # for pydantic's
     ("^(Dictionary|Input|List|String) should ", "must "),
     ("^Field required$", "must be given"),
@@ -35,27 +42,40 @@ _PLAIN_WORDS = (  # for pydantic's
     ("a valid integer", "an integer"),
     ("a valid ", "a "),
 )
+LONG = ("prompt", "messages", "session", "tokens")  # fields with bounds of their own
 NEUTRAL_BYTES = 256  # a longer value of an unsupported field asks for something
 
 
 async def parse(model: type[M], request: Request) -> M:
-    """The request's body as ``model``. Raises ApiError."""
-    service, body = request.app.state.service, request.state.body
+    """The request's body as ``model``. From here on the request holds what was decoded of it. Raises ApiError."""
+    service, state = request.app.state.service, request.state
+    body, intake = state.body, state.intake
+    del state.body
     if len(body) <= INLINE_BYTES:
-        return _parse(model, body, service)
+        value, held = _parse(model, body, service)
+        intake.hold(held)
+        return value
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(service.decoder, _parse, model, body, service)
+    async with service.decoding:  # one at a time, as each may take many times its size
+        intake.hold(decoding_bytes(len(body)))
+        value, held = await loop.run_in_executor(service.decoder, _parse, model, body, service)
+        intake.hold(held)
+    return value
 
 
-def _parse(model: type[M], body: bytes, service: Service) -> M:
+def _parse(model: type[M], body: bytes | bytearray, service: Service) -> tuple[M, int]:
+    """A body as ``model``, and the bytes that it takes. Raises ApiError."""
     config = service.config
     given: dict[str, Any] = {}
     fields = decoding.split(body, config.max_nesting)
     cuts = service.client.ready.truncates
     is_cut = "truncate_prompt_tokens" in model.model_fields and fields.get("truncate_prompt_tokens", _NULL) != _NULL
     limit = decoding.MAX_COMMAS if is_cut or cuts else service.client.ready.max_model_len
+    rest = decoding.Allowance("the body")
     for name, raw in fields.items():
         if name in model.model_fields:
+            if name not in LONG:
+                rest.take(raw)
             given[name] = _value(name, raw, config, limit)
         elif name in UNSUPPORTED:
             small = len(bytes(raw)) <= NEUTRAL_BYTES
@@ -66,7 +86,7 @@ def _parse(model: type[M], body: bytes, service: Service) -> M:
         given = {**fields_of(given["generation_config"]), **{k: v for k, v in given.items() if v is not None}}
     _check_inner(given, service)
     try:
-        return model.model_validate(given)
+        return model.model_validate(given), held_bytes(given)
     except ValidationError as e:
         raise _refused(e) from e
 
@@ -116,29 +136,45 @@ def _check_inner(given: dict[str, Any], service: Service) -> None:
 
 
 class BodyLimits:
-    """Reads the body of every POST, bounded in size and time. Its bytes go to ``state["body"]``."""
+    """Reads the bodies of the routes that take one, bounded in size, in time and in sum; no other body is read. A body
+    goes to ``state["body"]``, and what it takes of the budget to ``state["intake"]``, which ends with the request.
+    """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        budget: MemoryBudget,
+        refused: Callable[[str], None],
+        routes: Iterable[BaseRoute],
+    ) -> None:
+        """``refused``: as of Intake. ``routes``: all routes; those that describe a body to OpenAPI take one."""
         self._app = app
         self._config = config
-        self._max_bytes = config.max_body_bytes
+        self._budget = budget
+        self._refused = refused
+        self._paths = frozenset(r.path for r in routes if isinstance(r, APIRoute) and r.openapi_extra)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
             await self._app(scope, receive, send)
             return
+        intake = Intake(self._budget, self._refused)
+        state = scope.setdefault("state", {})
+        state["intake"] = intake
         try:
-            self._check_headers(dict(scope["headers"]))
-            body = await self._read(receive)
-            if body is None:
+            try:
+                self._check_headers(dict(scope["headers"]), intake)
+                state["body"] = await self._read(receive, intake)
+            except ApiError as e:
+                await error_response(e)(scope, receive, send)
                 return
-            scope.setdefault("state", {})["body"] = body
-        except ApiError as e:
-            await error_response(e)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+            if state["body"] is not None:
+                await self._app(scope, receive, send)
+        finally:
+            intake.close()
 
-    def _check_headers(self, headers: dict[bytes, bytes]) -> None:
+    def _check_headers(self, headers: dict[bytes, bytes], intake: Intake) -> None:
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise ApiError(415, "Content-Encoding is not supported", code="unsupported_encoding")
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
@@ -146,24 +182,29 @@ class BodyLimits:
         if kind != b"application/json" and not (nothing and not kind):
             raise ApiError(415, "Content-Type must be application/json", code="unsupported_media_type")
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._max_bytes:
-            raise self._too_large()
+        if length.isdigit():
+            self._check_size(int(length))
+            intake.expect(int(length))
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        body = bytearray()
+    async def _read(self, receive: Receive, intake: Intake) -> bytearray | None:
+        """The whole body; None where its client left. Raises ApiError."""
+        body, limit_s = bytearray(), self._config.body_timeout_s
         try:
-            async with asyncio.timeout(self._config.body_timeout_s):
+            async with asyncio.timeout(limit_s):
                 while True:
                     message: Message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
-                    body += message.get("body", b"")
-                    if len(body) > self._max_bytes:
-                        raise self._too_large()
+                    part = message.get("body", b"")
+                    self._check_size(len(body) + len(part))
+                    intake.read(len(body) + len(part))
+                    body += part
                     if not message.get("more_body", False):
-                        return bytes(body)
+                        return body
         except TimeoutError:
-            raise ApiError(408, f"no body after {self._config.body_timeout_s:g} s", code="timeout") from None
+            raise ApiError(408, f"no body after {limit_s:g} s", code="timeout") from None
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._max_bytes} bytes", code="body_too_large")
+    def _check_size(self, size: int) -> None:
+        if size > self._config.max_body_bytes:
+            text = f"the body is larger than {self._config.max_body_bytes} bytes"
+            raise ApiError(413, text, code="body_too_large")

@@ -18,10 +18,14 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from lamina.server.errors import ApiError, error_response
 
+from .budget import MemoryBudget
 from .crowd import Crowd
 
 MAX_HEAD = 1 << 16  # bytes that bring no part of a body: a request's line and headers, what comes with chunks
 HEADERS = 256  # of a request, trailers among them
+FREE = 1 << 15  # bytes of a connection's requests that are not counted: more than most requests have
+CONNECTIONS = 4  # requests that no application has taken leave a quarter of the budget to those that one has
+HEADER_BYTES = 136  # of a header, besides its name and its value
 AHEAD = 8  # requests that wait for the answer to another one before no more is read
 WAITING = 256  # of them, however many one read brings
 _OFFER = (b"upgrade", b"http2-settings")
@@ -34,13 +38,22 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
     parser: Any
 
     def __init__(
-        self, crowd: Crowd, header_s: float, slow_s: float, made: Callable[[], None] | None = None, **options: Any
+        self,
+        crowd: Crowd,
+        budget: MemoryBudget,
+        header_s: float,
+        slow_s: float,
+        made: Callable[[], None] | None = None,
+        **options: Any,
     ) -> None:
-        """``header_s``: for a request's headers, and for the rest of one that was answered before all of it came;
-        ``slow_s``: for a client to read something of what waits for it; ``made`` is told of the connection first.
+        """``budget``: of bodies, in which requests count until the application takes them; ``header_s``: for a
+        request's headers, and for the rest of one that was answered before all of it came; ``slow_s``: for a client to
+        read something of what waits for it; ``made`` is called first.
         """
         super().__init__(**options)
         self._crowd = crowd
+        self._leave = budget.limit // CONNECTIONS
+        self._holding = budget.hold()
         self._made = made
         self._header_s = header_s
         self._slow_s = slow_s
@@ -67,6 +80,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
+        self._holding.close()
         self.resume_writing()
         self._crowd.went(self)
         if (running := self._running) is not None and not running.response_complete:
@@ -90,6 +104,18 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         if self._head > MAX_HEAD:
             text = f"headers may have {MAX_HEAD} bytes: send fewer"
             self._refuse(ApiError(431, text, code="headers_too_large"))
+        self._count()
+
+    def _count(self) -> None:
+        """Count what waits for the application: the head that is not whole, the latest request and those before it."""
+        waiting = [cycle for cycle, _ in self.pipeline]
+        if self._running is not None and not self._running.response_complete:
+            waiting.append(self._running)
+        partial = self._head + HEADER_BYTES * len(self.headers or ()) if self._head else 0
+        nbytes = partial + sum(map(_bytes_of, waiting)) - FREE
+        if not self._holding.resize(max(0, nbytes), self._leave):
+            text = "requests of other connections fill the memory for them (--limits body-total): connect again"
+            self._refuse(ApiError(503, text, code="no_room_for_body", retry_after_s=1))
 
     def _feed(self, data: bytes) -> None:
         while data:
@@ -118,13 +144,17 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         self._refuse(ApiError(400, f"this is not HTTP/1.1: {msg}", code="not_http"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer a request that the application never sees, and end the connection."""
+        """Answer the latest request in place of the application, and end the connection."""
         if self.transport.is_closing():
             return
         logger.warning("a connection was closed: %s", error.message)
-        if self._busy:  # an answer lies half on the wire
+        running = self._running if self._busy else None
+        if self.pipeline or (running is not None and running.response_started):  # an answer before it is not whole
             self.give_up()
             return
+        if running is not None:
+            running.disconnected = True  # what the application may still send goes nowhere
+            running.message_event.set()
         body = msgspec.json.encode(error.body)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[error.status] + head + body)
@@ -181,7 +211,10 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
             self._crowd.asked(self)
 
     def on_response_complete(self) -> None:
+        if self._running is not None:
+            self._running.body = bytearray()  # that no application took
         super().on_response_complete()
+        self._count()
         if not self._busy:  # else there is another one, sent before this one was answered
             self._crowd.answered(self)
             if self._partial:
@@ -189,7 +222,21 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, _until_closed(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
+        app = _until_closed(cycle, app) if cycle.scope["http_version"] == "1.0" else app
+        super()._start_asgi_task(cycle, self._counted(app))
+
+    def _counted(self, app: ASGIApp) -> ASGIApp:
+        """``app``, which takes bytes of a body off what the connection counts."""
+
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            async def taken() -> Message:
+                message = await receive()
+                self._count()
+                return message
+
+            await app(scope, taken, send)
+
+        return counted
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -218,6 +265,12 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         if self._late is not None:
             self._late.cancel()
             self._late = None
+
+
+def _bytes_of(cycle: RequestResponseCycle) -> int:
+    """Bytes of a request's headers, and of the part of its body that the application has not taken."""
+    headers = sum(len(name) + len(value) + HEADER_BYTES for name, value in cycle.scope["headers"])
+    return headers + len(cycle.body)
 
 
 def _until_closed(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:

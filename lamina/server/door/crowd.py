@@ -9,16 +9,20 @@ from typing import Protocol
 
 RESERVE = 32  # files for all else: the engine's link, the tokenizer's, logs
 LEAST, MOST = 8, 1 << 16
+PLAIN_BYTES, TLS_BYTES = 40 << 10, 160 << 10  # of a connection: measured, and what its requests have uncounted
 
 
-def room() -> int:
-    """Connections that this process may have. Its limit on open files is raised as far as that is allowed."""
+def room(memory: int, *, tls: bool) -> int:
+    """Connections that this process may have, in ``memory`` bytes. Its limit on open files is raised as far as that is
+    allowed.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # more than the kernel gives to any process (fs.nr_open)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = MOST if soft == resource.RLIM_INFINITY else soft
-    return max(LEAST, min(MOST, files - len(os.listdir("/proc/self/fd")) - RESERVE))
+    fitting = memory // (TLS_BYTES if tls else PLAIN_BYTES)
+    return max(LEAST, min(MOST, fitting, files - len(os.listdir("/proc/self/fd")) - RESERVE))
 
 
 class Guest(Protocol):

@@ -18,6 +18,7 @@ MAX_TEXTS = MOST_MESSAGES  # in a body, keys included
 MAX_COMMAS = 1 << 20  # in a body: more take the scan longer than 20 ms
 PIECE = 1 << 20
 MAX_FIELD = 1 << 16  # bytes of a field that is no prompt
+MAX_FIELDS = 1 << 18  # bytes of all such fields of a body, or of its messages: decoded they may take 40 times as much
 SESSION_BYTES = 1 << 12  # of an exported session, beside its tokens
 FORMS = "prompt must be a string, strings, token ids, or lists of token ids"
 Fields = dict[str, msgspec.Raw]
@@ -41,7 +42,7 @@ _ids = msgspec.json.Decoder(list[int]).decode
 _OPENING = re.compile(rb"[\s,]*\[")
 
 
-def split(body: bytes, max_nesting: int) -> Fields:
+def split(body: bytes | bytearray, max_nesting: int) -> Fields:
     """The fields of a body, not decoded yet. Raises ApiError."""
     if _count_texts(body) > MAX_TEXTS:
         raise ApiError(400, f"the body has more than {MAX_TEXTS} texts: send fewer at once", code="too_many_texts")
@@ -56,6 +57,21 @@ def split(body: bytes, max_nesting: int) -> Fields:
         raise ApiError(400, f"the body is not JSON: {e}", code="invalid_json") from e
     except RecursionError as e:
         raise ApiError(400, f"the body is nested deeper than {max_nesting}", code="too_deep") from e
+
+
+class Allowance:
+    """Bytes that fields other than prompts may still have, in a body or in its messages."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._left = MAX_FIELDS
+
+    def take(self, raw: msgspec.Raw) -> None:
+        """Count a field. Raises ApiError."""
+        self._left -= memoryview(raw).nbytes
+        if self._left < 0:
+            text = f"{self._name} has more than {MAX_FIELDS} bytes in fields that are no text: send fewer"
+            raise ApiError(400, text, code="invalid_value")
 
 
 def session(raw: msgspec.Raw, max_len: int) -> Any:
@@ -119,33 +135,40 @@ def messages(raw: msgspec.Raw, max_nesting: int) -> list[dict[str, Any]]:
     """A conversation whose roles, contents and parts have the right types, with all its fields. Raises ApiError."""
     try:
         _messages(raw)  # first: behind it, there are no more messages and parts than texts
-        each = _each_message(raw)
-        return [{k: _of_message(k, v, max_nesting) for k, v in fields.items()} for fields in each]
+        each, rest = _each_message(raw), Allowance("messages")
+        return [{k: _of_message(k, v, max_nesting, rest) for k, v in fields.items()} for fields in each]
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise ApiError(400, f"messages: {e}", param="messages", code="invalid_value") from e
     except RecursionError as e:
         raise ApiError(400, f"messages are nested deeper than {max_nesting}", param="messages", code="too_deep") from e
 
 
-def _of_message(name: str, raw: msgspec.Raw, max_nesting: int) -> Any:
+def _of_message(name: str, raw: msgspec.Raw, max_nesting: int, rest: Allowance) -> Any:
     data = bytes(raw)
     if name != "content":
+        rest.take(raw)
         return small(f"messages.{name}", data, max_nesting)
     if not data.startswith(b"["):
         return msgspec.json.decode(data, type=str | None)
-    return [_part(fields, max_nesting) for fields in _each_message(data)]
+    return [_part(fields, max_nesting, rest) for fields in _each_message(data)]
 
 
-def _part(fields: Fields, max_nesting: int) -> dict[str, Any]:
+def _part(fields: Fields, max_nesting: int, rest: Allowance) -> dict[str, Any]:
     kind = msgspec.json.decode(fields["type"], type=str)
     if kind != "text":
         return {"type": kind}  # which is refused, however large the rest may be
     text = msgspec.json.decode(fields.get("text", b"null"), type=str | None)
-    others = {k: small(f"messages.content.{k}", v, max_nesting) for k, v in fields.items() if k not in ("type", "text")}
-    return {"type": kind, "text": text, **others}
+    others = {k: v for k, v in fields.items() if k not in ("type", "text")}
+    for field in others.values():
+        rest.take(field)
+    return {
+        "type": kind,
+        "text": text,
+        **{k: small(f"messages.content.{k}", v, max_nesting) for k, v in others.items()},
+    }
 
 
-def _count_texts(data: bytes) -> int:
+def _count_texts(data: bytes | bytearray) -> int:
     """At most the texts that there are, and at least half of them: one that ends with a backslash counts half."""
     pieces = range(0, len(data), PIECE)  # between them, other threads have their turn
     quotes = sum(data.count(b'"', i, i + PIECE) for i in pieces)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from .protocol import ChatRequest, Message, Sampling, TokenizeRequest
 from .template import RESERVED, variables_of
 
 T = TypeVar("T")
+Room = Callable[[Iterable[str]], AbstractAsyncContextManager[None]]  # held for texts while they are tokenized
 MOST_TRUNCATED = 1 << 20  # tokens of a prompt of which the engine leaves what fits
 INLINE_CHARS = 512  # shorter text is tokenized at once: a change of threads would take longer
 
@@ -77,11 +78,15 @@ class Prompter:
         self,
         parts: list[str | list[int]],
         max_tokens: int | None,
+        room: Room,
         *,
         special: bool = True,
         cut: Truncation | None = None,
     ) -> list[Prompt]:
         """All prompts of a completion request; ``special``: texts get the tokenizer's own tokens. Raises ApiError."""
+        texts = [part for part in parts if isinstance(part, str)]
+        for text in texts:
+            self._check_chars(len(text), "prompt")
 
         def work() -> list[Prompt]:
             prompts = [_shortened(self._prompt(p, special=special), cut) for p in parts]
@@ -89,7 +94,8 @@ class Prompter:
                 self.check(prompt.ids, max_tokens, "prompt")
             return prompts
 
-        return await self._run(sum(len(p) for p in parts), work)
+        async with room(texts):
+            return await self._run(sum(len(p) for p in parts), work)
 
     def variables(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
         """What a request sets in the chat template. Raises ApiError for what that does not take, unless it says no."""
@@ -114,6 +120,7 @@ class Prompter:
         messages: list[Message],
         max_tokens: int | None,
         variables: dict[str, Any],
+        room: Room,
         *,
         special: bool = False,
         cut: Truncation | None = None,
@@ -138,7 +145,8 @@ class Prompter:
             return ids
 
         try:
-            return Prompt(await self._beside(work), "")
+            async with room([m["content"] for m in plain]):
+                return Prompt(await self._beside(work), "")
         except (ModelError, ValueError) as e:
             raise ApiError(400, str(e), param="messages", code="invalid_value") from e
 
@@ -152,10 +160,11 @@ class Prompter:
         except ValueError as e:
             raise ApiError(400, str(e), param="bad_words", code="invalid_value") from e
 
-    async def encode(self, text: str, *, special: bool) -> list[int]:
+    async def encode(self, text: str, room: Room, *, special: bool) -> list[int]:
         """Token ids of a text. Raises ApiError where it cannot fit."""
         self._check_chars(len(text), "prompt")
-        return await self._run(len(text), lambda: token_ids(self.tokenizer, text, add_special_tokens=special))
+        async with room([text]):
+            return await self._run(len(text), lambda: token_ids(self.tokenizer, text, add_special_tokens=special))
 
     async def decode(self, ids: list[int]) -> str:
         """The text of token ids. Raises ApiError."""
@@ -185,7 +194,6 @@ class Prompter:
 
     def _prompt(self, part: str | list[int], *, special: bool) -> Prompt:
         if isinstance(part, str):
-            self._check_chars(len(part), "prompt")
             return Prompt(token_ids(self.tokenizer, part, add_special_tokens=special), part)
         return Prompt(part, "")
 
