@@ -36,7 +36,7 @@ WORKDIR /home/lamina
 EXPOSE 8000
 # As long as --start-timeout-s a server may start. It is asked without a proxy, whatever the environment names.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=600s \
-  CMD ["python", "-c", "import urllib.request as u; u.build_opener(u.ProxyHandler({})).open('http://127.0.0.1:8000/health', timeout=4)"]
+  CMD ["python", "-P", "-c", "import urllib.request as u; u.build_opener(u.ProxyHandler({})).open('http://127.0.0.1:8000/health', timeout=4)"]
 # A container's own loopback cannot be reached from outside of it; what is published where is a matter of -p.
 ENTRYPOINT ["lamina-launch"]
 CMD ["serve", "examples/tiny_lm/model", "--host", "0.0.0.0"]

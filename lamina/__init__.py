@@ -5,7 +5,10 @@ Public names load on first use, so that ``import lamina`` imports neither torch 
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
+from importlib.machinery import EXTENSION_SUFFIXES
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,6 +41,20 @@ __all__ = [
     "__version__",
     "wrap",
 ]
+
+
+def _check_build(folder: str) -> None:
+    """Raises ImportError where ``folder`` has the sources of this package alone, as a fresh checkout does."""
+    if not any(os.path.exists(os.path.join(folder, "attention", f"_native{end}")) for end in EXTENSION_SUFFIXES):
+        raise ImportError(
+            f"{folder} has no native modules for Python {sys.version_info.major}.{sys.version_info.minor}: run "
+            f"`make demo` in {os.path.dirname(folder)}; or, where Lamina is installed, start Python with -P, which "
+            "leaves out the current directory",
+            name=__name__,  # so that `python -m lamina...` prints that line alone
+        )
+
+
+_check_build(os.path.dirname(os.path.abspath(__file__)))
 
 
 def __getattr__(name: str) -> Any:

@@ -49,7 +49,7 @@ NETWORK_STOREYS = (
     ("host",),  # shared memory, TCP, one process
     ("schemes",),  # the table of transports: their names, none of their modules
     ("meeting",),  # how peers meet
-    ("contract", "kept"),
+    ("contract", "kept", "own_python"),
 )
 HOUSES = {"lamina": STOREYS, "netstack": NETWORK_STOREYS}
 FACES = ("__init__", "__main__")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lamina.attention import AttentionBackend, Operator, numba_kernels
+from lamina.attention import AttentionBackend, Operator
 from lamina.attention.merge import Partial
 from lamina.attention.reference import Reference
 from lamina.kv.pool import LayerStore, RowTable
 from lamina.kv.stored import Scales, StoredRows
+
+OPTIONS = ".numba_config.yaml"  # numba takes its options from this file of the current directory, folders of code too
+if os.path.exists(OPTIONS):
+    raise ImportError(f"numba would take options from {os.path.abspath(OPTIONS)}: start Lamina in another directory")
+
+from lamina.attention import numba_kernels  # noqa: E402
 
 BITS = {
     torch.float32: torch.float32,

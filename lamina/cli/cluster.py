@@ -17,6 +17,7 @@ from typing import Any
 from lamina.facts.report import counted
 from lamina.fleet.hosts.cluster_file import Cluster, HostEntry, is_file, is_here, read_cluster
 from lamina.fleet.hosts.ray_token import TOKEN, TOKEN_PATH, make_token, read_token, state_folder
+from lamina.netstack.own_python import other_python, own_python, safe_environment
 
 ACTIONS = {
     "up": "start Ray on the hosts, the head first",
@@ -201,13 +202,12 @@ def _try_all(
 
 def _order(cluster: Cluster, host: HostEntry, order: dict[str, Any]) -> dict[str, Any]:
     """Have a host do something; what it is told goes by stdin, where no list of processes shows it."""
-    command = [cluster.python or sys.executable, "-m", "lamina.fleet.hosts.node"]
-    if not is_here(host.place):
-        command = [*cluster.ssh, host.address, shlex.join(command)]
+    command, environment = _node(cluster, host)
     try:
         done = subprocess.run(
-            command, input=json.dumps(order), capture_output=True, text=True, timeout=START_S + ORDER_S, check=False
-        )
+            command, env=environment, input=json.dumps(order), capture_output=True, text=True,
+            timeout=START_S + ORDER_S, check=False,
+        )  # fmt: skip
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         raise OSError(f"{host.address} did not answer in {START_S + ORDER_S:g} s") from None
@@ -217,6 +217,15 @@ def _order(cluster: Cluster, host: HostEntry, order: dict[str, Any]) -> dict[str
     if "error" in answer:
         raise OSError(f"{host.address}: {answer['error']}")
     return answer
+
+
+def _node(cluster: Cluster, host: HostEntry) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment of an order's process: on this host, or of a login to another one."""
+    module, here = ("-m", "lamina.fleet.hosts.node"), is_here(host.place)
+    if here and not cluster.python:
+        return own_python(*module)
+    command = other_python(cluster.python, *module)
+    return (command if here else [*cluster.ssh, host.address, shlex.join(command)]), safe_environment()
 
 
 def _free(resources: dict[str, float]) -> str:

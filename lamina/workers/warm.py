@@ -30,6 +30,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lamina.netstack.own_python import own_python
+
 from .process import PromptEnd, leave_ends_to_the_driver
 
 PASSED = 7  # descriptors of an order, at most
@@ -184,11 +186,8 @@ def given_up(line: socket.socket) -> str:
     return "nobody waits for it" if poll.poll(0) else ""
 
 
-def become(order: Order, head: Sequence[str]) -> list[str]:
-    """In the worker: be what a fresh process with this order would be. Returns the arguments of lamina.workers.
-
-    ``head``: what the import path had in front, which depends on the directory.
-    """
+def become(order: Order) -> list[str]:
+    """Make this process, the worker, what a fresh one with this order would be. Returns lamina.workers' arguments."""
     told = order.told
     os.setpgid(0, 0)  # Ctrl-C is the driver's to handle
     os.fchdir(order.directory)
@@ -204,13 +203,11 @@ def become(order: Order, head: Sequence[str]) -> list[str]:
     os.sched_setaffinity(0, told["cores"])  # before any thread is made
     os.environ.clear()
     os.environ.update(told["environment"])
-    if sys.path[:1] == list(head):
-        sys.path[0] = os.getcwd()
     arguments = [told["serve"], "--control-fd", str(order.control), *told["arguments"]]
     if order.door >= 0:
         arguments += ["--door-fd", str(order.door)]
     sys.argv[:] = [str(Path(__file__).with_name("__main__.py")), *arguments]
-    show([sys.executable, "-m", "lamina.workers", *arguments])
+    show(own_python("-m", "lamina.workers", *arguments)[0])
     seed()
     return arguments
 
@@ -301,7 +298,7 @@ def main() -> None:
     parser.add_argument("--life-line-fd", type=int, required=True, help="inherited pipe that ends with the driver")
     args = parser.parse_args()
     leave_ends_to_the_driver()
-    head, door, life_line = sys.path[:1], socket.socket(fileno=args.door_fd), args.life_line_fd
+    door, life_line = socket.socket(fileno=args.door_fd), args.life_line_fd
     # While it imports nobody looks: the kernel ends this process, by SIGIO, when the driver's end of the pipe closes.
     fcntl.fcntl(life_line, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(life_line, fcntl.F_GETFL)
@@ -317,7 +314,7 @@ def main() -> None:
     gc.enable()
     order = WarmProcess(door, life_line, lacks).serve()
     if order is not None:
-        arguments = become(order, head)
+        arguments = become(order)
         set_threads(threads_wanted())
         from .__main__ import main as work
 

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from lamina.netstack.contract.fabric import ChannelError
+from lamina.netstack.own_python import own_python
 
 SIZE = 512  # of square matrices of fp32: a product takes milliseconds, and none of it stays in the nearest cache
 FLOPS = 2 * SIZE**3
@@ -36,10 +37,9 @@ class GemmBeside:
 
     def __enter__(self) -> GemmBeside:
         threads = dict.fromkeys(THREADS, str(len(self.cores)))
-        command = [sys.executable, "-c", f"from {__name__} import multiply; multiply()"]
-        self._process = subprocess.Popen(
-            command, env=os.environ | threads, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        code = f"from {__name__} import multiply; multiply()"
+        command, environment = own_python("-c", code, environ=os.environ | threads)
+        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             os.sched_setaffinity(self._process.pid, self.cores)  # before it has threads, which inherit this
             self._heard(START_S)

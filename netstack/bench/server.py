@@ -8,12 +8,12 @@ import os
 import secrets
 import select
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from time import monotonic, process_time
 
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric, Listener
 from lamina.netstack.contract.key import KEY
+from lamina.netstack.own_python import own_python
 
 from .facts import side_of
 from .job import TIMEOUT_S, Job, receive, send
@@ -79,10 +79,11 @@ def local_servers(scheme: str, key: bytes, cores: Sequence[int | None]) -> Itera
     try:
         for core in cores:
             name = f"#server-{len(servers)}-{secrets.token_hex(8)}"
-            command = [sys.executable, "-m", "lamina.netstack", "bench", "--transport", scheme, "--listen", name]
-            command += ["--cores", "none" if core is None else str(core)]
+            words = ["bench", "--transport", scheme, "--listen", name]
+            words += ["--cores", "none" if core is None else str(core)]
             # The key never travels by an argument, which every user of the host can read.
-            environment = os.environ | {KEY: key.hex(), LIFE_LINE: str(watched)}
+            own = os.environ | {KEY: key.hex(), LIFE_LINE: str(watched)}
+            command, environment = own_python("-m", "lamina.netstack", *words, environ=own)
             servers.append(
                 subprocess.Popen(
                     command,

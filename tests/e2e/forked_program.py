@@ -72,7 +72,7 @@ def give_warm_process(control: socket.socket) -> None:
     warm.show([sys.executable, "-m", "lamina.workers.warm"])
     order = warm.WarmProcess(theirs, held, "").serve()
     if order is not None:
-        arguments = warm.become(order, sys.path[:1])
+        arguments = warm.become(order)
         warm.set_threads(warm.threads_wanted())
         work(arguments)
     __main__.end.status = 0  # type: ignore[attr-defined]

@@ -8,7 +8,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from lamina.fleet.lending.lend_service import BLOCK_BYTES
 from lamina.fleet.lending.links import LEDGER_NAME, open_link, parse_place
 from lamina.lending.messages import AskDebts, DebtsAre, OfLedger
 from lamina.netstack.contract.key import KEY
+from lamina.netstack.own_python import own_python
 from lamina.processes import descendants_of
 
 START_S, LOOK_S = 60.0, 0.02
@@ -152,8 +152,8 @@ class LendingStreet:
 
     def _start(self, *words: str) -> Started:
         """Raises OSError."""
-        command = [sys.executable, "-m", "lamina.cli.launch", *words]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=self._environment)
+        command, environment = own_python("-m", "lamina.cli.launch", *words, environ=self._environment)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert process.stdout is not None
         readable, _, _ = select.select([process.stdout], [], [], START_S)
         started = Started(process, process.stdout.readline().strip() if readable else "")

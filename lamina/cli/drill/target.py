@@ -23,6 +23,7 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
+from lamina.netstack.own_python import own_python
 from lamina.observe.trace import FLIP
 from lamina.observe.tripwire import TRIPWIRE, Tripwire
 from lamina.processes import descendants_of, lives
@@ -90,25 +91,15 @@ class Target:
         self._tripwire = Tripwire(self._folder / "tripwire")
         self.journal = self._folder / "journal"
         held, self._life_line = os.pipe()
-        command = [
-            sys.executable,
-            "-m",
-            "lamina.cli.drill.leash",
-            str(held),
-            str(self._folder),
-            "serve",
-            model,
-            "--port",
-            "0",
-            "--no-log-requests",
-            *(["--journal", str(self.journal), "--journal-size", JOURNAL_SIZE] if journal else []),
-            *flags,
-        ]
+        words = ["serve", model, "--port", "0", "--no-log-requests"]
+        words += ["--journal", str(self.journal), "--journal-size", JOURNAL_SIZE] if journal else []
         own = {TRIPWIRE: str(self._folder / "tripwire"), "LAMINA_ADMIN_KEY": self._key}
+        command, environ = own_python(
+            "-m", "lamina.cli.drill.leash", str(held), str(self._folder), *words, *flags, environ={**environment, **own}
+        )
         self._server = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment, **own},
-            pass_fds=[held],
-        )  # fmt: skip
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, pass_fds=[held]
+        )
         os.close(held)
         threading.Thread(target=self._read_log, name="lamina-log", daemon=True).start()
         try:

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from lamina.netstack.own_python import own_python
 from lamina.processes import birth_of
 
 from .ray_token import MODE, TOKEN, TOKEN_PATH, state_folder
@@ -101,14 +102,16 @@ def _start(folder: Path, order: dict[str, Any]) -> int:
     """The process that keeps Ray here."""
     # Ray lowers the priority of its processes by 15, unless told not to: workers are to run as on one host.
     own = {MODE: "token", TOKEN: order["token"], "RAY_USAGE_STATS_ENABLED": "0", NICENESS: "0"}
-    environment = {**os.environ, **own}
-    environment.pop(TOKEN_PATH, None)
+    given = {name: value for name, value in os.environ.items() if name != TOKEN_PATH}
+    command, environment = own_python(
+        "-m", "ray.scripts.scripts", "start", "--block", *order["arguments"], environ={**given, **own}
+    )
     (folder / STOP).unlink(missing_ok=True)
     (folder / "order").write_text(json.dumps({name: order[name] for name in ("call", "arguments")}))
     log = folder / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *order["arguments"]],
+            command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=out,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from .ray_token import offer_token
 OLDEST = (2, 52)  # the first with tokens
 REACH_S = 10.0
 ANSWER_S = 2.0  # for a host that lives, however busy: Linux answers
+UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"  # whether Ray copies the current directory of `uv run` to all hosts
 
 
 @contextmanager
@@ -38,6 +40,7 @@ def load() -> Any:
     if find_spec("ray") is None:
         raise ImportError("--ray-address needs Ray 2.52 or newer: pip install 'lamina[ray]'")
     offer_token()
+    os.environ.setdefault(UV_RUN, "0")  # hosts have Lamina; Ray looks when it is loaded
     ray = import_module("ray")
     if not ray.is_initialized():
         import_module("ray._raylet").Config.initialize("")  # it may have been loaded, and have looked, before
@@ -55,7 +58,9 @@ def join(ray: Any, asked: str) -> None:
         if host:
             socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()  # Ray itself tries for minutes
         with _own_signals():
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+            ray.init(
+                address=address, job_config=_job(), log_to_driver=False, logging_level="ERROR", configure_logging=False
+            )  # fmt: skip
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise ValueError(f"--ray-address {asked}: {first_line(error)}") from error
 
@@ -86,6 +91,20 @@ def answers(host: Host) -> bool:
     except OSError:
         return False
     return True
+
+
+def _job() -> Any:
+    """This process as a job of Ray's, whose workers import what their hosts have. Ray by itself has them import from
+    the directories of this process and of its script before all others. The field is part of Ray's protocol.
+    """
+
+    class OwnPathJob(import_module("ray.job_config").JobConfig):  # type: ignore[misc]
+        def _get_proto_job_config(self) -> Any:
+            job = super()._get_proto_job_config()
+            del job.py_driver_sys_path[:]
+            return job
+
+    return OwnPathJob()
 
 
 @contextmanager

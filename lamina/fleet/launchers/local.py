@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 from lamina import cores
 from lamina.env import PACKED
 from lamina.facts.room import check_kv_room, free_bytes
+from lamina.netstack.own_python import own_environment, own_python
 from lamina.processes import spent_if_stopped
 from lamina.protocol.options.engine import EngineConfig
 
@@ -249,12 +249,13 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """A fresh process of a worker, with its end of the control link, ``more`` arguments and inherited descriptors."""
     module, function = ROLES[role]
-    command = [sys.executable, "-m", "lamina.workers", f"{module}:{function}", "--control-fd", str(control.fileno())]
+    words = ["lamina.workers", f"{module}:{function}", "--control-fd", str(control.fileno()), *more]
+    command, environ = own_python("-m", *words, environ={**environment(threads), **env})
     return subprocess.Popen(
-        [*command, *more],
+        command,
         pass_fds=[control.fileno(), *fds],
         stdin=subprocess.DEVNULL,
-        env={**environment(threads), **env},
+        env=environ,
         process_group=0,  # Ctrl-C is the driver's to handle, also while the worker still imports
     )
 
@@ -293,9 +294,6 @@ def _signal_name(number: int) -> str:
 
 def environment(threads: int) -> dict[str, str]:
     """The environment of a worker's process; ``threads`` of OpenMP, 0 = as here."""
-    # The package need not be installed: workers find it where this process did.
-    root = str(Path(__file__).resolve().parents[3])
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     # Both pools may share these cores: OpenMP threads that spin at the end of a loop take them from the other pool, and
     # on a busy machine from the very thread that they wait for (measured: 10 times slower steps).
     defaults = {"OMP_WAIT_POLICY": "passive"}
@@ -304,4 +302,4 @@ def environment(threads: int) -> dict[str, str]:
     # No worker computes with numpy: its OpenBLAS need not start a thread for each core, and no process with more than
     # one thread forks.
     always = {"OPENBLAS_NUM_THREADS": "1"}
-    return {**defaults, **os.environ, **wanted, **always, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    return own_environment({**defaults, **os.environ, **wanted, **always})

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from lamina.fleet.hosts.cluster_file import read_cluster
 from lamina.fleet.hosts.placement import HostPlace, check_kv_memory, on_gpu, place, wishes
 from lamina.netstack.contract.key import KEY, KEY_FILE
+from lamina.netstack.own_python import other_python
 from lamina.protocol.options.engine import EngineConfig
 
 Who = tuple[str, int]  # role and index
@@ -39,7 +40,7 @@ def commands(
     """The command of each worker; commands for one host follow each other. ``driver``, ``name``: its place and name."""
     launching = config.launching
     python = read_cluster(launching.hosts).python if launching.hosts else ""
-    program = [python, "-m", "lamina.cli.launch"] if python else ["lamina-launch"]
+    program = other_python(python, "-m", "lamina.cli.launch") if python else ["lamina-launch"]
     file = [f"{KEY_FILE}={path}"] if (path := os.environ.get(KEY_FILE)) else []
     made, gpus = dict[Who, Command](), dict[str, int]()
     for role in sorted(wanted):

@@ -17,7 +17,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from lamina.netstack.own_python import own_python
 from lamina.workers import process
 
 log = logging.getLogger(__name__)
@@ -170,13 +170,14 @@ class OwnWarm(Warm):
             out, err = (standard_of(fd, after) for fd in (1, 2))
             before = signal.pthread_sigmask(signal.SIG_BLOCK, process.ENDS)  # inherited, until it ignores them
             after.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+            command, environ = own_python("-m", "lamina.workers.warm", *ends, *MODULES, environ=environment)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lamina.workers.warm", *ends, *MODULES],
+                command,
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env=dict(environment),
+                env=environ,
                 process_group=0,
             )
 
