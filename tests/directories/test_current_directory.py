@@ -159,9 +159,10 @@ def test_benchmarks_import_nothing_from_the_current_directory(poisoned: Poisoned
 
 
 RAY = """
-import os, signal, sys
+import signal, subprocess, sys
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-print("Ray runtime started.", sys.flags.safe_path, flush=True)
+code = "import sys; print('Ray runtime started.', sys.flags.safe_path, flush=True)"
+subprocess.run([sys.executable, "-c", code], check=True)
 signal.pause()
 """
 
