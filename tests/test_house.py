@@ -68,7 +68,7 @@ POLICY = (
     "protocol/options/topology.py",
     "protocol/options/resolve.py", "request/params.py", "request/unserved.py", "request/outputs.py",
     "config.py", "cores.py", "fleet/hosts/placement.py", "fleet/recoveries.py", "fleet/standing.py",
-    "kv/keys.py", "kv/pages.py", "kv/victims.py", "engine/rounds/leap.py",
+    "kv/keys.py", "kv/pages.py", "kv/victims.py", "planner/simulator/leap.py",
     "engine/conversations/sessions.py",
     "engine/conversations/turns.py", "engine/blocks/leaves.py", "engine/blocks/ahead.py",
     "engine/blocks/loans.py", "protocol/loans.py", "engine/conductor/__init__.py", "engine/conductor/choice.py",

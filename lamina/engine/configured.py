@@ -83,13 +83,14 @@ def scheduler_of(
     num_batches: int,
     promises: Promises,
     clock: Callable[[], float],
+    scheduler_class: type[Scheduler] = Scheduler,
 ) -> Scheduler:
     """``num_batches``: that take turns at first. ``promises``: to those that come. ``clock``: seconds."""
     batching, topology = config.batching, config.topology
     tier, prefixes = _tier(config, ledger, info), _prefixes(config, ledger, clock)
     stores = _stores(config, info, promises, prefixes.page)
     budget = parse_error_budget(config.kv.kv_error_budget)
-    scheduler = Scheduler(
+    scheduler = scheduler_class(
         ledger,
         max_num_seqs=batching.max_num_seqs,
         prefill_chunk=batching.prefill_chunk,

@@ -27,6 +27,7 @@ from .kept import KeptKV, num_stored
 from .request import Request
 from .rounds.early import EarlyDraws
 from .rounds.steps import ScheduledStep
+from .scheduler import Scheduler
 from .sequence import Sequence, Shadow
 from .text import Pieces, Spell, texts_of
 from .timing import Timing
@@ -37,7 +38,9 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Continuous batching over the workers behind a ``Wire``. One thread at a time uses it."""
+    """Continuous batching over the workers of a ``Wire``. One thread at a time uses it."""
+
+    scheduler_class: type[Scheduler] = Scheduler
 
     def __init__(self, wire: Wire, config: EngineConfig, clock: Clock = time.monotonic, trace: Recorder = OFF) -> None:
         self.config, self.wire, self.info = config, wire, wire.ready
@@ -46,7 +49,9 @@ class Engine:
         self._tuner: Tuner | None = None
         num_batches = 1 if config.topology.plans else config.topology.most_batches
         self.promises = promises_of(config, clock, trace)
-        self.scheduler = scheduler_of(config, self.info, self._ledger, num_batches, self.promises, clock)
+        self.scheduler = scheduler_of(
+            config, self.info, self._ledger, num_batches, self.promises, clock, self.scheduler_class
+        )
         stripe = self.info.stripe * self.info.block_size * self._ledger.num_lanes
         self._overflow = overflow_of(config.overflow, self.info.max_model_len, stripe)
         self._timing = Timing(self.scheduler.swaps, self.promises)
@@ -163,17 +168,6 @@ class Engine:
         if isinstance(done, StepDone):
             self._trace.add(Event.POSTPROCESS, start, done)
         return outputs
-
-    def leap(self, rounds: int, token: int) -> None:
-        """Go so many rounds on in which every row draws ``token``, without a word to the wire, which goes on as well;
-        at most as many as ``rounds_alike`` of the scheduler, and that of requests without texts.
-        """
-        steps, now = self.scheduler.leap(rounds, token), self._clock()
-        self._steps = {(step.plan.batch, step.plan.step): step for step in steps}
-        self._next_round += rounds
-        for sequence in (s for step in steps for s in step.parts):
-            sequence.output.token_ids += [token] * rounds
-            self._requests[sequence.request_id].output.times.mark(now, finished=False)
 
     def logits_of(self, request_id: int) -> bytes:
         """Of a held request, behind its last token: see Drawn. Empty until they have come."""

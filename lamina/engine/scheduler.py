@@ -27,7 +27,6 @@ from .blocks.tier import Tier
 from .blocks.under_way import Moved
 from .conversations.sessions import SessionName
 from .prefill import Prefill
-from .rounds.leap import Leaps, Standing
 from .rounds.pipeline import route
 from .rounds.steps import Round, ScheduledStep, commit, round_of
 from .sequence import Sequence, Shadow
@@ -94,7 +93,6 @@ class Scheduler:
             ledger, self._room, self._cuts, self.prefill, self.prefixes, tier, swaps, max_num_seqs, self.leaves
         )
         self._relief = Relief(ledger, self._room, self.prefixes, self.prefill, swaps)
-        self._leaps = Leaps(ledger, self._room, max_num_seqs)
         self._chunks: list[ScheduledStep] = []  # for prefill workers, not taken yet
         self._ops: list[SequenceOp] = []  # for the next plan
         self._num_batches = num_batches  # from the next round on
@@ -179,36 +177,6 @@ class Scheduler:
         if transfer and transfer.loaded:
             self._forget_swapped(transfer.loaded)
         return transfer
-
-    def rounds_alike(self, token: int) -> int:
-        """So many rounds behind the only one in flight can be skipped, if all rows draw ``token``: engine.rounds."""
-        at = self._standing()
-        return self._leaps.longest(at, token) if at else 0
-
-    def leap(self, rounds: int, token: int) -> list[ScheduledStep]:
-        """Skip ``rounds`` of the rounds that ``rounds_alike`` counts. The steps in flight are then the last one's."""
-        at = self._standing()
-        assert at is not None
-        (flight,) = self._in_flight
-        self._leaps.skip(at.steps, rounds, token)
-        for step in at.steps:
-            source, reply_to = self._route(step.plan.batch, step.plan.step)
-            step.plan = msgspec.structs.replace(step.plan, source=source, reply_to=reply_to)
-        flight.tokens += rounds * flight.rows
-        self._next_round += rounds
-        return [*at.steps]
-
-    def _standing(self) -> Standing | None:
-        """None where rounds may differ for a reason that no sequence shows."""
-        changes = self._ops or self._chunks or self.tier or self.evictions or self.shadows or self.moves.under_way
-        if len(self._in_flight) != 1 or changes or self._num_batches != len(self.batches):
-            return None
-        (flight,) = self._in_flight
-        head = self.waiting[0] if self.waiting else None
-        if head and (self.prefixes.num_retained or self.prefixes.beginnings(head)):
-            return None
-        steps = sorted(flight.left, key=lambda s: s.plan.batch)
-        return Standing(self.batches, steps, head) if flight.steady else None
 
     def regroup(self, num_batches: int) -> None:
         """Deal the running sequences to so many batches, once nothing is in flight; no round is scheduled before."""

@@ -15,8 +15,8 @@ from dataclasses import replace
 from itertools import count, pairwise
 from typing import NamedTuple
 
-from lamina.engine.engine import Engine
 from lamina.planner.simulator.clock import VirtualClock
+from lamina.planner.simulator.leap import FastForwardEngine
 from lamina.planner.simulator.lossless import PREFILL_WORKERS, LosslessWire, RoundLoad, SimulatedPool, leap
 from lamina.request import RequestOutput, SamplingParams
 
@@ -38,7 +38,7 @@ class UnplayableError(ValueError):
 class Replayed(NamedTuple):
     """Of a trace, behind its first tokens. batch: sequences that decode in a round, on average; tbt: seconds between
     two tokens of a sequence; first: from a request to its first token, 0 where all requests wait at once; rounds: all;
-    skipped: of them, since all alike (engine.rounds.leap); preemptions: of the scheduler; requests: of the trace.
+    skipped: of them, since all alike (simulator.leap); preemptions: of the scheduler; requests: of the trace.
     """
 
     tokens: int
@@ -88,7 +88,7 @@ def simulated(
     most: int = 0,
     chunk: int = 0,
     took: Callable[[float], float] = lambda expected_s: expected_s,
-) -> tuple[Engine, LosslessWire]:
+) -> tuple[FastForwardEngine, LosslessWire]:
     """An engine whose pools take what ``took`` makes of the time of the cost model, and have so many KV blocks; the
     rest as of ``replay``.
     """
@@ -117,7 +117,7 @@ def jittered(trace: RequestTrace, seed: int) -> RequestTrace:
 class _Asking:
     """Gives requests to the engine."""
 
-    def __init__(self, engine: Engine, clock: VirtualClock, trace: RequestTrace, *, paced: bool) -> None:
+    def __init__(self, engine: FastForwardEngine, clock: VirtualClock, trace: RequestTrace, *, paced: bool) -> None:
         self._engine, self._clock, self._paced = engine, clock, paced
         self._left, self.count = deque(trace.requests), len(trace.requests)
         self.came: dict[int, float] = {}  # request -> when, until its first token
@@ -152,7 +152,7 @@ class _Asking:
 
 
 class _Replay:
-    def __init__(self, engine: Engine, wire: LosslessWire, asking: _Asking) -> None:
+    def __init__(self, engine: FastForwardEngine, wire: LosslessWire, asking: _Asking) -> None:
         self._engine, self._wire, self._asking = engine, wire, asking
         self._last: dict[int, tuple[int, float]] = {}  # request -> its tokens, and when the last one came
         self._gaps, self._firsts = Counter[float](), Counter[float]()

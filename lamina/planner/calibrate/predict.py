@@ -61,7 +61,7 @@ def calibration_text(calibration: Calibration, source: str, predicted: dict[str,
         f"  attention of a layer: {layer_us:.1f} us, and {bytes_us:.1f} us for 10^6 bytes",
         f"  a step besides: {between_ms:.2f} ms; the driver, beside it: {driver_ms:.2f} ms",
     ]
-    lines.append(f"  by the Conductor's laws:  lamina-launch simulate {_law_flags(calibration)} ...")
+    lines.append(f"  by the Conductor's laws:  lamina-launch plan simulate {_law_flags(calibration)} ...")
     if predicted:
         told = [["predicted", "tokens/s", "TBT p50", "p99"]]
         told += [

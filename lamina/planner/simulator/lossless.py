@@ -15,7 +15,6 @@ from typing import NamedTuple
 import msgspec
 
 from lamina.config import make_config
-from lamina.engine.engine import Engine
 from lamina.engine.wire import ViewChanged
 from lamina.netstack import HERE
 from lamina.protocol.control import ComputeReady, Drawn, RunRound, RunStep, StepDone
@@ -23,6 +22,7 @@ from lamina.protocol.partition import Lanes
 from lamina.protocol.plan import Bound, Fetch, Keep
 
 from .clock import VirtualClock
+from .leap import FastForwardEngine
 
 TOKEN = 1  # that every row draws
 PREFILL_WORKERS = 64  # that take no time: only so many prompts begin in a round
@@ -189,7 +189,9 @@ class LosslessWire:
         return None
 
 
-def leap(engine: Engine, wire: LosslessWire, until: float = float("inf"), most: int | None = None) -> list[float]:
+def leap(
+    engine: FastForwardEngine, wire: LosslessWire, until: float = float("inf"), most: int | None = None
+) -> list[float]:
     """Skip rounds that are all alike, of requests without texts, and are done before ``until``. When each of them is
     done: each gives all running sequences a token. Empty where none can be skipped. ``most``: of them, where that is
     known.
@@ -204,7 +206,7 @@ def leap(engine: Engine, wire: LosslessWire, until: float = float("inf"), most: 
     return times
 
 
-def rounds_alike(engine: Engine, wire: LosslessWire) -> int:
+def rounds_alike(engine: FastForwardEngine, wire: LosslessWire) -> int:
     """How many rounds can be skipped now."""
     return engine.scheduler.rounds_alike(TOKEN) if wire.rests else 0
 
@@ -231,7 +233,7 @@ class SimulatedPool(NamedTuple):
         clock: VirtualClock,
         seconds: Callable[[RoundLoad], float],
         chunk_s: Callable[[StepLoad], float] | None = None,
-    ) -> tuple[Engine, LosslessWire]:
+    ) -> tuple[FastForwardEngine, LosslessWire]:
         """The engine that serves, unchanged, on a wire of such workers. ``seconds``: of a round; ``chunk_s``: of a
         chunk on a prefill worker.
         """
@@ -247,7 +249,7 @@ class SimulatedPool(NamedTuple):
         store = Bound(windows=[0], lanes=[Lanes()], stripe=0, num_blocks=[self.kept + self.longest // self.block + 1])
         ready = msgspec.structs.replace(ready, stores=[store] * self.prefill if self.kept else [])
         wire = LosslessWire(clock, ready, seconds, chunk_s)
-        return Engine(wire, make_config(options), clock), wire
+        return FastForwardEngine(wire, make_config(options), clock), wire
 
 
 def ready_of(*, num_layers: int, num_blocks: int, block_size: int, max_len: int) -> ComputeReady:

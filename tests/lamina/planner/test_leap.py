@@ -11,8 +11,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from lamina.config import make_config
-from lamina.engine.engine import Engine
 from lamina.planner.simulator.clock import VirtualClock
+from lamina.planner.simulator.leap import FastForwardEngine
 from lamina.planner.simulator.lossless import LosslessWire, RoundLoad, leap, ready_of
 from lamina.protocol.control import RunRound
 from lamina.protocol.partition import Lanes
@@ -54,7 +54,7 @@ class World:
         }  # fmt: skip
         self.clock, self.skipped, self.leaps = VirtualClock(), 0, leaps
         self.wire = Told(self.clock, ready, seconds)
-        self.engine = Engine(self.wire, make_config({**options, **more}), self.clock)
+        self.engine = FastForwardEngine(self.wire, make_config({**options, **more}), self.clock)
         asks = ((rng.choice((0.0, rng.uniform(0, 40))), rng.randint(1, 24), rng.randint(1, 70)) for _ in range(8))
         self.left = sorted(asks)
         self.gaps: list[tuple[int, int, float]] = []  # request, tokens, when
@@ -177,12 +177,12 @@ def test_groups_with_a_window_do_not_leap(seed: int) -> None:
     assert world.skipped == 0
 
 
-def crowd(*prompts: int, blocks: int = 99, most: int = 2) -> tuple[Engine, LosslessWire, list[int]]:
+def crowd(*prompts: int, blocks: int = 99, most: int = 2) -> tuple[FastForwardEngine, LosslessWire, list[int]]:
     """Two that decode, and two that wait in line."""
     clock = VirtualClock()
     wire = LosslessWire(clock, ready_of(num_layers=3, num_blocks=blocks, block_size=BLOCK, max_len=99), seconds)
     options = {"transport": "shm", "block_size": BLOCK, "max_num_seqs": most, "enable_prefix_caching": False}
-    engine = Engine(wire, make_config(options), clock)
+    engine = FastForwardEngine(wire, make_config(options), clock)
     params = SamplingParams(max_tokens=50, ignore_eos=True, temperature=0)
     asked = [engine.add([0] * prompt, params) for prompt in prompts or (4, 4, 4, 4)]
     while not engine.scheduler.rounds_alike(1):

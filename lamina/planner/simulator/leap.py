@@ -1,23 +1,25 @@
-"""Rounds that are all alike, skipped: nobody comes, ends or lacks KV blocks. Pure policy: no torch, no I/O, no clock.
+"""Fast-forward: an engine that skips rounds in which every running sequence only takes one more token.
 
-A simulator has most of its rounds from here, in which every running sequence takes one more token. It must know the
-token that a row draws, and when each round is done; both pools and the order of their messages do not matter.
+No sequence comes, ends or lacks KV blocks in such a round. Most rounds of a simulation are skipped. The simulator must
+know the token that a row draws and when each round is done; workers and the order of their messages do not matter. Pure
+policy: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from lamina.engine.blocks.ledger import Ledger
 from lamina.engine.blocks.newcomers import Batch
 from lamina.engine.blocks.room import Room
+from lamina.engine.engine import Engine
+from lamina.engine.rounds.steps import ScheduledStep
+from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.protocol.plan import Rows, StepPlan
-
-from .steps import ScheduledStep
 
 
 class Standing(NamedTuple):
@@ -105,6 +107,62 @@ class Leaps:
             self._ledger.apply(_moved(plans[number], later, taken))
             ends |= {r.sequence: r.first + later + 1 for r in rows}
         return ends
+
+
+class FastForwardScheduler(Scheduler):
+    """A Scheduler that can skip rounds."""
+
+    def __init__(self, ledger: Ledger, *, max_num_seqs: int, **options: Any) -> None:
+        super().__init__(ledger, max_num_seqs=max_num_seqs, **options)
+        self._leaps = Leaps(ledger, self._room, max_num_seqs)
+
+    def rounds_alike(self, token: int) -> int:
+        """Count of rounds after the only one in flight that can be skipped if all rows draw ``token``."""
+        at = self._standing()
+        return self._leaps.longest(at, token) if at else 0
+
+    def leap(self, rounds: int, token: int) -> list[ScheduledStep]:
+        """Skip ``rounds`` of the rounds that ``rounds_alike`` counts. The steps in flight are then the last one's."""
+        at = self._standing()
+        assert at is not None
+        (flight,) = self._in_flight
+        self._leaps.skip(at.steps, rounds, token)
+        for step in at.steps:
+            source, reply_to = self._route(step.plan.batch, step.plan.step)
+            step.plan = msgspec.structs.replace(step.plan, source=source, reply_to=reply_to)
+        flight.tokens += rounds * flight.rows
+        self._next_round += rounds
+        return [*at.steps]
+
+    def _standing(self) -> Standing | None:
+        """The round in flight; None where the next ones may differ for a reason that no sequence shows."""
+        changes = self._ops or self._chunks or self.tier or self.evictions or self.shadows or self.moves.under_way
+        if len(self._in_flight) != 1 or changes or self._num_batches != len(self.batches):
+            return None
+        (flight,) = self._in_flight
+        head = self.waiting[0] if self.waiting else None
+        if head and (self.prefixes.num_retained or self.prefixes.beginnings(head)):
+            return None
+        steps = sorted(flight.left, key=lambda s: s.plan.batch)
+        return Standing(self.batches, steps, head) if flight.steady else None
+
+
+class FastForwardEngine(Engine):
+    """An Engine that can skip rounds of requests without texts."""
+
+    scheduler_class = FastForwardScheduler
+    scheduler: FastForwardScheduler
+
+    def leap(self, rounds: int, token: int) -> None:
+        """Skip ``rounds`` in which every row draws ``token``, at most as many as ``scheduler.rounds_alike``. The wire
+        gets no message: the caller has it skip them too.
+        """
+        steps, now = self.scheduler.leap(rounds, token), self._clock()
+        self._steps = {(step.plan.batch, step.plan.step): step for step in steps}
+        self._next_round += rounds
+        for sequence in (s for step in steps for s in step.parts):
+            sequence.output.token_ids += [token] * rounds
+            self._requests[sequence.request_id].output.times.mark(now, finished=False)
 
 
 def _decodes(at: Standing, token: int) -> bool:
