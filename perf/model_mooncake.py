@@ -1,7 +1,7 @@
 """Modelled: how many requests a second Mooncake's pools serve within its limits, beside instances that do both.
 
 The shapes of table 1 of Mooncake (arXiv 2407.00079) and the limits of its sections 2 and 7.1.3, on its pools: prefill
-instances under the shipped Conductor and instances that decode, on the virtual clock of `lamina-launch simulate`. The
+instances under the shipped Conductor and instances that decode, on the virtual clock of `plan simulate`. The
 others are as many engines of the shipped scheduler that compute prompts in the steps of those that decode: whole, as
 vLLM did then, or in chunks, as it does now; they get requests in turns. An instance is a host of eight A100, peak rates
 times the shares below, with LLaMA2-70B. Arrivals are Poisson, lengths vary by half around the mean of table 1. A rate

@@ -1,9 +1,9 @@
 """Modelled: policies of the Conductor, and rules by which routers of others choose, on a trace of requests.
 
-`lamina-launch simulate` plays the first --rows requests of Mooncake's conversation trace, by each policy; by chance
-with ten seeds. --speed below 1 leaves room for all. --also has more flags of `simulate`, of instances that decode and
-limits, with which each rule of --overload is one run. Prints a line for each; --write appends JSON lines to
-perf/results/model_policies.jsonl.
+`plan simulate` plays the first --rows requests of Mooncake's conversation trace, by each policy; by chance
+with ten seeds. --speed below 1 leaves room for all. --also has more flags of `plan simulate`, such as those of
+instances that decode and of limits, with which each rule of --overload is one run. Prints a line for each; --write
+appends JSON lines to perf/results/model_policies.jsonl.
 
     python perf/model_policies.py conversation.jsonl.gz --write
     python perf/model_policies.py conversation.jsonl.gz --speed 0.3 --write
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=6000, help="of each worker's store")
     parser.add_argument("--policies", default=",".join((*POLICIES, *OTHERS)), help="some by comma")
     parser.add_argument("--overload", default="predictive", help="some by comma")
-    parser.add_argument("--also", default="", help="more flags of `lamina-launch simulate`")
+    parser.add_argument("--also", default="", help="more flags of `lamina-launch plan simulate`")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     settings = {**vars(args), "trace": Path(args.trace).name}
@@ -62,7 +62,7 @@ def _run(policy: str, overload: str, seed: int, args: argparse.Namespace) -> dic
     flags |= {"policy": policy, "overload": overload, "seed": seed}
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     with redirect_stdout(said):
-        failed = launch.main(["simulate", "--trace", args.trace, *words, *args.also.split(), "--json"])
+        failed = launch.main(["plan", "simulate", "--trace", args.trace, *words, *args.also.split(), "--json"])
     if failed:
         raise BrokenError("the simulation was refused")
     (run,) = json.loads(said.getvalue())["runs"]

@@ -20,7 +20,7 @@ from .parser import Parser
 
 GARBAGE_OBJECTS = 20_000  # new ones, until Python looks for garbage among them
 
-# sub-command -> (module, one line for --help)
+# sub-command, of one word or two -> (module, one line for --help)
 COMMANDS = {
     "generate": ("generate", "complete prompts and print the text as it comes"),
     "serve": ("serve", "answer OpenAI's HTTP API"),
@@ -38,9 +38,9 @@ COMMANDS = {
     "lend": ("lending.lend", "lend this host's memory to engines elsewhere, by the ledger"),
     "cluster": ("cluster", "start, show and end a Ray cluster for workers on several hosts"),
     "plan": ("plan", "say which devices to buy for a trace of requests, and whether to split at all"),
-    "simulate": ("simulate", "conduct a trace of prompts over prefill workers on a virtual clock"),
+    "plan simulate": ("plan.simulate", "conduct a trace of prompts over prefill workers on a virtual clock"),
+    "plan pipeline": ("plan.pipeline", "print the rotation of n batches over n - 1 replicas"),
     "reproduce": ("reproduce", "put a figure of the paper beside the same numbers by the cost model of `plan`"),
-    "plan-pipeline": ("plan_pipeline", "print the rotation of n batches over n - 1 replicas"),
     "timeline": ("timeline", "say what kept each pool from working, from a trace of a run; draw it"),
     "bench": ("bench", "measure a server, an engine or a transport"),
     "check": ("check", "run a model in many settings and say which give the same tokens, or the same bits"),
@@ -50,6 +50,7 @@ COMMANDS = {
     "kv": ("operate.kv", "show the contents of a directory of stored KV, verify it, or purge it"),
     "explain": ("explain", "show how a model is cut: slices, bytes across each cut, messages, bandwidth"),
 }
+RENAMED = {"simulate": "plan simulate", "plan-pipeline": "plan pipeline"}  # before -> now
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,6 +76,10 @@ def _main(argv: list[str]) -> int:
         allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"lamina {__version__}")
+    if (two := " ".join(argv[:2])) in COMMANDS:
+        argv = [two, *argv[2:]]
+    if argv and (now := RENAMED.get(argv[0])):
+        parser.error(f"{argv[0]} is now {now}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = argv[0] if argv and argv[0] in COMMANDS else None
     for name, (module, help) in COMMANDS.items():

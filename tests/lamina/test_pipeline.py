@@ -121,14 +121,14 @@ def test_more_replicas_than_the_batches_need_all_take_turns(layers: int) -> None
     ],
 )
 def test_the_command_refuses_in_one_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan-pipeline", *arguments]) == 2
+    assert main(["plan", "pipeline", *arguments]) == 2
     error = capsys.readouterr().err
     assert text in error
     assert error.count("\n") == 1
 
 
 def test_the_command_prints_a_picture_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan-pipeline", "--n", "3", "--tm", "2", "--ta", "1", "--slices", "8", "--tokens", "2"]
+    arguments = ["plan", "pipeline", "--n", "3", "--tm", "2", "--ta", "1", "--slices", "8", "--tokens", "2"]
     assert main(arguments) == 0
     picture = capsys.readouterr().out
     assert "busy once all 3 batches are under way: compute 100%, memory 100%" in picture
@@ -146,7 +146,7 @@ def test_the_command_prints_a_picture_and_json(capsys: pytest.CaptureFixture[str
 
 
 def test_the_command_knows_one_batch_from_two(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan-pipeline", "--n", "1", "--tm", "2", "--ta", "1"]) == 0
+    assert main(["plan", "pipeline", "--n", "1", "--tm", "2", "--ta", "1"]) == 0
     assert "busy: compute 67%, memory 33%" in capsys.readouterr().out
-    assert main(["plan-pipeline", "--n", "1", "--tm", "2", "--ta", "1", "--dry-run"]) == 0
+    assert main(["plan", "pipeline", "--n", "1", "--tm", "2", "--ta", "1", "--dry-run"]) == 0
     assert "2 tokens of 1 batch over 1 replica\n" in capsys.readouterr().out

@@ -53,14 +53,14 @@ class Answer:
 
     @property
     def tpot_s(self) -> float:
-        """Time per output token behind the first one; 0 where there is none."""
+        """Time per output token after the first one; 0 where there is none."""
         more = self.output_tokens - 1
         return (self.last_s - self.first_s) / more if more > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A body to send ``arrival_s`` behind the start."""
+    """A body to send ``arrival_s`` seconds after the start."""
 
     arrival_s: float
     body: dict[str, Any]

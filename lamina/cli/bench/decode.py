@@ -63,7 +63,7 @@ def _dry_run(args: argparse.Namespace, config: EngineConfig) -> int:
     _check_room(args.input_len, args.output_len + args.num_warmups, check(args.model, config))
     print(would_start(args.model, config))
     prompts, tokens = counted(args.batch_size, "prompt"), counted(args.output_len, "token")
-    print(f"would decode {tokens} behind each of {prompts} of {counted(args.input_len, 'token')}")
+    print(f"would decode {tokens} after each of {prompts} of {counted(args.input_len, 'token')}")
     return 0
 
 

@@ -103,4 +103,4 @@ def _check(row: Row, before: Row) -> None:
     if row.input_len < 1 or row.output_len < 1:
         raise ValueError(f"lengths must be at least 1: {row.input_len}, {row.output_len}")
     if row.arrival_s < before.arrival_s:
-        raise ValueError(f"arrivals must not go back: {row.arrival_s:g} s comes behind {before.arrival_s:g} s")
+        raise ValueError(f"arrivals must not go back: {row.arrival_s:g} s comes after {before.arrival_s:g} s")

@@ -1,4 +1,4 @@
-"""``lamina-launch plan-pipeline``: the rotation of n batches over n - 1 replicas, for given times."""
+"""``lamina-launch plan pipeline``: the rotation of n batches over n - 1 replicas, for given times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``lamina-launch simulate``: a trace of requests, conducted over prefill workers on a virtual clock."""
+"""``lamina-launch plan simulate``: a trace of requests, conducted over prefill workers on a virtual clock."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_every_option_has_a_flag_and_help(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     assert ended.value.code == 0
     assert "--dry-run" in capsys.readouterr().out
 
@@ -252,9 +252,11 @@ def test_version_and_a_typo_in_a_flag(capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["bench", "decode", "m", "--batchsize=8"], "lamina-launch bench decode: unknown argument --batchsize (did"),
         (["timeline", "t", "--qqq"], "lamina-launch timeline: unknown argument --qqq; see"),
-        (["plan-pipeline", "--n", "two"], "--n must be a whole number, not 'two'; see lamina-launch plan-pipeline"),
+        (["plan", "pipeline", "--n", "two"], "--n must be a whole number, not 'two'; see lamina-launch plan pipeline"),
         (["generate", "m", "--temperature", "hot"], "generate: --temperature must be a number, not 'hot'; see"),
         (["generat"], "lamina-launch: COMMAND 'generat' is unknown (did you mean generate?); see lamina-launch"),
+        (["simulate", "--trace", "t"], "lamina-launch: simulate is now plan simulate; see lamina-launch --help"),
+        (["plan-pipeline"], "lamina-launch: plan-pipeline is now plan pipeline; see lamina-launch --help"),
         (["fly"], "lamina-launch: COMMAND 'fly' is unknown (choose one of generate, serve, scale, "),
         (["kv", "verfy", "d"], "lamina-launch kv: action 'verfy' is unknown (did you mean verify?); see"),
         (["bench", "engine"], "lamina-launch bench: BENCHMARK 'engine' is unknown ("),
@@ -274,7 +276,7 @@ def test_what_cannot_be_parsed_is_one_line(argv: list[str], words: str, capsys: 
 
 
 @pytest.mark.parametrize(
-    "argv", [["plan-pipeline", "--n", "9", "--tm", "2", "--ta", "1", "--tokens", "99", "--json"], ["--help"]]
+    "argv", [["plan", "pipeline", "--n", "9", "--tm", "2", "--ta", "1", "--tokens", "99", "--json"], ["--help"]]
 )
 def test_a_reader_that_leaves_is_no_error(
     argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

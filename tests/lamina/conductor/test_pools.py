@@ -200,7 +200,7 @@ def test_the_simulator_has_no_policy_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
 
 def told(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, Any]]:
-    assert launch.main(["simulate", "--json", *flags]) == 0
+    assert launch.main(["plan", "simulate", "--json", *flags]) == 0
     runs: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["runs"]
     return runs
 
@@ -274,7 +274,7 @@ def test_early_refusal_on_the_conversation_trace(capsys: pytest.CaptureFixture[s
 def test_bad_input(flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "t.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}\n')
-    assert launch.main(["simulate", "--trace", str(trace), *flags]) == 2
+    assert launch.main(["plan", "simulate", "--trace", str(trace), *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
 
@@ -291,7 +291,7 @@ def test_bad_input(flags: list[str], said: str, tmp_path: Path, capsys: pytest.C
 def test_a_trace_with_a_mistake(second: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "t.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}\n' + second)
-    assert launch.main(["simulate", "--trace", str(trace)]) == 2
+    assert launch.main(["plan", "simulate", "--trace", str(trace)]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -299,7 +299,7 @@ def test_a_trace_with_a_mistake(second: str, said: str, tmp_path: Path, capsys: 
 def test_a_surrogate_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / name
     trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}\n')
-    flags = ["simulate", "--trace", str(trace), "--policy", "auto"]
+    flags = ["plan", "simulate", "--trace", str(trace), "--policy", "auto"]
     assert launch.main(flags) == 0
     assert ("(a surrogate)" in capsys.readouterr().out) == ("SURROGATE" in name)
     assert launch.main([*flags, "--json"]) == 0

@@ -329,8 +329,8 @@ def test_a_surrogate_is_named_everywhere(tmp_path: Path, capsys: pytest.CaptureF
     for command in (
         [*plan, "--html", str(page)],
         [*plan, "--json"],
-        ["simulate", "--trace", trace, "--policy", "random"],
-        ["simulate", "--trace", trace, "--policy", "random", "--json"],
+        ["plan", "simulate", "--trace", trace, "--policy", "random"],
+        ["plan", "simulate", "--trace", trace, "--policy", "random", "--json"],
         ["reproduce", "table4", "--traces", str(tmp_path)],
     ):
         assert main(command) == 0
