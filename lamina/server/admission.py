@@ -1,4 +1,4 @@
-"""How much may wait: what is above is refused at once, before it costs anything."""
+"""The limits of the waiting line. A request above them is refused before it costs anything."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Admission:
     def __init__(
         self, max_running: int, max_queued: int, max_queued_tokens: int, refused: Callable[[str], None]
     ) -> None:
-        """``refused`` is told the reason of each refusal, in one word."""
+        """``refused`` gets the reason of each refusal, as one word."""
         self._limit = max_running + max_queued
         self._max_running = max_running
         self._max_tokens = max_queued_tokens
@@ -63,7 +63,7 @@ class Admission:
         return max(0, self.completions - self._max_running)
 
     def check(self, completions: int) -> None:
-        """Whether so many more may come in. Raises ApiError: 503 while draining or closed, 429, 400 for what
+        """Check that so many more may come in. Raises ApiError: 503 while draining or closed, 429, 400 for what
         never could.
         """
         if self.draining:
@@ -90,7 +90,7 @@ class Admission:
         return Ticket(self, completions)
 
     def check_tokens(self, tokens: int) -> None:
-        """Whether prompts of so many tokens may wait. Raises ApiError 429."""
+        """Check that prompts of so many tokens may wait. Raises ApiError 429."""
         if self._max_tokens and self.tokens and self.tokens + tokens > self._max_tokens:
             self._refuse("tokens")
 

@@ -31,7 +31,7 @@ async def tokenizer_configuration(request: Request) -> Response:
 
 @development.post("/reset_prefix_cache", responses=answers(503))
 async def reset_prefix_cache(request: Request) -> Response:
-    """Prompts that come behind this find no KV of earlier ones."""
+    """Prompts that come after this find no KV of earlier ones."""
     service: Service = request.app.state.service
     if service.client.failure is not None:
         raise ApiError(503, f"the engine is gone: {service.client.failure}", code="engine_gone", retry_after_s=5)
@@ -40,7 +40,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can say of it: of a token its text."""
+    """Convert a value to what JSON can hold; a token becomes its text."""
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -17,7 +17,7 @@ from .records import Accepted, Unanswerable
 
 class Entry:
     """``accepted``: what was asked. ``gap_in``: the segment where a part of its answer could not be written, so
-    none behind it is.
+    nothing after it is written there.
     ``times_begun``: servers that have begun it again and ended by accident, this one included as long as it runs.
     """
 
@@ -39,7 +39,7 @@ class Entry:
         return list(self._numbers)
 
     def number(self, key: int) -> int:
-        """Which prompt that is."""
+        """The index of a prompt in its request."""
         return self._numbers[key]
 
     def params_of(self, number: int) -> SamplingParams:
@@ -48,7 +48,7 @@ class Entry:
 
     @property
     def deltas(self) -> list[Delta]:
-        """What has come, one for each completion that has begun."""
+        """The tokens so far: one Delta for each completion that has begun."""
         return list(self._grown.values())
 
     def heard_of(self, key: int) -> list[Delta]:
@@ -66,7 +66,7 @@ class Entry:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is to come."""
+        """True if no more tokens are expected."""
         left = self.refusal is None and self.failed is None
         return not (left and any(self.open_of(key) for key in self._numbers))
 

@@ -45,11 +45,11 @@ class Folder:
         return [(int(each.name.partition("-")[2]), each) for each in paths]
 
     def path_of(self, number: int) -> Path:
-        """Where segment ``number`` is, or would be."""
+        """The path of segment ``number``, whether it exists or not."""
         return self.path / _NAME.format(number)
 
     def sync(self) -> None:
-        """Behind it, which files there are outlives the host. Raises OSError."""
+        """Wait until the list of files outlives a crash of the host. Raises OSError."""
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)

@@ -15,11 +15,11 @@ from .segment import Segment, framed
 
 
 class DiskFailedError(OSError):
-    """A wait for the full segment has failed: nobody knows which bytes of it are on the disk."""
+    """A wait for the full segment has failed, so the bytes of it on the disk are unknown."""
 
 
 class FollowingSegment:
-    """Until ``taken``, or ``left``. All methods belong to the journal's thread."""
+    """The next segment, until ``taken`` or ``left``. All methods belong to the journal's thread."""
 
     def __init__(self, number: int, folder: Folder, opening: bytes, before: Segment | None) -> None:
         """``opening``: what it begins with. ``before``: the full one, which is to be on the disk first; None = that one
@@ -66,7 +66,7 @@ class FollowingSegment:
         return segment
 
     def left(self) -> None:
-        """Nobody needs it; waits for the thread."""
+        """Discard it; waits for the thread."""
         if self.work.exception() is None:
             self._leave(self.work.result())
         else:
@@ -90,7 +90,7 @@ def begun(segment: Segment, opening: bytes, folder: Folder) -> Segment:
 
 
 def sync_apart(path: Path) -> None:
-    """Wait until a file is on the disk. Raises OSError, also where another descriptor is told of it."""
+    """Wait until a file is on the disk. Raises OSError, also if another descriptor got that error first."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fdatasync(fd)
@@ -99,5 +99,5 @@ def sync_apart(path: Path) -> None:
 
 
 def is_whole(records: Collection[object]) -> bool:
-    """Whether a segment of these records has been taken."""
+    """Return True if a segment of these records has been taken."""
     return any(isinstance(record, Synced) for record in records)

@@ -1,15 +1,15 @@
-"""Accepted requests and what has come of them, on disk before anybody is told.
+"""The journal: accepted requests and their tokens, on disk before a client hears of them.
 
-**Kept when.** A request is on the disk itself (fdatasync) before it is begun; requests that come at once share one
-wait. What a step has brought is written before readers get it, and not waited for: it outlives the process, and a host
-that loses its power loses the last of it, which is then computed again.
+**When.** A request is on the disk itself (fdatasync) before it is begun. Requests that come at once share one wait.
+The tokens of a step are written before readers get them, without a wait. They outlive the process. A host that loses
+its power loses the last of them, and they are computed again.
 
-**A disk that fails.** After a wait that failed nobody knows which bytes are there. So the next request begins another
-segment first, with all that is known.
+**A disk that fails.** After a failed wait the bytes on the disk are unknown. The next request first begins another
+segment, with all that is known.
 
-**Kept how long.** Records go to the newest segment. At half of --journal-size another one begins with the requests
-under way, and all but the one before are removed: so answers stay for as long as a segment or two take to fill. A
-thread waits for the disk meanwhile, and nobody else does.
+**How long.** Records go to the newest segment. At half of --journal-size another one begins with the running requests.
+All older segments but one are removed, so an answer stays until one or two segments are full. Only a thread of the
+journal waits for the disk.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Journal:
         return entry
 
     def grown(self, deltas: Sequence[Delta]) -> None:
-        """What a step has brought, of these requests or of others."""
+        """Write the tokens of one step; those of requests that are not in the journal are ignored."""
         own = [d for d in deltas if d.key in self._by_key]
         gaps = [d for d in own if self._by_key[d.key].gap_in == self._number]
         if own and not self._try(Grown([d for d in own if d not in gaps] if gaps else own), Grown(own)):
@@ -147,7 +147,7 @@ class Journal:
         self._turn_over()
 
     def drop(self, answer_id: str) -> None:
-        """Nobody wants it any more. One that has ended stays, and unknown ones are ignored."""
+        """Drop an answer that has no reader. One that has ended stays; an unknown id is ignored."""
         entry = self._entries.get(answer_id)
         if entry is not None and not entry.ended:
             self._try(Dropped(answer_id))
@@ -198,7 +198,7 @@ class Journal:
         self._written += len(data)
 
     def _note(self, record: Any) -> None:
-        """For the segment that follows, if one is begun."""
+        """Add a record to the next segment, if one is begun."""
         if self._following is not None:
             self._following.add(framed(record))
 
@@ -237,10 +237,10 @@ class Journal:
         finally:
             self._syncing = None
         self._segment.note_synced(size)
-        self._turn_over()  # where requests keep coming, somebody waits nearly always
+        self._turn_over()  # while requests keep coming, a wait is nearly always pending
 
     def _opening(self, entries: Iterable[Entry]) -> bytes:
-        """What a segment begins with: all that is needed to go on without those before."""
+        """The first records of a segment: all that is needed without the segments before."""
         parts = [framed(self._heading)]
         for entry in entries:
             parts.append(framed(entry.accepted))
@@ -272,7 +272,7 @@ class Journal:
             self._follow()
 
     def _follow(self) -> None:
-        """Begin another segment, with the requests under way; with all, where nobody knows about this one."""
+        """Begin another segment with the running requests; with all, if the state of this one is unknown."""
         if self._following is not None or time.monotonic() < self._next_try:
             return
         self._next_try = time.monotonic() + RETRY_S  # where the disk is full

@@ -1,4 +1,4 @@
-"""What stands in a journal. Records only follow each other; none is ever changed."""
+"""The records of a journal. They are appended and never changed."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
 
 
 class Grown(msgspec.Struct, frozen=True, tag="grown"):
-    """What one step has brought, before a reader is told."""
+    """The tokens of one step; written before a reader gets them."""
 
     deltas: list[Delta]
 
 
 class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
-    """Nobody wants that answer: its client has left, or was refused."""
+    """An answer without a reader: its client has left, or was refused."""
 
     id: str
 
 
 class Unanswerable(msgspec.Struct, frozen=True, kw_only=True, tag="unanswerable"):
-    """A request that cannot be finished, and what its client is to be told."""
+    """A request that cannot be finished, and the error for its client."""
 
     id: str
     status: int
@@ -78,7 +78,7 @@ class Unanswerable(msgspec.Struct, frozen=True, kw_only=True, tag="unanswerable"
 
 
 class Begun(msgspec.Struct, frozen=True, tag="begun"):
-    """How many servers, by the id of an answer, have begun it again and have not come to their end in order."""
+    """Counts of servers that have begun an answer again and did not stop in order, by the id of the answer."""
 
     counts: dict[str, int]
 

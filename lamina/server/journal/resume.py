@@ -1,4 +1,4 @@
-"""Requests that an earlier server has left in the journal are finished, or it is said why they cannot be."""
+"""Finishes the requests that an earlier server has left in the journal, or records why it cannot."""
 
 from __future__ import annotations
 

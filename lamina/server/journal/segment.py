@@ -27,9 +27,9 @@ def framed(record: msgspec.Struct) -> bytes:
 
 
 class Contents:
-    """What a file has: its records, and where the last whole one ends.
+    """The records of a file, and the offset at which the last whole one ends.
 
-    A host that loses its power may leave holes in what was not on the disk yet, with whole records behind them.
+    A host that loses its power may leave holes in bytes that were not on the disk yet, with whole records after them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,7 +108,7 @@ class Segment:
         self._torn = False
 
     def sync(self) -> None:
-        """Behind it, what was written outlives the host. Raises OSError."""
+        """Wait until all written bytes outlive a crash of the host. Raises OSError."""
         os.fdatasync(self._fd)
 
     def note_synced(self, size: int) -> None:
