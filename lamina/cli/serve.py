@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
         with listener(config):
             pass
         print(would_start(args.model, engine))
-        total = size(config.memory_limits(memory_bytes()).body_total)
-        print(f"would hold at most {total} of bodies and prompts (--limits body-total)")
+        bodies, answers = map(size, config.memory_limits(memory_bytes()))
+        print(f"would hold at most {bodies} of bodies and prompts, and {answers} of answers (--limits)")
         print(f"would serve {args.model} as {', '.join(config.names(args.model))} on {_place(config)}")
         return 0
     return _serve(args.model, config, engine)

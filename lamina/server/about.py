@@ -1,4 +1,4 @@
-"""What the server says of itself: models, health, load, version, metrics, tokens."""
+"""Facts of the server: models, health, load, version, metrics, tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from starlette.responses import PlainTextResponse, Response
 
 from lamina import __version__
 
+from .answer.answers import json_answer
+from .answer.rows import Rows
 from .calls import Service
 from .door.bodies import parse
 from .door.intake import TextRoom
@@ -28,8 +30,8 @@ def _service(request: Request) -> Service:
 
 @router.get("/health", responses=answers(503))
 async def health(request: Request) -> Response:
-    """200 while the engine makes progress, or is idle and all its workers answer; else 503 and why: "recovering" where
-    a lost worker is being replaced, behind which all requests go on.
+    """200 while the engine makes progress, or is idle and all its workers answer. Else 503 and the reason: "recovering"
+    where a lost worker is being replaced, after which all requests go on.
     """
     illness = _service(request).illness
     if illness is None:
@@ -103,7 +105,13 @@ async def tokenize(request: Request) -> Response:
     intake.add((TOKEN_NAME if body.return_token_strs else LIST_TOKEN) * len(ids), "the prompt")
     names = await asyncio.to_thread(prompter.tokenizer.convert_ids_to_tokens, ids) if body.return_token_strs else None
     limit = service.client.ready.max_model_len
-    return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit, "token_strs": names})
+    answer = {
+        "tokens": Rows(ids, len(ids)),
+        "count": len(ids),
+        "max_model_len": limit,
+        "token_strs": None if names is None else Rows(names, len(names)),
+    }
+    return json_answer(answer, service.encoder)
 
 
 @router.post("/detokenize", openapi_extra=described(DetokenizeRequest), responses=answers(body=True))

@@ -48,7 +48,7 @@ class SessionTurn:
 
 @dataclass
 class Service:
-    """What the routes share. Filled by ``run.py``; one for each server."""
+    """Everything that the routes share: one for each server, filled by ``run.py``."""
 
     config: ServerConfig
     names: list[str]
@@ -64,6 +64,7 @@ class Service:
     journal: Journal | None = None
     turns: Turns = field(default_factory=Turns)
     decoder: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lamina-bodies"))
+    encoder: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lamina-answers"))
     decoding: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a body on ``decoder``
     tokenizing: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a long text
     calls: set[Call] = field(default_factory=set)
@@ -71,7 +72,7 @@ class Service:
 
     def __post_init__(self) -> None:
         limits = self.config.memory_limits(memory_bytes())
-        self.bodies = MemoryBudget(limits.body_total)
+        self.bodies, self.answers = MemoryBudget(limits.body_total), MemoryBudget(limits.answer_total)
 
     def texts_of(self, asked: Accepted) -> TokenTexts:
         """By which tokens are named in its log-probabilities."""

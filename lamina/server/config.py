@@ -64,8 +64,8 @@ class ServerConfig:
     max_body: str = option("8MiB", "size of a request's body")
     limits: str = option(
         "",
-        "memory of all requests together: body-total=SIZE for bodies and prompts; empty = a 16th of the memory of this "
-        "host or its control group (docs/serve.md)",
+        "memory of all requests, by comma: body-total=SIZE for bodies and prompts, answer-total=SIZE for answers; "
+        "empty = a 16th and an 8th of this host's memory (docs/serve.md)",
     )
     max_nesting: int = option(64, "depth of a request's JSON")
     max_prompts: int = option(256, "prompts in a request")
@@ -139,7 +139,7 @@ class ServerConfig:
 
     @property
     def rules(self) -> ConductorRules:
-        """By which requests are refused. Raises ValueError."""
+        """The rules by which requests are refused. Raises ValueError."""
         ttft_s, tbt_s = parse_seconds(self.slo_ttft, "--slo-ttft"), parse_seconds(self.slo_tbt, "--slo-tbt")
         return ConductorRules(
             policy=self.prefill_policy,
@@ -150,7 +150,7 @@ class ServerConfig:
 
     @property
     def promises(self) -> bool:
-        """Whether a time is promised."""
+        """True where a time is promised."""
         return self.rules.limits != NO_LIMITS
 
     @property
@@ -183,7 +183,7 @@ class ServerConfig:
         return _split(self.allowed_hosts.lower())
 
     def names(self, model: str) -> list[str]:
-        """What clients may call ``model``; the first name is the one in answers."""
+        """The names that clients may use for ``model``. The first one is in answers."""
         return _split(self.served_model_name) or [model]
 
 

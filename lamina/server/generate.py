@@ -14,9 +14,9 @@ from starlette.responses import Response
 from .admission import Ticket
 from .answer.answers import EventStream, until_gone, whole
 from .answer.heads import new_request
+from .answer.room import answer_costs, take_room
 from .answer.shapes import ChatShape, CompletionShape, Shape
 from .calls import Call, Service, SessionTurn
-from .config import ServerConfig
 from .door.bodies import parse
 from .door.intake import TextRoom
 from .errors import ApiError
@@ -98,7 +98,11 @@ async def _call(
     turn: SessionTurn | None,
 ) -> Call:
     service: Service = request.app.state.service
-    request.state.intake.add(PROMPT_TOKEN * sum(len(p.ids) for p in prompts), "the prompt")
+    lengths = [len(p.ids) for p in prompts]
+    request.state.intake.add(PROMPT_TOKEN * sum(lengths), "the prompt")
+    costs = answer_costs(asked, lengths, service.client.ready)
+    room = take_room(service.answers, costs, service.metrics.rejected)
+    request.state.ends.callback(room.close)
     entry = await _journaled(service, asked, prompts)
     try:
         call = Call(
@@ -135,15 +139,16 @@ async def _journaled(service: Service, asked: Accepted, prompts: list[Prompt]) -
 
 
 async def _answer(request: Request, body: Sampling, call: Call, shape: Shape) -> Response:
+    service: Service = request.app.state.service
     if not body.stream:
-        return await whole(request, call, shape)
-    config: ServerConfig = request.app.state.service.config
+        return await whole(request, call, shape, service.encoder)
+    config = service.config
     if config.promises:
         await _begun(request, call, config.sse_keep_alive_s)
     options = body.stream_options
     if config.enable_force_include_usage:
         options = StreamOptions(include_usage=True, continuous_usage_stats=True)
-    return EventStream(call, shape, options, alive_s=config.sse_keep_alive_s)
+    return EventStream(call, shape, options, service.encoder, alive_s=config.sse_keep_alive_s)
 
 
 async def _begun(request: Request, call: Call, alive_s: float) -> None:

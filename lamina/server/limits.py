@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from lamina.protocol.options.declare import parse_size, size_flag
 
-BODY_TOTAL = "body-total"
-KNOWN = (BODY_TOTAL,)
-BODY_PART = 16  # the default is the 16th part of the memory
-LEAST = 64 << 20  # bytes, where nothing is set
+BODY_TOTAL, ANSWER_TOTAL = "body-total", "answer-total"
+KNOWN = (BODY_TOTAL, ANSWER_TOTAL)
+BODY_PART, ANSWER_PART = 16, 8  # the defaults are a 16th and an 8th of the memory
+LEAST = 64 << 20  # bytes of either, where nothing is set
 SPARE = 8  # a large body leaves the 8th part of the room to bodies of a few KiB
 
 # Measured: with tracemalloc on decoded bodies, and by the resident memory of a process that tokenizes.
@@ -18,15 +18,21 @@ DECODING, DECODING_SMALL, DECODING_MOST = 10, 40, 16 << 20
 TOKENIZING = 256  # bytes for a byte of text, while it is tokenized
 LIST_TOKEN = 40  # of a token id in a list
 PROMPT_TOKEN = 80  # of a prompt's token: in the server, and in the engine
+ANSWER_TOKEN = 80  # of a token of an answer, with its text
+SCORE = 150  # of a log-probability of a generated token: 25 in the server, the rest in the engine
+PROMPT_SCORE = 40  # of one of a prompt's token, which the engine has for a short time
 TOKEN_NAME = 120  # of a token id and its name, in an answer of /tokenize
 FIELD = 600  # of a message, or of another object
 _EMPTY = sys.getsizeof("")
 
 
 class MemoryLimits(NamedTuple):
-    """``body_total``: bytes of all bodies and prompts in the server."""
+    """``body_total``: bytes of all bodies and prompts in the server; ``answer_total``: bytes that accepted requests may
+    bring.
+    """
 
     body_total: int
+    answer_total: int
 
 
 def memory_limits(text: str, memory: int, max_body: int) -> MemoryLimits:
@@ -38,7 +44,7 @@ def memory_limits(text: str, memory: int, max_body: int) -> MemoryLimits:
         needs = f"to decode a body of --max-body {size_flag(max_body)} takes {size_flag(least, least=True)}"
         given_total = f"--limits {BODY_TOTAL}={size_flag(body_total)}"
         raise ValueError(f"{given_total}: {needs}: raise it, or lower --max-body")
-    return MemoryLimits(body_total)
+    return MemoryLimits(body_total, given.get(ANSWER_TOTAL, max(memory // ANSWER_PART, LEAST)))
 
 
 def _parsed(text: str) -> dict[str, int]:

@@ -126,9 +126,9 @@ def test_what_it_runs_makes_sense(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--port", "0", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "would serve examples/tiny_lm/model" in out
-    assert re.search(
-        r"^would hold at most [\d.]+ [MG]B of bodies and prompts \(--limits body-total\)$", out, re.MULTILINE
-    )
+    size = r"[\d.]+ [MG]B"
+    line = rf"^would hold at most {size} of bodies and prompts, and {size} of answers \(--limits\)$"
+    assert re.search(line, out, re.MULTILINE)
     assert "COPY examples /home/lamina/examples" in FINAL
     assert "WORKDIR /home/lamina" in FINAL
 

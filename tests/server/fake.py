@@ -17,7 +17,7 @@ from lamina.server.answer.logprobs import TokenTexts
 from lamina.server.app import layered, make_app
 from lamina.server.calls import Service
 from lamina.server.config import ServerConfig
-from lamina.server.link.messages import AskSessions, Delta, Ready, SessionsAre, State, Times
+from lamina.server.link.messages import AskSessions, Delta, Ready, SessionsAre, State, Times, encode_scores
 from lamina.server.link.open_prompts import DeltaWatch
 from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.request.prompts import Prompter
@@ -96,7 +96,8 @@ class FakeClient:
         self.cancelled.append(key)
 
     def _deltas(self, key: int, index: int, params: SamplingParams, *, last: bool) -> list[Delta]:
-        logprobs = None if params.logprobs is None else [[(WORD, -0.5, 1), *[(WORD + 1, -1.0, 1)] * params.logprobs]]
+        scores = [(WORD, -0.5, 1), *[(WORD + 1, -1.0, 1)] * (params.logprobs or 0)]
+        logprobs = None if params.logprobs is None else [encode_scores(scores)]
         cached = self.cached if index == 0 else None
         first = Delta(key=key, index=index, tokens=[WORD], text="ab", logprobs=logprobs, cached=cached)
         times = Times(0.001, 0.002, 0.003) if last else None

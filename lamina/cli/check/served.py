@@ -14,7 +14,7 @@ from lamina.protocol.options.engine import EngineConfig
 from lamina.request import CompletionOutput, RequestOutput, RequestTimes, SamplingParams
 from lamina.server.link.client import EngineClient
 from lamina.server.link.launch import launch_engine
-from lamina.server.link.messages import Delta, Start
+from lamina.server.link.messages import Delta, Start, decode_scores
 from lamina.server.link.open_prompts import PromptRefusedError
 from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.link.restarts import EngineRestarts
@@ -75,7 +75,10 @@ class _DyingEngine:
         while told.finish_reason is None:
             for delta in await feed.take():
                 told.token_ids += delta.tokens
-                told.logprobs = [*(told.logprobs or []), *(spelled(x, [], None) for x in delta.logprobs or [])]
+                told.logprobs = [
+                    *(told.logprobs or []),
+                    *(spelled(decode_scores(x) or [], [], None) for x in delta.logprobs or []),
+                ]
                 told.finish_reason, told.stop_reason = delta.finish_reason, delta.stop_reason
             self._strike()
 

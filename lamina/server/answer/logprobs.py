@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from msgspec import Raw
 
 from lamina.models.tokens import Detokenizer
 from lamina.request import Score
-from lamina.server.link.messages import Logprobs
+from lamina.server.link.messages import Logprobs, decode_scores
 
+from .rows import Rows
+
+SCORE_BYTES = 12  # of a log-probability as the link encodes it, at least
 LEAST = -9999.0  # in place of minus infinity, which JSON does not have
 
 
@@ -59,22 +65,42 @@ class TokenNumbers(TokenTexts):
         return text, list(text.encode())
 
 
-def chat_logprobs(texts: TokenTexts, entries: Sequence[Logprobs]) -> dict[str, Any]:
-    """Of chat completions: one item for each token. Among the alternatives the token itself comes first, as in vLLM:
-    where it is none of the best, the last of them gives way to it.
+def chat_logprobs(texts: TokenTexts, entries: Sequence[Raw]) -> dict[str, Any]:
+    """The log-probabilities of chat completions: one item for each token. Among the alternatives the token itself comes
+    first, as in vLLM: where it is none of the best, the last of them gives way to it.
     """
-    content = []
-    for entry in entries:
-        top = _distinct(entry)[: len(entry) - 1]
-        content.append({**_item(texts, entry[0]), "top_logprobs": [_item(texts, x) for x in top]})
-    return {"content": content}
+
+    def items() -> Iterator[dict[str, Any]]:
+        for entry in map(scores_of, entries):
+            top = _distinct(entry)[: len(entry) - 1]
+            yield {**_item(texts, entry[0]), "top_logprobs": [_item(texts, x) for x in top]}
+
+    return {"content": Rows(items(), len(entries), _units(entries))}
 
 
-def prompt_scores(texts: TokenTexts, entries: Sequence[Logprobs | None]) -> list[dict[str, Any] | None]:
+def prompt_scores(texts: TokenTexts, entries: Sequence[Raw]) -> Rows:
     """``prompt_logprobs`` as vLLM has them: for each token of the prompt token id -> log-probability, rank and text;
     itself first, then the best.
     """
-    return [None if entry is None else _ranked(texts, entry) for entry in entries]
+
+    def items() -> Iterator[dict[str, Any] | None]:
+        for entry in map(decode_scores, entries):
+            yield None if entry is None else _ranked(texts, entry)
+
+    return Rows(items(), len(entries), _units(entries))
+
+
+def scores_of(raw: Raw) -> Logprobs:
+    """The decoded log-probabilities of a token that was generated."""
+    entry = decode_scores(raw)
+    if entry is None:
+        raise ValueError("the engine has sent a token without its log-probability")
+    return entry
+
+
+def _units(entries: Sequence[Raw]) -> int:
+    """Units of one of ``entries``, about: the first one of a prompt has nothing."""
+    return 1 + memoryview(entries[-1]).nbytes // SCORE_BYTES if entries else 1
 
 
 def _ranked(texts: TokenTexts, entry: Logprobs) -> dict[str, Any]:
@@ -105,26 +131,55 @@ class CompletionLogprobs:
         self._pieces = Detokenizer(texts.tokenizer, prompt, skip_special_tokens=skip_special_tokens)
         self._offset = start
 
-    def block(self, tokens: Sequence[int], entries: Sequence[Logprobs | None]) -> dict[str, Any]:
+    def block(self, tokens: Sequence[int], entries: Sequence[Raw]) -> Block:
         """The next tokens. An entry of None has no log-probability: the first token of a prompt."""
-        offsets = []
+        return Block(self._texts, tokens, entries, self._offsets(tokens))
+
+    def _offsets(self, tokens: Sequence[int]) -> Iterator[int]:
         for token in tokens:
-            offsets.append(self._offset)
+            yield self._offset
             self._offset += len(self._pieces.push([token]))
-        return {
-            "text_offset": offsets,
-            "tokens": [self._texts(t)[0] for t in tokens],
-            "token_logprobs": [None if e is None else max(e[0][1], LEAST) for e in entries],
-            "top_logprobs": [None if e is None else self._top(e) for e in entries],
-        }
+
+
+class Block(NamedTuple):
+    """Tokens of one completion, or of its prompt. ``offsets``: made as they are read, once."""
+
+    texts: TokenTexts
+    tokens: Sequence[int]
+    entries: Sequence[Raw]
+    offsets: Iterator[int]
+
+    @property
+    def names(self) -> Iterator[str]:
+        """The texts of the tokens."""
+        return (self.texts(token)[0] for token in self.tokens)
+
+    @property
+    def values(self) -> Iterator[float | None]:
+        """The log-probabilities of the tokens."""
+        for entry in map(decode_scores, self.entries):
+            yield None if entry is None else max(entry[0][1], LEAST)
+
+    @property
+    def tops(self) -> Iterator[dict[str, float] | None]:
+        """The best tokens at each place, with the token itself."""
+        for entry in map(decode_scores, self.entries):
+            yield None if entry is None else self._top(entry)
 
     def _top(self, entry: Logprobs) -> dict[str, float]:
         top: dict[str, float] = {}
         for token, value, _ in entry:
-            top.setdefault(self._texts(token)[0], max(value, LEAST))
+            top.setdefault(self.texts(token)[0], max(value, LEAST))
         return top
 
 
-def joined(blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several blocks of one completion as one."""
-    return {name: [x for b in blocks for x in b[name]] for name in blocks[0]}
+def joined(blocks: Sequence[Block]) -> dict[str, Any]:
+    """Blocks of one completion as the parallel lists of OpenAI's answer."""
+    count = sum(len(block.tokens) for block in blocks)
+    alternatives = max((_units(block.entries) for block in blocks), default=1)
+    return {
+        "text_offset": Rows(chain.from_iterable(b.offsets for b in blocks), count),
+        "tokens": Rows(chain.from_iterable(b.names for b in blocks), count),
+        "token_logprobs": Rows(chain.from_iterable(b.values for b in blocks), count, alternatives),
+        "top_logprobs": Rows(chain.from_iterable(b.tops for b in blocks), count, alternatives),
+    }

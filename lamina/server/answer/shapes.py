@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from msgspec import Raw
+
 from lamina.request import SamplingParams
 from lamina.server.journal.records import Accepted
-from lamina.server.link.messages import Delta, Logprobs
+from lamina.server.link.messages import Delta, encode_scores
 from lamina.server.request.prompts import Prompt
 
 from .heads import head_of
 from .logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, joined, prompt_scores
 
+NO_SCORES = encode_scores(None)
+
 
 class AskedFor(Protocol):
-    """What an answer is the answer to: a Call, or a journal's Entry."""
+    """A Call, or an Entry of a journal: a request that is to be answered."""
 
     prompts: list[Prompt]
     params: SamplingParams
@@ -25,7 +29,7 @@ class Shape(Protocol):
     """Makes an endpoint's answer of a call's deltas."""
 
     def head(self, *, stream: bool) -> dict[str, Any]:
-        """What every chunk, or the whole answer, begins with."""
+        """The fields that every chunk, or the whole answer, begins with."""
         ...
 
     def opening(self) -> list[dict[str, Any]]:
@@ -36,8 +40,12 @@ class Shape(Protocol):
         """A delta of prompt ``number`` as a choice of a chunk. Each delta is given once, in order."""
         ...
 
-    def whole(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        """All choices of one index as one choice of a whole answer."""
+    def whole(self, number: int, delta: Delta) -> dict[str, Any]:
+        """A completion of prompt ``number``, whose deltas are added up, as a choice of a whole answer."""
+        ...
+
+    def note(self, number: int, delta: Delta) -> None:
+        """Keep the log-probabilities of prompt ``number`` that ``delta`` has; the head of a whole answer needs them."""
         ...
 
 
@@ -51,7 +59,7 @@ class CompletionShape:
         self._echo = asked.echo
         self._ids = asked.token_ids
         self._logprobs: dict[int, CompletionLogprobs] = {}
-        self._prompt_entries: dict[int, list[Logprobs | None]] = {}
+        self._prompt_entries: dict[int, list[Raw]] = {}
         self._begun: set[int] = set()
 
     def head(self, *, stream: bool) -> dict[str, Any]:
@@ -69,9 +77,8 @@ class CompletionShape:
             tokens, text, entries = [], "", [] if entries is not None else None
         if first and self._echo:
             text = self._prompt_text(number) + text
-        if delta.prompt_logprobs is not None:
-            self._prompt_entries[number] = delta.prompt_logprobs
-        logprobs = None if entries is None else self._block(number, index, delta, tokens, entries, first=first)
+        self.note(number, delta)
+        logprobs = None if entries is None else self._block(number, index, tokens, entries, first=first)
         reason = "length" if self._call.only_prompt and delta.finish_reason else delta.finish_reason
         ids: dict[str, Any] = {"token_ids": tokens} if self._ids else {}
         if first and self._ids:
@@ -86,27 +93,25 @@ class CompletionShape:
             **ids,
         }
 
-    def whole(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        text = "".join(p["text"] for p in parts)
-        blocks = [p["logprobs"] for p in parts if p["logprobs"] is not None]
-        entries = self._prompt_entries.get(parts[0]["index"] // self._call.params.n)
+    def whole(self, number: int, delta: Delta) -> dict[str, Any]:
+        choice, entries = self.choice(number, delta), self._prompt_entries.get(number)
         return {
-            **parts[-1],
-            "text": text,
-            "logprobs": joined(blocks) if blocks else None,
+            **choice,
             "prompt_logprobs": None if entries is None else prompt_scores(self._texts, entries),
-            "prompt_token_ids": parts[0].get("prompt_token_ids"),
-            "token_ids": [t for p in parts for t in p["token_ids"]] if self._ids else None,
+            "prompt_token_ids": choice.get("prompt_token_ids"),
+            "token_ids": choice.get("token_ids"),
         }
+
+    def note(self, number: int, delta: Delta) -> None:
+        if delta.prompt_logprobs is not None:
+            self._prompt_entries[number] = delta.prompt_logprobs
 
     def _prompt_text(self, number: int) -> str:
         """The text of a prompt, with special tokens: a client's own text has those too."""
         prompt = self._call.prompts[number]
         return prompt.text or str(self._texts.tokenizer.decode(prompt.ids))
 
-    def _block(
-        self, number: int, index: int, delta: Delta, tokens: list[int], entries: list[Logprobs], *, first: bool
-    ) -> dict[str, Any]:
+    def _block(self, number: int, index: int, tokens: list[int], entries: list[Raw], *, first: bool) -> dict[str, Any]:
         ids, skip = self._call.prompts[number].ids, self._call.params.skip_special_tokens
         blocks = []
         if first:
@@ -114,7 +119,7 @@ class CompletionShape:
             self._logprobs[index] = CompletionLogprobs(self._texts, ids, start, skip_special_tokens=skip)
             if self._echo:
                 prompt = CompletionLogprobs(self._texts, [], 0, skip_special_tokens=False)
-                blocks.append(prompt.block(ids, self._prompt_entries.get(number, [None] * len(ids))))
+                blocks.append(prompt.block(ids, self._prompt_entries.get(number, [NO_SCORES] * len(ids))))
         return joined([*blocks, self._logprobs[index].block(tokens, entries)])
 
 
@@ -127,7 +132,7 @@ class ChatShape:
         self._head = head_of(asked)
         self._ids = asked.token_ids
         self._echo = call.prompts[0].text if asked.echo else ""
-        self._entries: list[Logprobs | None] | None = None  # of the prompt
+        self._entries: list[Raw] | None = None  # of the prompt
 
     def head(self, *, stream: bool) -> dict[str, Any]:
         if stream:
@@ -147,8 +152,7 @@ class ChatShape:
         ]
 
     def choice(self, number: int, delta: Delta) -> dict[str, Any]:
-        if delta.prompt_logprobs is not None:
-            self._entries = delta.prompt_logprobs
+        self.note(number, delta)
         return {
             "index": delta.index,
             "delta": {"content": delta.text} if delta.text or not delta.finish_reason else {},
@@ -159,15 +163,14 @@ class ChatShape:
             **({"token_ids": delta.tokens} if self._ids else {}),
         }
 
-    def whole(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        content = self._echo + "".join(p["delta"].get("content", "") for p in parts)
-        items = [i for p in parts if p["logprobs"] is not None for i in p["logprobs"]["content"]]
-        given = parts[-1]["logprobs"] is not None
-        choice = {k: v for k, v in parts[-1].items() if k != "delta"}
-        message = {"role": "assistant", "content": content, "refusal": None}
-        return {
-            **choice,
-            "message": message,
-            "logprobs": {"content": items, "refusal": None} if given else None,
-            "token_ids": [t for p in parts for t in p["token_ids"]] if self._ids else None,
-        }
+    def whole(self, number: int, delta: Delta) -> dict[str, Any]:
+        choice = self.choice(number, delta)
+        del choice["delta"]
+        message = {"role": "assistant", "content": self._echo + delta.text, "refusal": None}
+        if choice["logprobs"] is not None:
+            choice["logprobs"] |= {"refusal": None}
+        return {**choice, "message": message, "token_ids": choice.get("token_ids")}
+
+    def note(self, number: int, delta: Delta) -> None:
+        if delta.prompt_logprobs is not None:
+            self._entries = delta.prompt_logprobs

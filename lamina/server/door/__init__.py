@@ -1,1 +1,1 @@
-"""Who may come in, and how much of a request is read: before anything of it is understood."""
+"""Keys, names and limits of requests: all that is checked before a request is understood."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -137,7 +138,8 @@ def _check_inner(given: dict[str, Any], service: Service) -> None:
 
 class BodyLimits:
     """Reads the bodies of the routes that take one, bounded in size, in time and in sum; no other body is read. A body
-    goes to ``state["body"]``, and what it takes of the budget to ``state["intake"]``, which ends with the request.
+    goes to ``state["body"]``, and what it takes of the budget to ``state["intake"]``. Callbacks of ``state["ends"]``
+    are called once the request is answered, or its client has left.
     """
 
     def __init__(
@@ -159,10 +161,10 @@ class BodyLimits:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
             await self._app(scope, receive, send)
             return
-        intake = Intake(self._budget, self._refused)
-        state = scope.setdefault("state", {})
-        state["intake"] = intake
-        try:
+        intake, state = Intake(self._budget, self._refused), scope.setdefault("state", {})
+        with ExitStack() as ends:
+            ends.callback(intake.close)
+            state.update(intake=intake, ends=ends)
             try:
                 self._check_headers(dict(scope["headers"]), intake)
                 state["body"] = await self._read(receive, intake)
@@ -171,8 +173,6 @@ class BodyLimits:
                 return
             if state["body"] is not None:
                 await self._app(scope, receive, send)
-        finally:
-            intake.close()
 
     def _check_headers(self, headers: dict[bytes, bytes], intake: Intake) -> None:
         if headers.get(b"content-encoding", b"identity") != b"identity":

@@ -46,9 +46,9 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         made: Callable[[], None] | None = None,
         **options: Any,
     ) -> None:
-        """``budget``: of bodies, in which requests count until the application takes them; ``header_s``: for a
-        request's headers, and for the rest of one that was answered before all of it came; ``slow_s``: for a client to
-        read something of what waits for it; ``made`` is called first.
+        """``budget``: of bodies; a request counts there until the application takes it. ``header_s``: for a request's
+        headers, and for the rest of a request that was answered early. ``slow_s``: for a client to read something of
+        what waits for it. ``made`` is called first.
         """
         super().__init__(**options)
         self._crowd = crowd

@@ -1,4 +1,4 @@
-"""How many connections there may be, and which one goes where there are more."""
+"""A bound on connections, and a rule which one goes where there are more."""
 
 from __future__ import annotations
 

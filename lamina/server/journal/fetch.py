@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from lamina.server.answer.answers import json_answer, whole_answer
 from lamina.server.answer.shapes import ChatShape, CompletionShape, Shape
 from lamina.server.calls import Service
 from lamina.server.errors import ApiError, engine_error, json_response
@@ -40,15 +41,11 @@ def _answer(service: Service, answer_id: str, kind: str) -> Response:
     if not entry.ended:
         head = {**_shape(service, entry).head(stream=False), "status": "in_progress"}
         return json_response(head, 202, {"Retry-After": str(RETRY_AFTER_S)})
-    return json_response(_whole(_shape(service, entry), entry))
+    deltas = sorted(entry.deltas, key=lambda delta: (entry.number(delta.key), delta.index))
+    numbered = [(entry.number(delta.key), delta) for delta in deltas]
+    return json_answer(whole_answer(_shape(service, entry), numbered, entry.usage), service.encoder)
 
 
 def _shape(service: Service, entry: Entry) -> Shape:
     asked = entry.accepted
     return (ChatShape if asked.kind == "chatcmpl" else CompletionShape)(entry, service.texts_of(asked), asked)
-
-
-def _whole(shape: Shape, entry: Entry) -> dict[str, object]:
-    deltas = sorted(entry.deltas, key=lambda delta: (entry.number(delta.key), delta.index))
-    choices = [shape.whole([shape.choice(entry.number(delta.key), delta)]) for delta in deltas]
-    return {**shape.head(stream=False), "choices": choices, "usage": entry.usage}

@@ -36,6 +36,7 @@ from .messages import (
     SessionsAre,
     State,
     WorkerCounters,
+    detach,
     emptied,
     fitted,
 )
@@ -358,6 +359,8 @@ class EngineClient:
     def _handle_message(self, message: Any) -> None:
         if isinstance(message, Outputs):
             self._state_at = time.monotonic()
+            for delta in message.deltas:
+                detach(delta)
             if (message := self._parts.add(message)) is None:
                 return
             if message.tokens:

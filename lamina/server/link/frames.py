@@ -18,6 +18,7 @@ from .messages import Delta, Outputs, Refused, Scaled, SessionsAre, Times
 
 LENGTH = struct.Struct("<I")  # before each frame, as on control links
 _encode = msgspec.msgpack.Encoder().encode
+_delta = msgspec.msgpack.Decoder(Delta).decode
 
 
 class UnsendableError(Exception):
@@ -92,7 +93,7 @@ def read_anyway(frame: bytes, error: Exception) -> Mended | None:
         deltas, bad = list[Delta](), list[int]()
         for each in given:
             try:
-                deltas.append(msgspec.convert(each, Delta))
+                deltas.append(_delta(_encode(each)))
             except msgspec.ValidationError:
                 if not isinstance(each, list) or not each or (name := _whole(each[0])) is None:
                     return None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+from msgspec import Raw
 
 from lamina.request import CompletionOutput, Logprob, RequestOutput, scored
 
-from .messages import Add, Delta, Times
+from .messages import Add, Delta, Times, encode_scores
 
 
 class LivePrompt:
@@ -63,5 +64,5 @@ def _times(output: RequestOutput) -> Times:
     return Times(scheduled - t.arrival_s, first - scheduled, decode, output.num_preemptions)
 
 
-def _scores(entries: Sequence[dict[int, Logprob] | None], count: int | None) -> list[Any]:
-    return [None if entry is None else scored(entry, count or 0) for entry in entries]
+def _scores(entries: Sequence[dict[int, Logprob] | None], count: int | None) -> list[Raw]:
+    return [encode_scores(None if entry is None else scored(entry, count or 0)) for entry in entries]

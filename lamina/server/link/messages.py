@@ -157,21 +157,45 @@ class Times(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Delta(msgspec.Struct, kw_only=True, array_like=True):
-    """How completion ``index`` of a prompt has grown. The server adds up what a slow reader has not taken yet."""
+    """How completion ``index`` of a prompt has grown. The server adds up what a slow reader has not taken yet.
+
+    Log-probabilities stay encoded until an answer needs them: decoded they take six times the memory and time.
+    """
 
     key: int
     index: int
     tokens: list[int]
     text: str
-    logprobs: list[Logprobs] | None = None  # one for each token
+    logprobs: list[msgspec.Raw] | None = None  # a Logprobs for each token, as encoded
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: list[Logprobs | None] | None = None  # with the first delta of completion 0
+    prompt_logprobs: list[msgspec.Raw] | None = None  # each a Logprobs or None; with the first delta of completion 0
     cached: int | None = None  # tokens of the prompt whose KV was there; with the first delta of completion 0
     times: Times | None = None  # with the last delta of the whole prompt
     blame: Blame | None = None  # where it has ended with an error, whose text is ``stop_reason``
     rebuilt: bool = False  # it goes on with all KV, as answers with less were not good enough
     refusal: Refusal | None = None  # where it was computed and is not decoded
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Logprobs | None).decode
+
+
+def encode_scores(entry: Logprobs | None) -> msgspec.Raw:
+    """An item of a Delta's log-probabilities; None where a token has none."""
+    return msgspec.Raw(_encode(entry))
+
+
+def decode_scores(raw: msgspec.Raw) -> Logprobs | None:
+    """The item that ``encode_scores`` made. Raises msgspec.MsgspecError."""
+    entry: Logprobs | None = _decode(raw)
+    return entry
+
+
+def detach(delta: Delta) -> None:
+    """Copy encoded log-probabilities, which else keep the frame of all requests in memory that they came in."""
+    delta.logprobs = delta.logprobs and [raw.copy() for raw in delta.logprobs]
+    delta.prompt_logprobs = delta.prompt_logprobs and [raw.copy() for raw in delta.prompt_logprobs]
 
 
 def add_up(held: Delta, new: Delta) -> None:

@@ -4,22 +4,21 @@ parts, one message after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from msgspec import structs
+from msgspec import Raw, structs
 
-from lamina.protocol import control
+from .messages import Delta, Outputs
 
-from .messages import Delta, Logprobs, Outputs
-
-_DELTA_BYTES, _TOKEN_BYTES, _CHAR_BYTES, _SCORE_BYTES = 256, 5, 4, 20  # as encoded, at most
+MOST = 4 << 20  # bytes of a message: the event loop of the server reads one in a few milliseconds
+_DELTA_BYTES, _TOKEN_BYTES, _CHAR_BYTES = 256, 5, 4  # as encoded, at most
 
 
 def parted(outputs: Outputs, most: int | None = None) -> Iterator[Outputs]:
     """Messages that are ``outputs`` together, each of about ``most`` bytes unless the log-probabilities of one token
-    take more; None = a quarter of a frame.
+    take more; None = MOST.
     """
-    most = control.MAX_FRAME // 4 if most is None else most
+    most = MOST if most is None else most
     part, size = list[Delta](), 0
     for delta in (piece for whole in outputs.deltas for piece in _pieces(whole, most)):
         taken = _size(delta)
@@ -36,11 +35,11 @@ def _pieces(delta: Delta, most: int) -> Iterator[Delta]:
     if delta.prompt_logprobs is None or _size(delta) <= most:
         yield delta
         return
-    head, rest = structs.replace(delta, prompt_logprobs=[]), list[Logprobs | None]()
+    head, rest = structs.replace(delta, prompt_logprobs=[]), list[Raw]()
     yield head
     size = 0
     for entry in delta.prompt_logprobs:
-        taken = _size_of([entry])
+        taken = memoryview(entry).nbytes
         if rest and size + taken > most:
             yield _more_of(delta, rest)
             rest, size = [], 0
@@ -49,17 +48,13 @@ def _pieces(delta: Delta, most: int) -> Iterator[Delta]:
     yield _more_of(delta, rest)
 
 
-def _more_of(delta: Delta, scores: list[Logprobs | None]) -> Delta:
+def _more_of(delta: Delta, scores: list[Raw]) -> Delta:
     return Delta(key=delta.key, index=delta.index, tokens=[], text="", prompt_logprobs=scores)
 
 
 def _size(delta: Delta) -> int:
-    scores = _size_of(delta.logprobs or ()) + _size_of(delta.prompt_logprobs or ())
+    scores = sum(memoryview(entry).nbytes for entry in (*(delta.logprobs or ()), *(delta.prompt_logprobs or ())))
     return _DELTA_BYTES + _TOKEN_BYTES * len(delta.tokens) + _CHAR_BYTES * len(delta.text) + scores
-
-
-def _size_of(entries: Sequence[Logprobs | None]) -> int:
-    return sum(_TOKEN_BYTES + _SCORE_BYTES * len(entry or ()) for entry in entries)
 
 
 class OutputParts:

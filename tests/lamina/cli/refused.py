@@ -231,7 +231,7 @@ SERVER_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"slo_ttft": "2"}, "--slo-ttft 2 is not a time above 0 with its unit, such as 100ms"),
     ({"slo_tbt": "fast"}, "--slo-tbt fast is not a time above 0 with its unit, such as 100ms"),
     ({"max_body": "large"}, "--max-body must be a size such as 512MiB or 4GiB (B, KB to TB, KiB to TiB), not 'large'"),
-    ({"limits": "bodies=1GiB"}, "--limits bodies: there is no such limit; known: body-total"),
+    ({"limits": "bodies=1GiB"}, "--limits bodies: there is no such limit; known: body-total, answer-total"),
     ({"limits": "body-total"}, "--limits body-total must be a size such as 512MiB or 4GiB (B, KB to TB, KiB to TiB), not ''"),
     ({"limits": "body-total=64MiB"}, "--limits body-total=64MiB: to decode a body of --max-body 8MiB takes 109.8MiB: raise it, or lower --max-body"),
     ({"journal_size": "0"}, "--journal-size must be a size such as 512MiB or 4GiB (B, KB to TB, KiB to TiB), not '0'"),

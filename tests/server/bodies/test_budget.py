@@ -256,10 +256,10 @@ def test_nested_fields_are_bounded_in_sum(field: str) -> None:
 
 def test_limits_have_defaults_of_the_memory_that_there_is() -> None:
     limits = memory_limits("", 64 << 30, 8 * MIB)
-    assert limits.body_total == 4 << 30
+    assert limits == (4 << 30, 8 << 30)
     small = memory_limits("", 0, 8 * MIB)
     assert small.body_total * 7 // 8 >= decoding_bytes(8 * MIB), "the largest body fits at least"
-    assert memory_limits(" body-total=2GiB", 0, MIB).body_total == 2 << 30
+    assert memory_limits(" answer-total=1GiB, body-total=2GiB", 0, MIB) == (2 << 30, 1 << 30)
 
 
 def test_a_budget_of_a_server_follows_its_flag() -> None:
@@ -277,7 +277,7 @@ def test_large_bodies_leave_room_for_small_ones() -> None:
 
 def test_an_error_names_what_is_wrong_with_limits() -> None:
     for text, words in (
-        ("bodies=1GiB", "--limits bodies: there is no such limit; known: body-total"),
+        ("bodies=1GiB", "--limits bodies: there is no such limit; known: body-total, answer-total"),
         ("body-total", "--limits body-total must be a size such as 512MiB or 4GiB"),
         ("body-total=1GiB,body-total=1GiB", "--limits has body-total twice"),
         ("body-total=50MiB", "raise it, or lower --max-body"),

@@ -17,7 +17,7 @@ from lamina.protocol.control import Progress
 from lamina.server.app import layered, make_app
 from lamina.server.calls import Service
 from lamina.server.errors import ApiError
-from lamina.server.link.messages import Delta, State
+from lamina.server.link.messages import Delta, State, decode_scores, encode_scores
 from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.run import HttpServer, _Stages
 
@@ -241,12 +241,14 @@ def test_what_a_slow_reader_takes_late_adds_up(parts: list[tuple[int, str, bool]
     async def work() -> dict[int, tuple[str, list[int]]]:
         feed, got = ReplyFeed(), dict[int, tuple[str, list[int]]]()
         for number, (index, text, take) in enumerate(parts):
-            feed.push(Delta(key=0, index=index, tokens=[number], text=text, logprobs=[[(number, -1.0, 1)]]))
+            feed.push(
+                Delta(key=0, index=index, tokens=[number], text=text, logprobs=[encode_scores([(number, -1.0, 1)])])
+            )
             if take or number == len(parts) - 1:
                 for d in await feed.take():
                     before = got.get(d.index, ("", []))
                     got[d.index] = (before[0] + d.text, before[1] + d.tokens)
-                    assert [x[0][0] for x in d.logprobs or []] == d.tokens
+                    assert [(decode_scores(x) or [(0,)])[0][0] for x in d.logprobs or []] == d.tokens
         return got
 
     wanted: dict[int, tuple[str, list[int]]] = {}

@@ -10,7 +10,7 @@ from fake import READY, WORD, FakeClient, make_service
 from test_layers import ask, error_of
 
 from lamina.request import SamplingParams
-from lamina.server.link.messages import Delta
+from lamina.server.link.messages import Delta, encode_scores
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -26,7 +26,8 @@ class Scoring(FakeClient):
         if params.prompt_logprobs is not None and index == 0:
             best = [(40 + i, -0.1 * (i + 1), i + 1) for i in range(params.prompt_logprobs)]
             prompt = self.added[key][0]
-            deltas[0].prompt_logprobs = [None, *([(token, -7.0, 99), *best] for token in prompt[1:])]
+            entries = [None, *([(token, -7.0, 99), *best] for token in prompt[1:])]
+            deltas[0].prompt_logprobs = [*map(encode_scores, entries)]
         return deltas
 
 
@@ -188,8 +189,9 @@ def test_alternatives_come_in_vllms_order() -> None:
 
     class Drawing(FakeClient):
         def _deltas(self, key: int, index: int, params: SamplingParams, *, last: bool) -> list[Delta]:
-            entries = [[(9, -2.0, 2), (8, -1.0, 1), (9, -2.0, 2)], [(7, -3.0, 3), (8, -1.0, 1), (9, -2.0, 2)]]
-            return [Delta(key=key, index=0, tokens=[9, 7], text="ab", logprobs=entries, finish_reason="length")]  # type: ignore[arg-type]
+            best = [(8, -1.0, 1), (9, -2.0, 2)]
+            entries = [encode_scores([(9, -2.0, 2), *best]), encode_scores([(7, -3.0, 3), *best])]
+            return [Delta(key=key, index=0, tokens=[9, 7], text="ab", logprobs=entries, finish_reason="length")]
 
     fields = {"return_tokens_as_token_ids": True}
     body = {**TALK, "logprobs": True, "top_logprobs": 2, **fields}

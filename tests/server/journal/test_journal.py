@@ -24,7 +24,7 @@ from lamina.server.journal.entry import Entry
 from lamina.server.journal.folder import model_digest
 from lamina.server.journal.journal import Journal
 from lamina.server.journal.records import FORMAT, Accepted, KeptPrompt, Unanswerable
-from lamina.server.link.messages import Delta
+from lamina.server.link.messages import Delta, encode_scores
 from lamina.server.request.protocol import Sampling
 
 PATH = str(ROOT / MODEL)
@@ -56,7 +56,12 @@ def turn_over(journal: Journal) -> None:
 
 def delta(key: int, token: int, index: int = 0, end: str | None = None) -> Delta:
     return Delta(
-        key=key, index=index, tokens=[token], text=f"<{token}>", logprobs=[[(token, -0.5, 1)]], finish_reason=end
+        key=key,
+        index=index,
+        tokens=[token],
+        text=f"<{token}>",
+        logprobs=[encode_scores([(token, -0.5, 1)])],
+        finish_reason=end,
     )
 
 
@@ -100,9 +105,9 @@ def test_what_a_reader_does_with_a_delta_does_not_change_the_journal(tmp_path: P
     journal.grown([given])
     given.tokens.append(99)
     assert given.logprobs is not None
-    given.logprobs.append([(99, 0.0, 1)])
+    given.logprobs.append(encode_scores([(99, 0.0, 1)]))
     assert entry.deltas[0].tokens == [7]
-    assert entry.deltas[0].logprobs == [[(7, -0.5, 1)]]
+    assert entry.deltas[0].logprobs == [encode_scores([(7, -0.5, 1)])]
     journal.close()
 
 

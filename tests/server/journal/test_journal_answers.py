@@ -24,7 +24,7 @@ from lamina.server.journal.journal import Journal
 from lamina.server.journal.records import Accepted, KeptPrompt
 from lamina.server.journal.resume import finish_all
 from lamina.server.link.client import EngineGoneError
-from lamina.server.link.messages import Delta
+from lamina.server.link.messages import Delta, encode_scores
 from lamina.server.link.open_prompts import DeltaWatch, PromptRefusedError
 from lamina.server.link.reply_feed import ReplyFeed
 
@@ -136,7 +136,7 @@ def left_behind(service: Service, error: ApiError | None) -> str:
             assert (under_way.status_code, under_way.json()["status"]) == (202, "in_progress")
             assert under_way.headers["retry-after"] == "1"
             service.journal.grown(
-                [Delta(key=entry.keys[0], index=1, tokens=[300], text="xy", logprobs=[[(300, -1.0, 1)]])]
+                [Delta(key=entry.keys[0], index=1, tokens=[300], text="xy", logprobs=[encode_scores([(300, -1.0, 1)])])]
             )
             for call in list(service.calls):
                 call.abort(error) if error else call.close()

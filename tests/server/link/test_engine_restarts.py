@@ -39,6 +39,7 @@ from lamina.server.link.messages import (
     State,
     Times,
     WorkerCounters,
+    encode_scores,
 )
 from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.link.resizing import BusyError
@@ -50,7 +51,9 @@ TIMES = Times(0.1, 0.1, 0.1)
 
 
 def grown(key: int, index: int, tokens: list[int], text: str, scores: Any = None, **more: Any) -> Delta:
-    return Delta(key=key, index=index, tokens=tokens, text=text, logprobs=scores, **more)
+    """``scores``: of each token, not encoded."""
+    logprobs = None if scores is None else [*map(encode_scores, scores)]
+    return Delta(key=key, index=index, tokens=tokens, text=text, logprobs=logprobs, **more)
 
 
 class Scripted:

@@ -36,6 +36,7 @@ from lamina.server.link.messages import (
     State,
     Times,
     WorkerCounters,
+    encode_scores,
 )
 from lamina.server.link.reweigh import REASON
 
@@ -269,12 +270,12 @@ def test_what_a_delta_says() -> None:
     scored = [None, {5: Logprob(-1.0, 1)}]
     (first, other) = prompt.deltas(output("ab", "x", prompt_logprobs=scored, num_cached_tokens=32))
     assert first == Delta(
-        key=7, index=0, tokens=[97, 98], text="ab", logprobs=[[(3, -0.5, 1)]] * 2,
-        prompt_logprobs=[None, [(5, -1.0, 1)]], cached=32,
+        key=7, index=0, tokens=[97, 98], text="ab", logprobs=[encode_scores([(3, -0.5, 1)])] * 2,
+        prompt_logprobs=[encode_scores(None), encode_scores([(5, -1.0, 1)])], cached=32,
     )  # fmt: skip
-    assert other == Delta(key=7, index=1, tokens=[120], text="x", logprobs=[[(3, -0.5, 1)]])
+    assert other == Delta(key=7, index=1, tokens=[120], text="x", logprobs=[encode_scores([(3, -0.5, 1)])])
     (second,) = prompt.deltas(output("abc", "x", prompt_logprobs=scored, num_cached_tokens=32))
-    assert second == Delta(key=7, index=0, tokens=[99], text="c", logprobs=[[(3, -0.5, 1)]]), (
+    assert second == Delta(key=7, index=0, tokens=[99], text="c", logprobs=[encode_scores([(3, -0.5, 1)])]), (
         "what is of the prompt once"
     )
     last = output("abc", "xy", finished=True)
@@ -296,7 +297,7 @@ def test_the_scores_of_a_prompt_wait_for_its_first_completion() -> None:
     (second,) = prompt.deltas(output("", "x", prompt_logprobs=scored))
     assert (second.index, second.prompt_logprobs) == (1, None)
     (first,) = prompt.deltas(output("a", "x", prompt_logprobs=scored))
-    assert (first.index, first.prompt_logprobs) == (0, [None, [(5, -1.0, 1)]])
+    assert (first.index, first.prompt_logprobs) == (0, [encode_scores(None), encode_scores([(5, -1.0, 1)])])
 
 
 def test_a_cancelled_prompt_is_ended_and_nothing_more_is_told_of_it(bench: Bench) -> None:

@@ -11,24 +11,24 @@ from test_engine_link import READY, Quiet
 from test_engine_restarts import LIMIT_S, Engines, grown, play
 from test_loop import Bench
 
-from lamina.protocol import control
 from lamina.protocol.control import ControlLink, Stop
 from lamina.request import SamplingParams
+from lamina.server.link import output_parts
 from lamina.server.link.client import FROM_ENGINE, EngineClient
-from lamina.server.link.messages import Outputs
+from lamina.server.link.messages import Outputs, encode_scores
 from lamina.server.link.output_parts import OutputParts, parted
 from lamina.server.link.reply_feed import ReplyFeed
 
-ENTRY = [(1 << 17, -1.0, 1 << 17)] * 21
+ENTRY: Any = [(1 << 17, -1.0, 1 << 17)] * 21
 
 
 def many() -> Outputs:
     """Of two prompts, which have the scores of their prompts with their first token."""
-    scores: list[Any] = [None, *[ENTRY] * 6]
+    scores = [*map(encode_scores, [None, *[ENTRY] * 6])]
     return Outputs(
         [
             grown(1, 0, [5], "é" * 40, [ENTRY], prompt_logprobs=scores, cached=2),
-            grown(2, 0, [6], "b", [ENTRY], prompt_logprobs=[*scores, ENTRY]),
+            grown(2, 0, [6], "b", [ENTRY], prompt_logprobs=[*scores, encode_scores(ENTRY)]),
             grown(2, 1, [7], "c", [ENTRY], finish_reason="stop"),
         ],
         tokens=9,
@@ -53,7 +53,7 @@ def test_what_is_short_is_one_message() -> None:
 
 def test_an_engine_parts_what_a_frame_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the server takes it for dead, and so the next one, which has the same prompt."""
-    monkeypatch.setattr(control, "MAX_FRAME", 1 << 12)
+    monkeypatch.setattr(output_parts, "MOST", 1 << 10)
     bench = Bench()
     bench.server = ControlLink(bench.sock, FROM_ENGINE, 1 << 12)
     bench.thread.start()
