@@ -50,6 +50,11 @@ class Recoveries:
         else:
             self._first = frozenset(everybody)
 
+    def forgive(self) -> None:
+        """The last recovery does not count against ``most`` any more."""
+        if self._begun:
+            self._begun.pop()
+
     def end(self) -> None:
         """All have met anew."""
         self._first = frozenset()

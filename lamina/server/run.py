@@ -16,7 +16,6 @@ import uvicorn
 import uvloop
 
 from lamina.facts.report import counted
-from lamina.fleet.launchers import WorkerHandle
 from lamina.models.defaults import FILE, sampling_defaults
 from lamina.models.tokens import load_beside
 from lamina.protocol.control import Progress
@@ -34,6 +33,7 @@ from .errors import ApiError
 from .journal.journal import Journal
 from .journal.resume import finish_all
 from .link.client import EngineClient
+from .link.engine_watch import EngineHandle
 from .link.launch import launch_engine
 from .link.messages import Start
 from .link.restarts import EngineRestarts
@@ -57,7 +57,7 @@ def run(
     model: str,
     config: ServerConfig,
     engine_config: EngineConfig,
-    handle: WorkerHandle,
+    handle: EngineHandle,
     sock: socket.socket,
     on_ready: Callable[[], None],
     journal: Journal | None,
@@ -72,7 +72,7 @@ async def _serve(
     model: str,
     config: ServerConfig,
     engine_config: EngineConfig,
-    handle: WorkerHandle,
+    handle: EngineHandle,
     sock: socket.socket,
     on_ready: Callable[[], None],
     journal: Journal | None,
@@ -265,7 +265,7 @@ def _tell_failure(task: asyncio.Task[None]) -> None:
 
 
 @contextlib.contextmanager
-def _ended_by_signals(handle: WorkerHandle) -> Iterator[None]:
+def _ended_by_signals(handle: EngineHandle) -> Iterator[None]:
     """From here until the server runs, a signal ends this process, and its engine with it."""
 
     def end() -> None:

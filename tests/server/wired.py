@@ -9,7 +9,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,11 +44,14 @@ from lamina.server.watch.metrics import Metrics
 
 VOCAB, BLOCK = 2048, 4
 ADMIN_KEY = "operator"
+FATAL = 2000
 SOON_S = 20.0
 
 
 class StoringWire(FakeWire):
-    """Reports each save as done, and each load as of nothing. Draws have log-probabilities."""
+    """Reports each save as done, and each load as of nothing. Draws have log-probabilities. A sequence with the token
+    FATAL + n makes it fail by a defect once n tokens follow that.
+    """
 
     def __init__(self) -> None:
         super().__init__(num_blocks=256)
@@ -68,6 +71,9 @@ class StoringWire(FakeWire):
                 error = "" if isinstance(op, Export) else "no such page"
                 self.reports.append(Transferred(view=0, id=op.id, pages=pages, error=error))
         done = super()._execute(step)
+        for tokens in self.stored.values():
+            if any(t >= FATAL and len(tokens) - at > t - FATAL for at, t in enumerate(tokens)):
+                raise KeyError("a defect of the engine")
         scores = [[(d.token, -0.5, 1), *[(0, -1.0, 1)] * max(0, min(draw.logprobs, 5))] if draw.logprobs >= 0 else []
                   for d, draw in zip(done.drawn, step.draws, strict=True)]  # fmt: skip
         drawn = [structs.replace(d, logprobs=s) for d, s in zip(done.drawn, scores, strict=True)]
@@ -112,12 +118,12 @@ class ThreadEngine:
     role, index, pid, place, stopped = "engine", 0, 0, "", False
 
     def __init__(self, start: Start) -> None:
-        self.sock, theirs = socket.socketpair()
+        self.sock, self._theirs = socket.socketpair()
         self.error: BaseException | None = None
 
         def serve() -> None:
             try:
-                serve_engine(theirs)
+                serve_engine(self._theirs)
             except BaseException as error:  # noqa: BLE001 - what the test is about
                 self.error = error
 
@@ -125,18 +131,30 @@ class ThreadEngine:
         self.thread.start()
         engine_process.ControlLink(self.sock, Start).send(start)
 
+    def kill(self) -> None:
+        """Ends it, without a word to its server."""
+        with suppress(OSError):  # it has ended
+            self._theirs.shutdown(socket.SHUT_RDWR)
+
     def fate(self) -> str | None:
         return None if self.thread.is_alive() else "exited with status 1"
 
+    @property
+    def status(self) -> int | None:
+        return None if self.thread.is_alive() else 1
+
     def join(self, timeout_s: float) -> None:
-        self.thread.join(timeout_s or SOON_S)
+        self.thread.join(timeout_s)
+        self.kill()
+        self.thread.join(SOON_S)
 
 
 class WiredServer:
     """``engines``: all that were started, the first one included. ``folder``: of its journal."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, *, max_recoveries: int = 5, **options: Any) -> None:
         config = {"transport": "shm", "enable_prefix_caching": True, "scheduling_policy": "priority", "max_num_seqs": 8}
+        config["max_recoveries"] = max_recoveries
         self.start = Start(model=str(ROOT / MODEL), tokenizer="", config=make_config(config))
         self.engines = list[ThreadEngine]()
         self._folder, self._options = folder, options

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from lamina.engine.text import spelled
-from lamina.fleet.launchers import WorkerHandle
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import CompletionOutput, RequestOutput, RequestTimes, SamplingParams
 from lamina.server.link.client import EngineClient
+from lamina.server.link.engine_watch import EngineHandle
 from lamina.server.link.launch import launch_engine
 from lamina.server.link.messages import Delta, Start, decode_scores
 from lamina.server.link.open_prompts import PromptRefusedError
@@ -36,7 +36,7 @@ class _DyingEngine:
     def __init__(self, model: str, config: EngineConfig, params: SamplingParams) -> None:
         self._start = Start(model=model, tokenizer="", config=config, log_json=True)  # it says no more than it must
         self._params, self._at_once = params, config.batching.max_num_seqs
-        self._engines: list[WorkerHandle] = []
+        self._engines: list[EngineHandle] = []
         self._told: list[CompletionOutput] = []
         self._struck = False
 
@@ -67,7 +67,7 @@ class _DyingEngine:
     def grown(self, delta: Delta) -> None:
         """A meter, of which nothing is asked here."""
 
-    def _launch(self, start: Start) -> WorkerHandle:
+    def _launch(self, start: Start) -> EngineHandle:
         self._engines.append(launch_engine(start))
         return self._engines[-1]
 

@@ -97,6 +97,11 @@ class ProcessWorker:
         return in_words(self._process.status) if self._process.ended() else None
 
     @property
+    def status(self) -> int | None:
+        """Exit status, or minus the signal that ended it; None while it runs, and where nobody knows."""
+        return self._process.status if self._process.ended() else None
+
+    @property
     def stopped(self) -> bool:
         """Not of one that has run since it stood still at the last look, as one does that is slowed down by signals."""
         before, self._spent = self._spent, spent_if_stopped(self.pid)

@@ -14,12 +14,11 @@ import msgspec
 from lamina.engine.conversations.sessions import SessionFacts
 from lamina.engine.conversations.terms import PLAIN, KVTerms
 from lamina.engine.wire import WorkerError
-from lamina.fleet.launchers import WorkerHandle
 from lamina.protocol.control import MAX_FRAME, Failed, Progress, Stop
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import Blame, SamplingParams
 
-from .engine_watch import EngineWatch, fate_of
+from .engine_watch import EngineHandle, EngineWatch, fate_of, is_defect
 from .frames import LENGTH, UnsendableError, framed, read_anyway
 from .messages import (
     AskSessions,
@@ -56,7 +55,11 @@ log = logging.getLogger(__name__)
 
 
 class EngineGoneError(WorkerError):
-    """The engine process has ended, and why."""
+    """The engine process has ended, and why. ``by_defect``: of its own, and nobody has ended it."""
+
+    def __init__(self, text: str, *, by_defect: bool = False) -> None:
+        super().__init__(text)
+        self.by_defect = by_defect
 
 
 class QuestionFailedError(Exception):
@@ -67,7 +70,7 @@ class EngineClient:
     """All methods belong to the event loop's thread."""
 
     def __init__(
-        self, handle: WorkerHandle, restarts: EngineRestarts | None, records: DeltaRecords | None = None
+        self, handle: EngineHandle, restarts: EngineRestarts | None, records: DeltaRecords | None = None
     ) -> None:
         """``restarts``: None = the first engine is the last one. ``records``: gets all deltas first."""
         self.ready: Ready
@@ -80,6 +83,7 @@ class EngineClient:
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self._is_ready = False  # until then questions wait here
+        self._hangs = False  # whether it has been ended as it hung
         self._workers: set[int] = set()  # processes of the engine's workers
         self._decoder = msgspec.msgpack.Decoder(FROM_ENGINE)
         self.prompts = OpenPrompts(self._send, records, hears=restarts is not None)
@@ -90,7 +94,7 @@ class EngineClient:
     @classmethod
     async def connect(
         cls,
-        handle: WorkerHandle,
+        handle: EngineHandle,
         on_progress: Callable[[Progress], None],
         restarts: EngineRestarts | None = None,
         records: DeltaRecords | None = None,
@@ -104,7 +108,7 @@ class EngineClient:
 
     async def _open(self, on_progress: Callable[[Progress], None]) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=self._handle.sock)
-        self._parts = OutputParts()  # of this engine
+        self._parts, self._hangs = OutputParts(), False  # of this engine
         while True:
             message = await self._receive()
             if isinstance(message, Ready):
@@ -165,7 +169,7 @@ class EngineClient:
         return (await self.ask(AskSessions(0, tenant, drop))).sessions
 
     async def ask(self, question: AskSessions) -> SessionsAre:
-        """The answer to any question about sessions. Raises EngineGoneError, QuestionFailedError."""
+        """The answer to a question about sessions. Raises EngineGoneError, QuestionFailedError."""
         if self.failure is not None or not self._is_ready:
             raise EngineGoneError(self.failure or "it is being replaced")
         try:
@@ -220,7 +224,7 @@ class EngineClient:
         self._resizing.check()
         return self._restarts
 
-    def _hurry(self, engine: WorkerHandle) -> None:
+    def _hurry(self, engine: EngineHandle) -> None:
         if engine is self._handle and self._is_ready and not self._closing:
             engine.join(0.0)
 
@@ -249,11 +253,12 @@ class EngineClient:
         try:
             (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
             if length > MAX_FRAME:
-                raise EngineGoneError(f"the engine process sent a frame of {length} bytes")
+                raise EngineGoneError(f"the engine process sent a frame of {length} bytes", by_defect=True)
             frame = await self._reader.readexactly(length)
         except (EOFError, OSError) as e:
             fate = await asyncio.to_thread(fate_of, self._handle)
-            raise EngineGoneError(f"the engine process (pid {self._handle.pid}) {fate}") from e
+            defect = is_defect(self._handle) or self._hangs
+            raise EngineGoneError(f"the engine process (pid {self._handle.pid}) {fate}", by_defect=defect) from e
         try:
             return self._decoder.decode(frame)
         except (msgspec.MsgspecError, RecursionError) as e:
@@ -262,7 +267,7 @@ class EngineClient:
     def _mended(self, frame: bytes, error: Exception) -> Any:
         """What can be read of a frame; requests of which nothing can end by an error. Raises EngineGoneError."""
         if (mended := read_anyway(frame, error)) is None:
-            raise EngineGoneError(f"the engine process sent what is no message: {error}")
+            raise EngineGoneError(f"the engine process sent what is no message: {error}", by_defect=True)
         log.error("an answer of the engine cannot be read, and its request ends by an error: %s", error)
         for key in mended.ended:
             self._send(Cancel(key))
@@ -294,6 +299,7 @@ class EngineClient:
             wanted, recovering = self._is_ready and self._restarts.allowed, bool(self.state and self.state.recovering)
             if words := watch.look(self._handle, wanted=wanted, recovering=recovering):
                 log.warning("the engine process (pid %d) %s", self._handle.pid, words)
+                self._hangs = watch.hangs
                 await asyncio.to_thread(self._handle.join, 0.0)
 
     async def _listen(self) -> str | None:
@@ -302,19 +308,21 @@ class EngineClient:
             while True:
                 message = await self._receive()
                 if isinstance(message, EngineBroken):
-                    return await self._restart(message.text)
+                    return await self._restart(message.text, by_defect=True)
                 if isinstance(message, Failed):
                     next_one, left = self._restarts, message.left
                     goes_on = next_one is not None and (next_one.shrink(left, message.without) or next_one.planned)
                     return await self._restart(message.text) if goes_on else message.text
                 self._handle_message(message)
         except EngineGoneError as e:
-            return await self._restart(str(e))
+            return await self._restart(str(e), by_defect=e.by_defect)
 
-    async def _restart(self, reason: str) -> str | None:
-        """Have another engine go on with all open prompts. Why that cannot be; None where it is so."""
+    async def _restart(self, reason: str, *, by_defect: bool = False) -> str | None:
+        """Have another engine go on with all open prompts. ``by_defect``: of the last one, which one of them may have
+        brought out. Why that cannot be; None where it is so.
+        """
         restarts, self._is_ready = self._restarts, False
-        self.prompts.pause()
+        self._leave(by_defect=by_defect)
         self._resizing.answered(Scaled(error=reason))
         self._questions.fail(EngineGoneError(reason))
         while restarts is not None and not self._closing:
@@ -340,6 +348,17 @@ class EngineClient:
             if not restarts.give_up(failed):
                 return f"{reason}; {failed}"
         return reason
+
+    def _leave(self, *, by_defect: bool) -> None:
+        """No prompt has an engine now. Where one is known by which it failed, that costs no recovery as long as others
+        come to their ends: else a server whose engines all fail would never end.
+        """
+        defect = by_defect and self._restarts is not None and not self._restarts.planned and not self._closing
+        known = self.prompts.pause(by_defect=defect, at_once=self.ready.max_num_seqs)
+        if known and self._restarts is not None and self.prompts.some_ended:
+            self._restarts.excuse()
+        if known:
+            self.prompts.some_ended = False
 
     async def _next_engine(self, restarts: EngineRestarts) -> None:
         """Start it, and tell it of all open prompts. Raises EngineGoneError, TimeoutError, ValueError, OSError."""

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
+from lamina.facts.report import counted
+from lamina.fleet.recoveries import RECENT_S
 from lamina.request import Blame, Refusal
 
 from .frames import UnsendableError, failed
 from .messages import Cancel, Delta, Refused
 from .reply_feed import ReplyFeed
 from .restarts import Hearing
+from .suspects import Suspects
 
 log = logging.getLogger(__name__)
+MOST_REFUSED = 1024  # requests that are remembered
+GUILTY = "two engines have failed while they computed this request, so it is refused: the server's log has the defect"
 
 
 class PromptRefusedError(Exception):
@@ -41,13 +48,15 @@ class DeltaRecords(Protocol):
 
 @dataclass(slots=True)
 class OpenPrompt:
-    """A prompt without its end. ``name``: its request's, for the log. ``sent``: whether the present engine has it."""
+    """A prompt without its end. ``name``: its request's, for the log. ``sent_as``: its key in the present engine; None:
+    that has it not.
+    """
 
     feed: ReplyFeed
     meter: DeltaWatch
     hearing: Hearing
     name: str
-    sent: bool = False
+    sent_as: int | None = None
 
 
 class OpenPrompts:
@@ -61,7 +70,13 @@ class OpenPrompts:
         """
         self._send, self._records, self._hears = send, records, hears
         self._open: dict[int, OpenPrompt] = {}
+        self._sent: dict[int, int] = {}  # key in the present engine -> key
+        self._withdrawn = set[int]()  # keys that an engine was told, and is not to use again
+        self._next_alias = -1  # the next name of such a prompt in an engine
         self._serving = False  # whether there is an engine to send to
+        self._suspects = Suspects()
+        self._refused: OrderedDict[bytes, float] = OrderedDict()  # digest -> when it was found guilty
+        self.some_ended = False  # whether one has come to its own end since the last one was found guilty
 
     @property
     def keys(self) -> set[int]:
@@ -69,31 +84,77 @@ class OpenPrompts:
         return {*self._open}
 
     @property
+    def begun(self) -> set[int]:
+        """The keys of those that have a token."""
+        return {key for key, prompt in self._open.items() if prompt.hearing.begun}
+
+    @property
     def requests(self) -> int:
         """The number of requests that these prompts are of."""
         return len({id(each.feed) for each in self._open.values()})
 
     def add(self, key: int, prompt: OpenPrompt) -> None:
-        """A new prompt goes to the engine now, or to the next one."""
+        """A new prompt goes to the engine now, or to the next one; it is refused where its like was found guilty."""
+        if self._is_refused(prompt):
+            log.error("request %s is refused: another one of the same prompt has made engines fail", prompt.name)
+            prompt.feed.fail(PromptRefusedError(GUILTY, Blame.SERVER))
+            return
         self._open[key] = prompt
-        self._send_open(key)
+        self._offer(key)
 
     def cancel(self, key: int) -> None:
         """Forget a prompt, of which nobody wants anything any more. Unknown keys are ignored."""
-        if (prompt := self._open.pop(key, None)) is not None and prompt.sent:
-            self._send(Cancel(key))
+        if key in self._open:
+            self._withdraw(key)
+            del self._open[key]
+            self._ended(key)
 
     def resume(self) -> None:
-        """An engine is there, and gets all of them."""
+        """An engine is there. It gets all of them or, while the guilty one is searched, the one on trial."""
         self._serving = True
-        for key in [*self._open]:
-            self._send_open(key)
+        self._suspects.started()
+        self._arrange()
 
-    def pause(self) -> None:
-        """The engine is gone."""
-        self._serving = False
+    def pause(self, *, by_defect: bool = False, at_once: int = 0) -> bool:
+        """The engine is gone. ``by_defect``: it has failed as it computed ``at_once`` prompts at most. Returns whether
+        the prompt is known that has made it fail: that has ended by an error.
+        """
+        had, self._serving = self._likeliest(at_once), False
+        self._sent.clear()
+        self._withdrawn.clear()
         for prompt in self._open.values():
-            prompt.sent = False
+            prompt.sent_as = None
+        if not by_defect or not self._hears or not had:
+            return False
+        if (guilty := self._suspects.failed(had)) is None:
+            log.warning(
+                "the engine failed with %s: they are tried one by one, and others wait", counted(len(had), "prompt")
+            )
+            return False
+        self._convict(guilty)
+        return True
+
+    def _likeliest(self, at_once: int) -> list[int]:
+        """The prompts that the engine may have computed: of those without a token the first ones, then the others."""
+        sent = {key: prompt.hearing for key, prompt in self._open.items() if prompt.sent_as is not None}
+        new = sorted((hearing.priority, key) for key, hearing in sent.items() if not hearing.begun)
+        return [key for _, key in new[:at_once]] + sorted((k for k, x in sent.items() if x.begun), reverse=True)
+
+    def _convict(self, guilty: int) -> None:
+        """This prompt, and others like it, end by an error and do not come back."""
+        digest = self._open[guilty].hearing.digest
+        self._refused[digest] = time.monotonic()
+        while len(self._refused) > MOST_REFUSED:
+            self._refused.popitem(last=False)
+        for key in [key for key, prompt in self._open.items() if prompt.hearing.digest == digest]:
+            log.error("request %s is refused for good: two engines have failed with it", self._open[key].name)
+            self._tell([failed(key, GUILTY)])
+
+    def _is_refused(self, prompt: OpenPrompt) -> bool:
+        if not self._refused:  # the digest of a long prompt takes its time
+            return False
+        at = self._refused.get(prompt.hearing.digest)
+        return at is not None and time.monotonic() - at < RECENT_S
 
     def fail(self, error: Exception) -> None:
         """No engine will be there any more."""
@@ -102,7 +163,14 @@ class OpenPrompts:
             prompt.feed.fail(error)
 
     def take(self, deltas: Sequence[Delta]) -> None:
-        """What a step has brought, or a request's end by an error."""
+        """What a step has brought, by the keys that the engine has been told."""
+        known = [delta for delta in deltas if delta.key in self._sent]  # others are of prompts that were withdrawn
+        for delta in known:
+            delta.key = self._sent[delta.key]
+        self._tell(known)
+
+    def _tell(self, deltas: Sequence[Delta]) -> None:
+        """What readers get: what a step has brought, or the end of a request by an error."""
         if self._records is not None:
             self._records.grown(deltas)
         for delta in deltas:
@@ -117,24 +185,66 @@ class OpenPrompts:
 
     def refuse(self, message: Refused) -> None:
         """The engine does not take a prompt."""
-        if prompt := self._open.pop(message.key, None):
+        key = self._sent.pop(message.key, None)
+        if key is not None and (prompt := self._open.pop(key, None)):
             prompt.feed.fail(PromptRefusedError(message.text, message.blame, message.refusal))
+            self._ended(key)
 
-    def _send_open(self, key: int) -> None:
-        prompt = self._open[key]
-        if not self._serving or prompt.sent:
+    def _arrange(self) -> None:
+        """The engine gets all prompts that may go, and no others."""
+        for key in [*self._open]:
+            if not self._suspects.may_go(key):
+                self._withdraw(key)
+        for key in [*self._open]:
+            self._offer(key)
+
+    def _offer(self, key: int) -> None:
+        """Send a prompt, if it is open, not sent yet, and may go."""
+        prompt = self._open.get(key)
+        if prompt is None or prompt.sent_as is not None or not self._serving or not self._suspects.may_go(key):
             return
+        sent_as = key
+        if key in self._withdrawn:  # what the engine has said of it may still come
+            sent_as, self._next_alias = self._next_alias, self._next_alias - 1
         try:
-            self._send(prompt.hearing.ask(key))
-            prompt.sent = True
+            self._send(prompt.hearing.ask(sent_as))
+            prompt.sent_as, self._sent[sent_as] = sent_as, key
         except UnsendableError as e:
             log.error("a prompt of request %s cannot be sent to the engine: %s", prompt.name, e)
-            self.take([failed(key, f"the request cannot be sent to the engine: {e}")])
+            self._tell([failed(key, f"the request cannot be sent to the engine: {e}")])
+
+    def _withdraw(self, key: int) -> None:
+        """The engine is to give up a prompt; what it has said of that, and is on its way, does not count any more."""
+        prompt = self._open[key]
+        if prompt.sent_as is not None:
+            self._send(Cancel(prompt.sent_as))
+            del self._sent[prompt.sent_as]
+            prompt.sent_as = None
+            self._withdrawn.add(key)
 
     def _deliver(self, prompt: OpenPrompt, delta: Delta) -> None:
-        if delta.times is not None:
-            del self._open[delta.key]
+        key, whole = delta.key, delta.times is not None
+        if whole:
+            del self._open[key]
+            if prompt.sent_as is not None:
+                del self._sent[prompt.sent_as]
         elif self._hears:
             prompt.hearing.take(delta)
         prompt.meter.grown(delta)
         prompt.feed.push(delta)
+        if whole:
+            self.some_ended = self.some_ended or delta.finish_reason in ("stop", "length")
+            self._ended(key)
+        elif self._suspects.grown(key, len(delta.tokens) / prompt.hearing.completions):
+            self._go_on()
+
+    def _ended(self, key: int) -> None:
+        self._withdrawn.discard(key)
+        if self._suspects.ended(key):
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """A suspect is cleared, or has ended."""
+        if not self._suspects.searching:
+            log.warning("no prompt makes the engine fail alone: all go on together")
+        self._arrange()

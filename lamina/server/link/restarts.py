@@ -6,26 +6,29 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
-from msgspec import structs
+from msgspec import msgpack, structs
 
 from lamina.config import changed, fewer, flat
 from lamina.engine.conversations.terms import PLAIN, KVTerms
 from lamina.facts.report import counted
-from lamina.fleet.launchers import WorkerHandle
 from lamina.fleet.recoveries import Recoveries
 from lamina.processes import lives
 from lamina.protocol.options.declare import flag
 from lamina.protocol.options.engine import EngineConfig
 from lamina.request import SamplingParams, Told
 
+from .engine_watch import EngineHandle
 from .messages import Add, Delta, Reset, Start
 
 log = logging.getLogger(__name__)
+_encode = msgpack.Encoder().encode
 GONE_S = 10.0  # for the workers of an engine to follow it
 LOOK_S = 0.02
 
@@ -37,7 +40,7 @@ class PlanFailedError(Exception):
 class EngineRestarts:
     """The right to another engine, as often as --max-recoveries says, and the seeds of requests that have none."""
 
-    def __init__(self, start: Start, launch: Callable[[Start], WorkerHandle]) -> None:
+    def __init__(self, start: Start, launch: Callable[[Start], EngineHandle]) -> None:
         self.limit_s = start.config.deadlines.start_timeout_s  # until it is ready
         self._start, self._launch = start, launch
         self._recoveries = Recoveries(start.config.launching.max_recoveries, time.monotonic)
@@ -47,6 +50,7 @@ class EngineRestarts:
         self._planned: asyncio.Future[float] | None = None  # seconds without an engine
         self._ended_at: float | None = None  # the engine that served last, or it was told to; None while one serves
         self._free = False  # whether the next engine is no recovery
+        self._excused = False  # the same, as the request is known that has made the last one fail
         # To the next engine, which may find pages beside the pools: no other one has done it.
         self.owed: list[Reset] = []
         self._resets = 0
@@ -116,7 +120,13 @@ class EngineRestarts:
     @property
     def allowed(self) -> bool:
         """Whether there may be another engine in the place of the last one. One whose workers people start has none."""
-        return not self._start.config.launching.by_hand and self._recoveries.allow([self._number])
+        by_hand = self._start.config.launching.by_hand
+        return not by_hand and (self._excused or self._recoveries.allow([self._number]))
+
+    def excuse(self) -> None:
+        """The end of the last engine, and of one before it, are explained: they are no recoveries."""
+        self._excused = True
+        self._recoveries.forgive()
 
     def last_words(self, reason: str) -> str:
         """About a server that ends by the loss of its engine."""
@@ -125,13 +135,13 @@ class EngineRestarts:
             return reason
         return f"{reason}; --max-recoveries {most} allows no other one in ten minutes"
 
-    async def begin(self, lost: WorkerHandle, workers: set[int]) -> WorkerHandle:
+    async def begin(self, lost: EngineHandle, workers: set[int]) -> EngineHandle:
         """Another engine, which loads. ``workers``: processes of the lost one, which must have given back their memory.
         Raises OSError.
         """
-        if not self._free:
+        if not (self._free or self._excused):
             self._recoveries.count([self._number], [self._number])
-        self._number, self._free = self._number + 1, False
+        self._number, self._free, self._excused = self._number + 1, False, False
         self._ended_at = time.monotonic() if self._ended_at is None else self._ended_at
         await asyncio.to_thread(lost.join, 0.0)
         deadline = time.monotonic() + GONE_S
@@ -169,6 +179,32 @@ class Hearing:
         """``accepted``: by an earlier server."""
         self._prompt, self._params, self._terms, self._accepted = prompt, params, terms, accepted
         self._told: dict[int, Told] = {}
+
+    @property
+    def begun(self) -> bool:
+        """Whether some completion has a token."""
+        return bool(self._told)
+
+    @property
+    def completions(self) -> int:
+        """The number of completions that were asked for."""
+        return self._params.n
+
+    @property
+    def priority(self) -> int:
+        """The request's place in the queue: lower numbers come first."""
+        return self._terms.priority
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of all that a tenant asks for, but for the seed: an engine computes alike what has the same digest.
+        Empty where no message holds it.
+        """
+        params = dataclasses.replace(self._params, seed=None)
+        try:
+            return hashlib.sha256(_encode([self._prompt, params, self._terms.salt, self._terms.discard])).digest()
+        except (OverflowError, UnicodeEncodeError):
+            return b""
 
     def take(self, delta: Delta) -> None:
         """A delta has come, whose lists are the reader's."""

@@ -104,7 +104,7 @@ async def a_message_that_cannot_be_read_ends_the_engine(client: Any) -> None:
 class Silent:
     """A handle of no process."""
 
-    role, index, pid, place = "engine", 0, 1, ""
+    role, index, pid, place, status = "engine", 0, 1, "", None
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -60,6 +61,7 @@ class Scripted:
     """An engine that does as the test says; also its handle."""
 
     role, index, pid, place, stopped = "engine", 0, 1, "", False
+    status = -signal.SIGKILL
 
     def __init__(self) -> None:
         self.sock, theirs = socket.socketpair()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import signal
 import socket
 import struct
 import time
@@ -47,7 +48,7 @@ STATE = State(running=1, waiting=2, free_blocks=[3], preemptions=4, steps=5)
 class Handle:
     """An engine process that ends when it is joined, or has ended so."""
 
-    pid = 77
+    pid, status = 77, -signal.SIGKILL
 
     def __init__(self, sock: socket.socket, *fates: str | None) -> None:
         self.sock = sock
