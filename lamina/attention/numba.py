@@ -1,4 +1,7 @@
-"""The numba backend: a compiled kernel for decode on CPUs, the reference backend for sequences with more rows."""
+"""The numba backend: a compiled kernel for decode on CPUs, the reference backend for sequences with more rows.
+
+Why numba: it is the portable backend, which compiles its kernel for any CPU at run time and needs no native module.
+"""
 
 from __future__ import annotations
 

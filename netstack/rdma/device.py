@@ -1,5 +1,7 @@
 """One RDMA device, registered memory and reliable queue pairs, through pyverbs (libibverbs): nothing else imports it.
 
+Why pyverbs: it sets devices up for ``verbs`` where the native engine was not built, and for tests of ``verbs``.
+
 Everything that the device refuses is an OSError here, with the cause and, where there is one, the fix.
 """
 
