@@ -52,7 +52,7 @@ ANYTHING = TREES | DEEP | SCALARS.map(lambda one: [one] * 400)
 
 
 def values(schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
-    """Of a JSON schema: what it allows, the ends of that, and what is beyond them."""
+    """Values for a JSON schema: allowed ones, its bounds, and values beyond them."""
     kind = schema.get("type")
     if "const" in schema or "enum" in schema:
         return st.sampled_from(schema.get("enum") or [schema["const"]])
@@ -94,7 +94,7 @@ def bodies(draw: Draw, schema: Mapping[str, Any], plain: Mapping[str, Any] = {})
 
 
 def requests(openapi: Mapping[str, Any], plain: Mapping[str, dict[str, Any]]) -> st.SearchStrategy[Asked]:
-    """Of every route. ``plain``: by path, fields of a body that is served."""
+    """Requests to every route. ``plain``: by path, fields of a body that is served."""
     return st.one_of(*_of_each_route(openapi, plain))
 
 
@@ -121,7 +121,7 @@ def _named(method: str, path: str, name: str) -> Asked:
 
 
 def sendable(text: str) -> bool:
-    """Whether UTF-8 has it."""
+    """True if UTF-8 can encode ``text``."""
     return not any("\ud800" <= c <= "\udfff" for c in text)
 
 

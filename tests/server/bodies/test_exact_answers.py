@@ -1,4 +1,4 @@
-"""Answers to the byte, counts to the token: whole, streamed, cut short. No engine behind it."""
+"""Answers to the byte, counts to the token: whole, streamed, cut short. It needs no engine."""
 
 from __future__ import annotations
 

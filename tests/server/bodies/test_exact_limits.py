@@ -1,4 +1,4 @@
-"""What waits, what is told and who speaks, to the exact number and word."""
+"""The limits of waiting requests, error texts and roles, to the exact number and word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Room, slow readers, clients that leave, ends from outside. No engine behind it."""
+"""Room, slow readers, clients that leave, ends from outside. It needs no engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every request passes: keys, limits of bodies, ids, errors in OpenAI's envelope. No engine behind it."""
+"""The checks of every request: keys, limits of bodies, ids, errors in OpenAI's envelope. It needs no engine."""
 
 from __future__ import annotations
 

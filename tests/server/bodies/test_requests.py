@@ -1,4 +1,4 @@
-"""Fields of requests: what is refused, what is ignored, what becomes of the rest. No engine behind it."""
+"""Fields of requests: what is refused, what is ignored, what becomes of the rest. It needs no engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who speaks behind the messages of a conversation."""
+"""The role that speaks after the messages of a conversation."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=60, ignore_eos=True)
 
 
 class ToldHandle:
-    """As its handle tells."""
+    """The process as its handle shows it."""
 
     def __init__(self) -> None:
         self.pid, self.stopped = 7, False
@@ -276,7 +276,7 @@ def test_one_that_may_not_be_replaced_stays_as_it_is(monkeypatch: pytest.MonkeyP
 
 
 def descriptors() -> Counter[str]:
-    """Of this process, by kind."""
+    """Open descriptors of this process, by kind."""
     kinds = Counter[str]()
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):

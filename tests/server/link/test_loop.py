@@ -47,7 +47,7 @@ SOON_S = 20.0
 
 
 class Workers:
-    """As much of Pools as the loop asks, apart from the engine's wire."""
+    """The part of Pools that the loop uses, without the engine's wire."""
 
     def __init__(self, wire: FakeWire) -> None:
         self.ready = wire.ready
@@ -92,7 +92,7 @@ class Bench:
             self.failure = str(error)
 
     def told(self) -> list[Any]:
-        """What is to be sent to the server and has not been taken here."""
+        """Messages for the server that this test has not taken yet."""
         found = []
         while True:
             try:
@@ -101,7 +101,7 @@ class Bench:
                 return found
 
     def work(self) -> list[Delta]:
-        """Until there is none; the deltas."""
+        """Run until no work is left; returns the deltas."""
         while self.engine.has_work:
             self.loop._advance()
         return [d for m in self.told() if isinstance(m, Outputs) for d in m.deltas]
@@ -130,7 +130,7 @@ def test_deltas_add_up_to_each_completion_and_only_the_last_has_times(bench: Ben
 
 
 def test_who_has_the_last_answer_finds_gauges_of_an_idle_engine(bench: Bench) -> None:
-    """vLLM's own tests look at once: a State comes before the deltas behind which nothing is left to do."""
+    """vLLM's own tests look at once: a State comes before the last deltas of all work."""
     bench.loop._take(Add(7, PROMPT, SamplingParams(temperature=0.0, max_tokens=50)))  # ends by a token: a row too many
     bench.loop._take(Add(8, [5, EOS - 1], PARAMS))
     while bench.engine.has_work:
@@ -207,7 +207,7 @@ def test_a_prompt_that_has_come_to_its_end_elsewhere_is_refused(bench: Bench) ->
 
 
 def test_a_prompt_that_has_all_tokens_is_told_its_end_alone(bench: Bench) -> None:
-    """Such as behind a server's death, by one whose --max-model-len is smaller."""
+    """A case: after a server's death, by a server with a smaller --max-model-len."""
     bench.loop._take(Add(7, PROMPT, PARAMS, [Told(index=0, tokens=continuation(PROMPT, 5))]))
     (last,) = bench.work()
     assert (last.key, last.index, last.tokens, last.finish_reason) == (7, 0, [], "length")
@@ -244,7 +244,7 @@ def test_text_and_log_probabilities_come_in_pieces_too(monkeypatch: pytest.Monke
 
 
 def output(*texts: str, **changes: Any) -> Any:
-    """Of an engine, with a token for each letter of each completion."""
+    """An engine's output, with a token for each letter of each completion."""
     entry = {3: Logprob(-0.5, 1)}
     outputs = [
         SimpleNamespace(index=i, token_ids=list(map(ord, text)), text=text, logprobs=[entry] * len(text),
@@ -457,7 +457,7 @@ def test_workers_are_asked_every_second_or_so_and_their_answers_are_told(bench: 
 
 
 def test_workers_that_have_met_are_told_before_they_have_answered(running: Bench) -> None:
-    """Whoever starts another engine has to wait for them, too, and one that was replaced may be on another host."""
+    """The start of another engine waits for them too, and a replaced worker may be on another host."""
     assert until(running.server, WorkerCounters) == WorkerCounters({}, [2, 1], running.workers.hosts)
     running.workers.pids = {"memory-0": 3, "compute-0": 1}
     running.workers.hosts = {"memory-0": "10.0.0.4", "compute-0": "localhost"}

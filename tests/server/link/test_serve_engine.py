@@ -1,4 +1,4 @@
-"""How an engine process begins and ends, in this process: what its server is told of each failure, what is closed."""
+"""An engine process begins and ends, in this process: its message for each failure, and all that it closes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_server_that_goes_while_it_is_told_of_a_failure_is_no_failure(monkeypa
 
 
 class Noted:
-    """A recorder that remembers which events it was told of."""
+    """A recorder that remembers its events."""
 
     native: object = b""
     notes = None
@@ -123,7 +123,7 @@ class Noted:
 
 
 class Pools(Workers):
-    """Of a FakeWire, which the engine drives."""
+    """Pools over a FakeWire, which the engine drives."""
 
     made: list[Pools]
 
@@ -153,7 +153,7 @@ class Pools(Workers):
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What was loaded beside, and how."""
+    """Record each model that is loaded in addition, with its arguments."""
     asked: list[tuple[Any, ...]] = []
 
     def load_beside(source: str, **how: Any) -> Any:

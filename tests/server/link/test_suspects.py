@@ -26,8 +26,8 @@ class Prompt:
 
 @dataclass
 class World:
-    """Engines, each of which computes a token of every prompt that it has in a tick, and forgets the last ``lost`` that
-    it has not told as it fails.
+    """Engines, each of which computes a token of every prompt that it has in a tick, and loses the last ``lost`` that
+    it has not sent when it fails.
     """
 
     prompts: dict[int, Prompt]

@@ -1,4 +1,4 @@
-"""How a server tries the prompts of a failed engine one by one: what it sends, what it withdraws, which ends count."""
+"""A server tries the prompts of a failed engine one by one: messages sent and withdrawn, and the ends that count."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_an_engine_that_ends_by_plan_does_not_count() -> None:
 
 
 def test_suspects_are_tried_alone_and_newcomers_wait_until_all_are_cleared() -> None:
-    """The one that is on trial is withdrawn as soon as it is cleared, and what is said of it behind that is old."""
+    """The prompt on trial is withdrawn as soon as it is cleared, and later messages about it are old."""
 
     async def work(client: EngineClient, engines: Engines) -> None:
         feeds = [ReplyFeed() for _ in range(4)]
@@ -122,7 +122,7 @@ def test_suspects_are_tried_alone_and_newcomers_wait_until_all_are_cleared() -> 
         assert (await asked(engine, Cancel)).key == first
         trial = await asked(engine)
         assert (trial.key, [told.tokens for told in trial.told]) == (second, [[1, 2]])
-        engine.say(grown(first, 0, [98, 99], "yz"))  # behind its withdrawal
+        engine.say(grown(first, 0, [98, 99], "yz"))  # after its withdrawal
         engine.say(grown(second, 0, [*range(PROOF)], "x" * PROOF))
         again, new = await asked(engine), await asked(engine)
         assert again.key not in (first, second), "by another name, as the old one may still be answered"
