@@ -1,5 +1,6 @@
-"""Replicas without which decoding goes on: others load in their places meanwhile, and come in by a change of the view
-in which nobody is lost.
+"""Degraded mode: decoding continues without lost replicas while new workers load.
+
+They join by a change of the view in which no worker is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ END_S = 2.0  # for all of them to end with their links
 
 
 class Absent:
-    """Of one cohort. Nobody listens to those that load but this."""
+    """Tracks replicas that are starting; only this class reads their links."""
 
     def __init__(
         self, config: EngineConfig, members: Members, start: Callable[[str, int], Member], clock: Clock

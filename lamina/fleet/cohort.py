@@ -65,7 +65,7 @@ class Cohort:
         clock: Clock = time.monotonic,
         launch: Callable[..., Launcher] = open_launcher,
     ) -> None:
-        """``members``: nobody yet. ``trace``: whether workers record spans; ``launch``: see open_launcher."""
+        """``members``: empty so far. ``trace``: whether workers record spans; ``launch``: see open_launcher."""
         self._config, self._members, self._on_progress = config, members, on_progress
         self._trace, self._clock, self._launch_by = trace, clock, launch
         self._incarnation = secrets.token_hex(8)  # part of all workers' names: no other engine's has it
@@ -78,7 +78,7 @@ class Cohort:
         self.topology = config.topology  # with the memory workers' parts of the work, once they are measured
         self._urls = WeakKeyDictionary[Member, str]()  # of memory workers
         self._loaded = WeakKeyDictionary[Member, Loaded]()  # of compute and prefill workers
-        self._told_models = False  # whether these were told to load
+        self._told_models = False  # whether these have got the order to load
         self._started: dict[tuple[str, int], int] = {}  # role and index -> workers that were started for them, less one
         self._size = config.topology.tensor_parallel_size  # ranks of a replica
         self._names = members.names
@@ -304,7 +304,7 @@ class Cohort:
             readies[member.label] = self._answer(member, ComputeReady)
 
     def _connect_prefill(self, readies: dict[str, ComputeReady], keep: list[Keep] | None) -> None:
-        """Prefill workers join behind the replicas, one after the other."""
+        """Connect prefill workers after the replicas, one at a time."""
         for member in self._members.prefill:
             memory, replicas = self._memory_of(member.handle.index % self._size), self._present.replicas
             meeting = Connect(view=self.view, replicas=replicas, memory=memory, topology=self.topology, keep=keep)
