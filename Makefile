@@ -38,7 +38,7 @@ test-slow: $(READY)
 
 # What nobody waits for; see CONTRIBUTING.md. All of it is run, also where an early part has failed.
 weekly: $(READY)
-	$(MAKE) --keep-going test-slow test-clients test-vm-all mutants mutation properties
+	$(MAKE) --keep-going test-slow test-clients test-vm-all mutants mutation properties ranges
 
 # The verbs transport over Soft-RoCE in a QEMU guest; skipped, by name, where something is missing.
 test-vm: $(READY)
@@ -113,6 +113,11 @@ mutation: $(READY)
 .PHONY: test-clients
 test-clients: $(READY)
 	$(BIN)/python -m pytest -m slow tests/clients
+
+# Both ends of each version range in pyproject.toml, in environments under build/ranges: downloads, and an hour.
+.PHONY: ranges
+ranges: $(READY)
+	$(BIN)/python tests/ranges.py $(ENVIRONMENTS)
 
 # The suites of others, run on Lamina: downloads below build/suites, and minutes. SUITES: some of them.
 .PHONY: test-suites

@@ -85,10 +85,13 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_stack_traces() -> Iterator[None]:
-    """Capture without the Python lines that made each node: nobody reads them, and finding them is an eighth of the
-    time.
+    """Capture without the Python lines that made each node: they have no use, and finding them is an eighth of the
+    time. torch 2.9 has no such setting.
     """
     config: Any = fx.config
+    if not hasattr(config, "do_not_emit_stack_traces"):
+        yield
+        return
     before, config.do_not_emit_stack_traces = config.do_not_emit_stack_traces, True
     try:
         yield

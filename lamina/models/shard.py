@@ -8,6 +8,7 @@ its part of the logits stays with it, and where a plan makes Q, K and V whole, i
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from .errors import UnsupportedModelError
 from .route import DecodeStep, WeightPart, routed
 
 MOST_OF_SHARE = 1.1  # of the weights that a rank may have
+_LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")  # plans have an asterisk there
 
 Forward = Callable[..., Any]
 
@@ -92,12 +94,10 @@ def plan_shard(model: nn.Module, rank: int, size: int, max_model_len: int) -> Sh
 
 def _styles(model: nn.Module) -> dict[str, str]:
     """Module or weight -> its style. Raises UnsupportedModelError."""
-    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
-
     hf: Any = model
     kind, plan = type(model).__name__, getattr(model, "_tp_plan", None) or {}
     names = [n for n, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False)) if n]
-    planned = {n: plan[w] for n in names if (w := replace_layer_number_by_wildcard(n)) in plan}
+    planned = {n: plan[w] for n in names if (w := _LAYER_NUMBER.sub(".*", n)) in plan}
     if strange := next((n for n, style in planned.items() if style not in STYLES), None):
         raise UnsupportedModelError(
             f"--tensor-parallel-size: {kind} is to have {strange} cut as {planned[strange]!r}, which is not known here"
