@@ -17,6 +17,8 @@ from cuda_stand_in import ONE_GPU
 from hypothesis import is_hypothesis_test, settings
 from long_cases import spare_cases
 
+import lamina
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["LAMINA_TRANSPORTS"] = ",".join(f"{scheme}={module}" for scheme, module in soft_nic.SCHEMES.items())
@@ -26,11 +28,12 @@ os.environ["LAMINA_TRANSPORTS"] = ",".join(f"{scheme}={module}" for scheme, modu
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Processes find workers and transports of tests there. All tests have one path: another one means another warm process,
-# 4 s of CPU.
+# Processes find workers and transports of tests on this path. The folder of the package `lamina` precedes this folder,
+# which has a `lamina` of its own. All tests have one path: another one means another warm process, 4 s of CPU.
 HERE = Path(__file__).parent
+PRODUCT = Path(lamina.__file__).parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(HERE / "e2e"), str(HERE / "support"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    [str(HERE / "e2e"), str(HERE / "support"), str(PRODUCT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
 # Captures are kept, as a user's are, by all that they follow from: what has not changed since is not traced again.

@@ -177,7 +177,9 @@ def with_client(work: Callable[[EngineClient, ControlLink, socket.socket], Await
     engine.close()
 
 
-@pytest.mark.parametrize("params", [SamplingParams(stop=NO_UTF8), SamplingParams(max_tokens=1 << 70)], ids=repr)
+@pytest.mark.parametrize(
+    "params", [SamplingParams(stop=NO_UTF8), SamplingParams(max_tokens=1 << 70)], ids=["no UTF-8", "70 bits"]
+)
 def test_a_request_that_cannot_be_sent_ends_by_an_error_and_others_go_on(
     params: SamplingParams, caplog: pytest.LogCaptureFixture
 ) -> None:
